@@ -1,0 +1,96 @@
+# Everything a newcomer needs: `make train` and `make test` set up what they use, once.
+#
+#   ARGS         what follows `torchquorum train`      make train ARGS="--model cnn"
+#   PYTEST_ARGS  what follows `pytest`                 make test PYTEST_ARGS="tests/unit -x"
+#   PIP_ARGS     what follows `pip install`            make train PIP_ARGS="--find-links wheels"
+#   PYTHON       the Python that builds .venv          make train PYTHON=python3.12
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+
+PYTHON ?= python3
+ARGS ?=
+PYTEST_ARGS ?=
+PIP_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+# The stamps live inside .venv: whoever removes it removes them too.
+VENV_STAMP := $(VENV)/.stamps/venv
+RUN_STAMP := $(VENV)/.stamps/run
+DEV_STAMP := $(VENV)/.stamps/dev
+
+# pip, reduced to one line for each file that comes and one for the installation.
+PIP_INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
+	-c constraints.txt $(PIP_ARGS)
+SHORTLY = awk '/\.metadata/ { next } \
+	/^ *(Downloading|Using cached) / { n = split($$0, part, "/"); sub(/^ *(Downloading|Using cached) /, "", part[n]); \
+		print "    " part[n]; fflush() } \
+	/^Installing collected/ { print "    unpacking"; fflush() }'
+
+.PHONY: help
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: train
+train: $(RUN_STAMP) ## Train MNIST on a local cluster of 1 ps and 2 workers (ARGS=...)
+	@$(BIN)/torchquorum train $(ARGS)
+
+.PHONY: test
+test: $(DEV_STAMP) ## Run the tests (PYTEST_ARGS=...)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: check
+check: check-format check-lint check-types check-layers ## Check format, lint, types and the layers
+
+.PHONY: check-format
+check-format: $(DEV_STAMP) ## Is the code formatted?
+	$(BIN)/ruff format --check .
+
+.PHONY: check-lint
+check-lint: $(DEV_STAMP) ## Does the linter agree?
+	$(BIN)/ruff check .
+
+.PHONY: check-types
+check-types: $(DEV_STAMP) ## Do the types agree?
+	$(BIN)/basedpyright
+
+.PHONY: check-layers
+check-layers: $(DEV_STAMP) ## Do the folders import downwards only?
+	$(BIN)/lint-imports
+
+.PHONY: format
+format: $(DEV_STAMP) ## Format the code and repair what the linter can
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+.PHONY: clean
+clean: ## Remove .venv, caches and build artefacts; runs/ is kept
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis
+	find . -name '*.egg-info' -prune -exec rm -rf {} +
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(VENV_STAMP):
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "make: no '$(PYTHON)' on this machine; install Python 3.11 or newer, or say where it is: make PYTHON=/path/to/python3" >&2; \
+		exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "make: '$(PYTHON)' is $$($(PYTHON) -V 2>&1); Python 3.11 or newer is needed; name one with make PYTHON=..." >&2; \
+		exit 1; }
+	@echo "==> creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV) || { \
+		echo "make: '$(PYTHON) -m venv' failed; on Debian and Ubuntu, apt-get install python3-venv" >&2; \
+		exit 1; }
+	@mkdir -p $(@D) && touch $@
+
+$(RUN_STAMP): $(VENV_STAMP) pyproject.toml constraints.txt
+	@echo "==> installing torchquorum (torch is large: the first time takes a few minutes)"
+	@$(PIP_INSTALL) -e . | $(SHORTLY)
+	@touch $@
+
+# After RUN_STAMP, not beside it: two installations into one .venv must not meet under `make -j`.
+$(DEV_STAMP): $(RUN_STAMP)
+	@echo "==> installing the developers' tools"
+	@$(PIP_INSTALL) -e '.[dev]' | $(SHORTLY)
+	@touch $@

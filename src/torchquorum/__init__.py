@@ -1,0 +1,74 @@
+"""torchquorum: a parameter server for PyTorch.
+
+Names are loaded when first used, so that `torchquorum --help` does not pay for importing torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchquorum.cluster import ClusterSpec, TaskId
+    from torchquorum.data import Batches, load_mnist
+    from torchquorum.errors import TorchQuorumError
+    from torchquorum.rules import Async, Bounded, Buffered, Rule, Sync
+    from torchquorum.session.join import Task, join
+    from torchquorum.session.session import Session
+    from torchquorum.worker.client import Step
+    from torchquorum.worker.optimizer import ExponentialDecay, Optimizer, schedule
+    from torchquorum.worker.regularizer import l2_regularizer
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Async": "rules",
+    "Batches": "data",
+    "Bounded": "rules",
+    "Buffered": "rules",
+    "ClusterSpec": "cluster",
+    "ExponentialDecay": "worker.optimizer",
+    "Optimizer": "worker.optimizer",
+    "Rule": "rules",
+    "Session": "session.session",
+    "Step": "worker.client",
+    "Sync": "rules",
+    "Task": "session.join",
+    "TaskId": "cluster",
+    "TorchQuorumError": "errors",
+    "join": "session.join",
+    "l2_regularizer": "worker.regularizer",
+    "load_mnist": "data",
+    "schedule": "worker.optimizer",
+}
+
+__all__ = [
+    "Async",
+    "Batches",
+    "Bounded",
+    "Buffered",
+    "ClusterSpec",
+    "ExponentialDecay",
+    "Optimizer",
+    "Rule",
+    "Session",
+    "Step",
+    "Sync",
+    "Task",
+    "TaskId",
+    "TorchQuorumError",
+    "join",
+    "l2_regularizer",
+    "load_mnist",
+    "schedule",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'torchquorum' has no attribute {name!r}")
+    return getattr(import_module(f"torchquorum.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

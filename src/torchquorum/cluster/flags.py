@@ -1,0 +1,189 @@
+"""The flags that say who a task is: `--job_name`, `--task_index`, `--ps_hosts`, `--worker_hosts`, `--transport`.
+
+`sources` calls it with a program's arguments. What always holds: arguments that are not ours come back untouched and in
+order, for the program's own parser, and one that is a misspelling of ours never passes in silence: it would make the
+process another task than the user meant.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torchquorum.cluster.spec import QUOTES, split_addresses, strip_quotes, suggest
+from torchquorum.errors import FlagError
+
+TRANSPORTS = ("auto", "shm", "tcp")
+
+_EXAMPLES = {
+    "job_name": "--job_name=worker",
+    "task_index": "--task_index=0",
+    "ps_hosts": "--ps_hosts=localhost:2222",
+    "worker_hosts": "--worker_hosts=localhost:2223,localhost:2224",
+    "transport": "--transport=auto",
+}
+IDENTITY = ("job_name", "task_index", "ps_hosts", "worker_hosts")
+EXAMPLE = " ".join(_EXAMPLES[field] for field in IDENTITY)
+
+# A misspelling is at least this similar (difflib's ratio) to one of our flags.
+_RESEMBLES = 0.85
+
+# Every spelling of a flag, and the field of ClusterFlags it fills.
+_FIELDS = {
+    "job_name": "job_name",
+    "task_id": "task_index",
+    "task_index": "task_index",
+    "ps_hosts": "ps_hosts",
+    "ps_host": "ps_hosts",
+    "worker_hosts": "worker_hosts",
+    "worker_host": "worker_hosts",
+    "transport": "transport",
+}
+
+_DASH = r"[-\u2013\u2014]"  # word processors make an en or em dash of one or two hyphens
+_FLAG = re.compile(rf"{_DASH}{{1,2}}(?P<name>[A-Za-z][\w-]*)(?:=(?P<value>.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterFlags:
+    """What the flags said; a flag that was not given is None.
+
+    Attributes:
+        job_name: As given, without quotes.
+        task_index: 0 or more.
+        ps_hosts: The entries of the list; ClusterSpec checks them.
+        worker_hosts: Likewise.
+        transport: One of `TRANSPORTS`.
+    """
+
+    job_name: str | None = None
+    task_index: int | None = None
+    ps_hosts: tuple[str, ...] | None = None
+    worker_hosts: tuple[str, ...] | None = None
+    transport: str | None = None
+
+
+def parse_flags(argv: Sequence[str]) -> tuple[ClusterFlags, list[str]]:
+    """Take the flags of torchquorum out of a program's arguments.
+
+    Hyphens or underscores, one dash or two, `--flag value` or `--flag=value`; quotes that reached us are forgiven. What
+    follows a bare `--` is left alone.
+
+    Args:
+        argv: The arguments, without the program's name.
+
+    Returns:
+        What the flags said, and the remaining arguments in order.
+
+    Raises:
+        FlagError: A flag is misspelt, has no value or one that is not allowed, or is given twice with different values.
+    """
+    found: dict[str, tuple[Any, str]] = {}
+    remaining: list[str] = []
+    waiting = list(argv)
+    while waiting:
+        token = waiting.pop(0)
+        if token == "--":
+            remaining += [token, *waiting]
+            break
+        match = _FLAG.fullmatch(token)
+        name = match["name"].replace("-", "_") if match else ""
+        if match is None or name not in _FIELDS:
+            if match is not None:
+                _refuse_misspelling(token, name)
+            remaining.append(token)
+            continue
+        text = _take_value(name, match["value"], waiting)
+        _store(found, name, _READERS[_FIELDS[name]](name, text), f"--{name}={text}")
+    return ClusterFlags(**{field: value for field, (value, _) in found.items()}), remaining
+
+
+def check_transport(text: str, *, label: str) -> str:
+    """Return a transport's name without quotes.
+
+    Args:
+        text: What was given.
+        label: Who gave it, for the message.
+
+    Raises:
+        FlagError: There is no such transport.
+    """
+    clean = strip_quotes(text)
+    if clean not in TRANSPORTS:
+        change = suggest(clean, TRANSPORTS) or "leave it out to have it chosen"
+        raise FlagError(f"{label}={clean}: must be one of {', '.join(TRANSPORTS)}; {change}")
+    return clean
+
+
+def _refuse_misspelling(token: str, name: str) -> None:
+    def similarity(known: str) -> float:
+        return difflib.SequenceMatcher(None, name.lower(), known).ratio()
+
+    # `--ps_host` is understood but not recommended.
+    best = max((known for known in _FIELDS if not known.endswith("_host")), key=similarity)
+    if similarity(best) >= _RESEMBLES:
+        given = token.partition("=")[0]
+        known = ", ".join(f"--{field}" for field in _EXAMPLES)
+        raise FlagError(f"{given}: no such flag, the cluster is given by {known}; did you mean --{best}?")
+
+
+def _take_value(name: str, value: str | None, waiting: list[str]) -> str:
+    """Return the value of a flag, taking from `waiting` what belongs to it."""
+    if value is None:
+        if not waiting or _FLAG.fullmatch(waiting[0]) or waiting[0] == "--":
+            came = f"followed by {waiting[0]}" if waiting else "at the end"
+            raise FlagError(f"--{name} {came}: must have a value; write for example {_EXAMPLES[_FIELDS[name]]}")
+        value = waiting.pop(0)
+    # Where single quotes quote nothing (cmd.exe), or nothing was quoted, spaces have cut the value into several.
+    while waiting and not _FLAG.fullmatch(waiting[0]) and _goes_on(name, value, waiting[0]):
+        value = f"{value} {waiting.pop(0)}"
+    if not strip_quotes(value):
+        raise FlagError(f"--{name}={value}: must have a value; write for example {_EXAMPLES[_FIELDS[name]]}")
+    return value
+
+
+def _goes_on(name: str, value: str, following: str) -> bool:
+    if value[:1] in tuple(QUOTES) and not (len(value) > 1 and value[-1] in QUOTES):
+        return following[-1:] in tuple(QUOTES) or following.endswith((",", ":"))
+    if not _FIELDS[name].endswith("_hosts"):
+        return False
+    if value.endswith(":"):
+        return re.match(r"[0-9]", following) is not None
+    return value.endswith(",") and re.search(r":[0-9]*,?$", following) is not None
+
+
+def _store(found: dict[str, tuple[Any, str]], name: str, value: object, given: str) -> None:
+    earlier, earlier_given = found.setdefault(_FIELDS[name], (value, given))
+    if earlier != value:
+        raise FlagError(f"{earlier_given} and {given}: must agree, because they say the same thing; keep one of them")
+
+
+def _read_index(name: str, text: str) -> int:
+    clean = strip_quotes(text)
+    # Markdown's bold around a number is how it looks when copied from a page: --task_index=**0**
+    if not re.fullmatch(r"[0-9]{1,9}", clean.strip("*")):
+        raise FlagError(
+            f"--{name}={clean}: must be a whole number, 0 or more; write the task's place in its job's list of hosts, "
+            f"for example --{name}=0"
+        )
+    return int(clean.strip("*"))
+
+
+def _read_hosts(name: str, text: str) -> tuple[str, ...]:
+    hosts = tuple(split_addresses(text))
+    if not hosts or not all(hosts):
+        raise FlagError(
+            f"--{name}={text}: must be host:port, several with one comma between them; "
+            f"write for example {_EXAMPLES[_FIELDS[name]]}"
+        )
+    return hosts
+
+
+_READERS: dict[str, Callable[[str, str], object]] = {
+    "job_name": lambda _, text: strip_quotes(text),
+    "task_index": _read_index,
+    "ps_hosts": _read_hosts,
+    "worker_hosts": _read_hosts,
+    "transport": lambda name, text: check_transport(text, label=f"--{name}"),
+}

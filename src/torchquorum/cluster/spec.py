@@ -1,0 +1,397 @@
+"""Who exists: the tasks of a cluster and their addresses.
+
+`sources` builds a `ClusterSpec` from what a user gave; everything above reads it. What always holds for it: its jobs
+are `ps` and `worker`, each with at least one task, indices run from 0 without gaps, every address is a clean
+`host:port` and no two tasks share one. A `chief` (or `master`) job has become worker 0; an `evaluator` job is left out.
+"""
+
+import difflib
+import ipaddress
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torchquorum.errors import ClusterError
+
+PS = "ps"
+WORKER = "worker"
+JOBS = (PS, WORKER)
+
+JobAddresses = str | Sequence[str] | Mapping[int, str] | Mapping[str, str]
+
+_CHIEF_JOBS = ("chief", "master")
+_EVALUATOR = "evaluator"
+_JOBS_ACCEPTED = (*JOBS, *_CHIEF_JOBS, _EVALUATOR)
+
+# Straight and typographic quotes, back quotes and guillemets: what shells, blogs and word processors leave behind.
+QUOTES = "'\"`\u2018\u2019\u201a\u201b\u201c\u201d\u201e\u201f\u00b4\u00ab\u00bb\u2039\u203a"
+
+_TASK_NAME = re.compile(r"/?job:(?P<job>[A-Za-z][A-Za-z0-9_]*)(?:/replica:[0-9]+)?/task:(?P<index>[0-9]{1,9})/?")
+_HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*[A-Za-z0-9_.])?")
+_SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*)://")
+_INTEGER = re.compile(r"[+-]?[0-9]{1,9}")
+
+
+@dataclass(frozen=True, order=True)
+class TaskId:
+    """One process of the cluster; `str()` gives its name, `/job:ps/task:0`.
+
+    Attributes:
+        job: `ps` or `worker`.
+        index: Which task of the job, from 0.
+    """
+
+    job: str
+    index: int
+
+    def __post_init__(self) -> None:
+        if self.index < 0:
+            raise ClusterError(f"task index {self.index} of job {self.job!r}: must be 0 or more; count tasks from 0")
+
+    def __str__(self) -> str:
+        return f"/job:{self.job}/task:{self.index}"
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is the chief, worker 0."""
+        return self.job == WORKER and self.index == 0
+
+    @classmethod
+    def parse(cls, name: str) -> "TaskId":
+        """Read a task's name, `/job:worker/task:1` or `/job:worker/replica:0/task:1`.
+
+        Raises:
+            ClusterError: The text is not a task's name.
+        """
+        match = _TASK_NAME.fullmatch(strip_quotes(name))
+        if match is None:
+            raise ClusterError(
+                f"task name {name!r}: must look like /job:worker/task:1; write the job and the index that way"
+            )
+        return cls(match["job"], int(match["index"]))
+
+
+class ClusterSpec:
+    """The tasks of a cluster and their addresses; it does not change and can be compared and hashed.
+
+    Args:
+        cluster: For each job its addresses: a sequence, a mapping from index to address, or one text with commas.
+            Besides `ps` and `worker` it may have `chief` or `master`, one task that becomes worker 0 and moves the
+            others up by one, and `evaluator`, which is left out.
+
+    Raises:
+        ClusterError: A job, an index or an address is not allowed, or there is no ps or no worker.
+    """
+
+    __slots__ = ("_addresses", "_chief_job")
+
+    _addresses: dict[str, tuple[str, ...]]
+    _chief_job: str | None
+
+    def __init__(self, cluster: Mapping[str, JobAddresses]) -> None:
+        given = _read_jobs(cluster)
+        _refuse_duplicates(given)
+        chiefs = [job for job in _CHIEF_JOBS if job in given]
+        if len(chiefs) > 1:
+            raise ClusterError(
+                "jobs 'chief' and 'master': both mean the one task that becomes worker 0; keep one of the two"
+            )
+        self._chief_job = chiefs[0] if chiefs else None
+        chief = given[self._chief_job] if self._chief_job else ()
+        if len(chief) > 1:
+            raise ClusterError(
+                f"job {self._chief_job!r} with {len(chief)} tasks: there is one chief; make the others 'worker' tasks"
+            )
+        self._addresses = {PS: given.get(PS, ()), WORKER: chief + given.get(WORKER, ())}
+        for job in JOBS:
+            if not self._addresses[job]:
+                raise ClusterError(_explain_missing_job(job, given))
+
+    @property
+    def jobs(self) -> tuple[str, ...]:
+        """The names of the jobs: ps and worker."""
+        return JOBS
+
+    @property
+    def ps(self) -> tuple[TaskId, ...]:
+        """The ps tasks in order."""
+        return self.tasks(PS)
+
+    @property
+    def workers(self) -> tuple[TaskId, ...]:
+        """The worker tasks in order; the first is the chief."""
+        return self.tasks(WORKER)
+
+    def num_tasks(self, job: str) -> int:
+        """Return how many tasks a job has.
+
+        Raises:
+            ClusterError: There is no such job.
+        """
+        return len(self._addresses[self._check_job(job)])
+
+    def tasks(self, job: str) -> tuple[TaskId, ...]:
+        """Return the tasks of a job in order.
+
+        Raises:
+            ClusterError: There is no such job.
+        """
+        return tuple(TaskId(job, index) for index in range(self.num_tasks(job)))
+
+    def address(self, task: TaskId) -> str:
+        """Return the address of a task, `host:port`; an IPv6 host stands in brackets.
+
+        Raises:
+            ClusterError: There is no such task.
+        """
+        self.check_task(task)
+        return self._addresses[task.job][task.index]
+
+    def check_task(self, task: TaskId) -> None:
+        """Make sure that a task is one of this cluster.
+
+        Raises:
+            ClusterError: There is no such task.
+        """
+        count = self.num_tasks(task.job)
+        if task.index >= count:
+            raise ClusterError(_explain_index(task.job, task.index, count))
+
+    def find_task(self, job: str, index: int) -> TaskId:
+        """Return the task that a user means by a job and an index of the cluster as it was given.
+
+        They are the same as here unless the cluster was given with a chief: that one is worker 0 and worker i is i + 1.
+
+        Raises:
+            ClusterError: There is no such task, or it is an evaluator.
+        """
+        job = strip_quotes(job)
+        if job == _EVALUATOR:
+            raise ClusterError(
+                "job 'evaluator': tasks are ps, worker or chief so far; leave it out and evaluate in a worker"
+            )
+        if job == self._chief_job:
+            if index != 0:
+                raise ClusterError(_explain_index(job, index, 1))
+            return TaskId(WORKER, 0)
+        self._check_job(job)
+        shift = 1 if job == WORKER and self._chief_job else 0
+        count = self.num_tasks(job) - shift
+        if not 0 <= index < count:
+            raise ClusterError(_explain_index(job, index, count))
+        return TaskId(job, index + shift)
+
+    def as_dict(self) -> dict[str, list[str]]:
+        """Return the addresses of each job, a chief as worker 0; `ClusterSpec` of it has the same tasks."""
+        return {job: list(addresses) for job, addresses in self._addresses.items()}
+
+    def _check_job(self, job: str) -> str:
+        if job in self._addresses:
+            return job
+        allowed = [*JOBS, self._chief_job] if self._chief_job else [*JOBS]
+        if job in _CHIEF_JOBS:
+            change = "the chief is worker 0: say job 'worker' and index 0"
+        else:
+            change = suggest(job, allowed) or "name one of them"
+        raise ClusterError(f"job {job!r}: this cluster has the jobs {join_words(allowed)}; {change}")
+
+    def __eq__(self, other: object) -> bool:
+        return self._addresses == other._addresses if isinstance(other, ClusterSpec) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._addresses.items()))
+
+    def __repr__(self) -> str:
+        return f"ClusterSpec({self.as_dict()!r})"
+
+
+def split_addresses(text: str) -> list[str]:
+    """Split a list of addresses, `host:port,host:port`, into its entries, which are cleaned but not checked.
+
+    Quotes around the list or an entry, brackets around the list, spaces and a last comma are forgiven.
+    """
+    text = _strip_list_brackets(strip_quotes(text))
+    entries = [strip_quotes(entry) for entry in text.split(",")]
+    if entries[-1] == "":
+        entries.pop()
+    return entries
+
+
+def parse_address(text: str, *, label: str) -> str:
+    """Return an address as a clean `host:port`.
+
+    Quotes, spaces around the parts and a `grpc://` or `tcp://` in front are forgiven.
+
+    Args:
+        text: What was given.
+        label: Whose address it is, for the message.
+
+    Raises:
+        ClusterError: The text is not an address.
+    """
+    given = f"address {text!r} of {label}"
+    clean = re.sub(r"\s*:\s*", ":", strip_quotes(text))
+    scheme = _SCHEME.match(clean)
+    if scheme is not None:
+        if scheme["scheme"].lower() not in ("grpc", "tcp"):
+            raise ClusterError(f"{given}: must be host:port; leave out {scheme[0]!r}")
+        clean = strip_quotes(clean[scheme.end() :].removesuffix("/"))
+    if re.search(r"\s", clean):
+        raise ClusterError(f"{given}: must be one host:port without spaces inside; separate addresses with commas")
+    host, colon, port = clean.rpartition(":")
+    if not colon or clean.endswith("]") or _is_ipv6(clean):
+        example = f"[{clean}]:2222" if _is_ipv6(clean) else f"{clean or 'localhost'}:2222"
+        raise ClusterError(f"{given}: must be host:port and has no port; write for example {example}")
+    return f"{_parse_host(host, port, given)}:{_parse_port(host, port, given)}"
+
+
+def strip_quotes(text: str) -> str:
+    """Take spaces and quotes of any kind, straight or typographic, from both ends of a text."""
+    return text.strip(QUOTES + " \t\r\n\u00a0")
+
+
+def suggest(word: str, known: Iterable[str]) -> str | None:
+    """Return `did you mean ...?` with the known word that a misspelt one resembles, or None."""
+    close = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else None
+
+
+def join_words(words: Sequence[str]) -> str:
+    """Join words as a sentence does: `ps, worker and chief`."""
+    return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def _read_jobs(cluster: Mapping[str, JobAddresses]) -> dict[str, tuple[str, ...]]:
+    if not isinstance(cluster, Mapping):
+        raise ClusterError(
+            f"cluster {cluster!r}: must be a dict from job to addresses; "
+            "write for example {'ps': ['localhost:2222'], 'worker': ['localhost:2223']}"
+        )
+    given: dict[str, tuple[str, ...]] = {}
+    for name, addresses in cluster.items():
+        job = strip_quotes(str(name))
+        if job not in _JOBS_ACCEPTED:
+            change = suggest(job, _JOBS_ACCEPTED) or "rename it"
+            raise ClusterError(f"job {job!r}: a cluster has the jobs {join_words(_JOBS_ACCEPTED)}; {change}")
+        if job in given:
+            raise ClusterError(f"job {job!r}: given twice; join the two lists of addresses")
+        if job != _EVALUATOR:
+            entries = enumerate(_list_addresses(job, addresses))
+            given[job] = tuple(parse_address(entry, label=str(TaskId(job, index))) for index, entry in entries)
+    return given
+
+
+def _list_addresses(job: str, addresses: JobAddresses) -> list[str]:
+    if isinstance(addresses, str):
+        entries: list[str] = split_addresses(addresses)
+    elif isinstance(addresses, Mapping):
+        entries = _list_by_index(job, addresses)
+    elif isinstance(addresses, Sequence):
+        entries = list(addresses)
+        # A one-element list that holds the whole text is what `[FLAGS.worker_hosts]` gives.
+        if len(entries) == 1 and isinstance(entries[0], str):
+            entries = split_addresses(entries[0])
+    else:
+        raise ClusterError(
+            f"job {job!r} with {addresses!r}: must be a list of host:port; write for example ['localhost:2222']"
+        )
+    if not entries:
+        raise ClusterError(
+            f"job {job!r} with no address: must have at least one host:port; add one, or leave out the job"
+        )
+    for index, entry in enumerate(entries):
+        if not isinstance(entry, str) or not entry.strip():
+            raise ClusterError(
+                f"address {entry!r} of {TaskId(job, index)}: must be a text, host:port; write 'localhost:2222'"
+            )
+    return entries
+
+
+def _list_by_index(job: str, addresses: Mapping[int, str] | Mapping[str, str]) -> list[str]:
+    by_index: dict[int, str] = {}
+    for key, address in addresses.items():
+        if isinstance(key, bool) or not re.fullmatch(r"[0-9]{1,9}", str(key).strip()):
+            raise ClusterError(
+                f"index {key!r} of job {job!r}: must be a whole number from 0; number the tasks 0, 1, ..."
+            )
+        index = int(key)
+        if index in by_index:
+            raise ClusterError(f"index {index} of job {job!r}: given twice; give each task its own index")
+        by_index[index] = address
+    if sorted(by_index) != list(range(len(by_index))):
+        raise ClusterError(
+            f"indices {sorted(by_index)} of job {job!r}: must run from 0 without gaps, "
+            f"because the rule counts every task; list all {max(by_index) + 1} tasks"
+        )
+    return [by_index[index] for index in range(len(by_index))]
+
+
+def _refuse_duplicates(given: Mapping[str, tuple[str, ...]]) -> None:
+    owner: dict[str, TaskId] = {}
+    for job, addresses in given.items():
+        for index, address in enumerate(addresses):
+            task = TaskId(job, index)
+            other = owner.setdefault(address.lower(), task)
+            if other != task:
+                raise ClusterError(
+                    f"address {address!r} of {other} and {task}: every task needs its own; change one of the two ports"
+                )
+
+
+def _strip_list_brackets(text: str) -> str:
+    for opening, closing in ("[]", "()"):
+        inner = text[1:-1]
+        # `[::1]` is a host in brackets, and in `[::1]:1,[::2]` the first bracket does not belong to the last.
+        encloses = text.startswith(opening) and text.endswith(closing) and not _is_ipv6(inner)
+        if encloses and not inner.split(opening)[0].count(closing):
+            return strip_quotes(inner)
+    return text
+
+
+def _is_ipv6(text: str) -> bool:
+    try:
+        ipaddress.IPv6Address(text)
+    except ValueError:
+        return False
+    return "]" not in text  # which the standard library would take for a part of the scope, after a %
+
+
+def _parse_host(host: str, port: str, given: str) -> str:
+    host = strip_quotes(host)
+    if host.startswith("[") and host.endswith("]") and _is_ipv6(host[1:-1]):
+        return host
+    if _is_ipv6(host):
+        raise ClusterError(f"{given}: an IPv6 host must stand in brackets; write [{host}]:{port}")
+    if not host:
+        raise ClusterError(f"{given}: must be host:port and has no host; write for example localhost:{port}")
+    if not _HOST.fullmatch(host):
+        raise ClusterError(f"{given}: {host!r} is not the name or the IP address of a host; write host:port")
+    return host
+
+
+def _parse_port(host: str, port: str, given: str) -> int:
+    port = strip_quotes(port)
+    if not port:
+        raise ClusterError(f"{given}: must be host:port and has no port; write for example {host}:2222")
+    if not _INTEGER.fullmatch(port):
+        raise ClusterError(
+            f"{given}: the port {port!r} must be a number from 1 to 65535; write for example {host}:2222"
+        )
+    if not 1 <= int(port) <= 65535:
+        raise ClusterError(f"{given}: the port {port} must be from 1 to 65535; choose a free one, for example 2222")
+    return int(port)
+
+
+def _explain_index(job: str, index: int, count: int) -> str:
+    if count == 0:
+        return f"task {index} of job {job!r}: this cluster has none besides the chief; say job 'chief' and index 0"
+    allowed = "one task, index 0" if count == 1 else f"{count} tasks, index 0 to {count - 1}"
+    return (
+        f"task {index} of job {job!r}: the job has {allowed}; choose one of these, or add the address of task {index}"
+    )
+
+
+def _explain_missing_job(job: str, given: Mapping[str, tuple[str, ...]]) -> str:
+    came = f"cluster with {join_words([*given])}" if given else "cluster without any task"
+    why = "a ps holds the variables" if job == PS else "a worker computes the gradients"
+    return f"{came}: must have at least one {job}, because {why}; add for example {job!r}: ['localhost:2222']"

@@ -1,0 +1,92 @@
+"""Reads idx files, the format of MNIST: a magic number, the dimensions, then the values.
+
+Owns the format and nothing about what the numbers mean. Called by `torchquorum.data.mnist`. A tensor that comes back
+always has exactly the dimensions that its file declares; anything else is a `DataError` that names the file.
+"""
+
+import gzip
+import math
+import struct
+import zlib
+from pathlib import Path
+
+import torch
+
+from torchquorum.errors import DataError
+
+_GZIP_MAGIC = b"\x1f\x8b"
+_UINT8 = 0x08
+_TYPE_NAMES = {_UINT8: "uint8", 0x09: "int8", 0x0B: "int16", 0x0C: "int32", 0x0D: "float32", 0x0E: "float64"}
+
+
+def read_idx(path: str | Path, *, ndim: int | None = None) -> torch.Tensor:
+    """Reads one idx file of unsigned bytes, plain or gzip; the first bytes tell which, not the name.
+
+    Args:
+        path: The file.
+        ndim: How many dimensions the file must have; None takes any number from 1.
+
+    Returns:
+        A writable torch.uint8 tensor in memory of its own, shaped as the file declares.
+
+    Raises:
+        DataError: The file cannot be read, is damaged, or is not an idx file of unsigned bytes with `ndim` dimensions.
+    """
+    path = Path(path)
+    content = _read_bytes(path)
+    shape = _parse_header(path, content, ndim)
+    header_bytes = 4 + 4 * len(shape)
+    expected_bytes = header_bytes + math.prod(shape)
+    if len(content) != expected_bytes:
+        what = "cut off" if len(content) < expected_bytes else "followed by other bytes"
+        raise DataError(
+            f"{path}: {len(content):,} bytes (uncompressed), expected {expected_bytes:,}: its header declares "
+            f"{_format_shape(shape)} values. The file is {what}; fetch it again"
+        )
+    if expected_bytes == header_bytes:  # torch.frombuffer refuses an empty range
+        return torch.empty(shape, dtype=torch.uint8)
+    # A bytearray, because a tensor over immutable bytes would let a write through to them.
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=header_bytes).view(shape)
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}; expected an idx file") from error
+    if not content.startswith(_GZIP_MAGIC):
+        return content
+    try:
+        return gzip.decompress(content)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(
+            f"{path}: starts as a gzip file but cannot be uncompressed: {error}; expected a whole gzip file. "
+            "Fetch it again"
+        ) from error
+
+
+def _parse_header(path: Path, content: bytes, ndim: int | None) -> tuple[int, ...]:
+    expected = f"the magic bytes 00 00 08 {'and a number of dimensions' if ndim is None else f'{ndim:02x}'}"
+    if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _TYPE_NAMES or content[3] == 0:
+        found = f"starts with {content[:4].hex(' ')}" if content else "is empty"
+        raise DataError(f"{path}: {found}, expected {expected}: this is not an idx file")
+    if content[2] != _UINT8:
+        raise DataError(
+            f"{path}: holds {_TYPE_NAMES[content[2]]} values (type {content[2]:#04x}), expected uint8 (type 0x08)"
+        )
+    found_ndim = content[3]
+    if ndim is not None and found_ndim != ndim:
+        raise DataError(
+            f"{path}: an idx file with {found_ndim} dimension(s), expected {ndim}. Images have 3 and labels 1: "
+            "were two files swapped?"
+        )
+    if len(content) < 4 + 4 * found_ndim:
+        raise DataError(
+            f"{path}: {len(content)} bytes (uncompressed), expected {4 + 4 * found_ndim} or more for the header of "
+            f"{found_ndim} dimension(s). The file is cut off; fetch it again"
+        )
+    return struct.unpack_from(f">{found_ndim}I", content, 4)
+
+
+def _format_shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(f"{size:,}" for size in shape)

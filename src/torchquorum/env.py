@@ -1,0 +1,90 @@
+"""The environment: the only place where torchquorum reads it.
+
+`cluster` asks it who this task is, `launch` makes the environment of the tasks it starts, `cli`, `jobs` and `session`
+ask for their defaults. What always holds: nothing is read at import, nothing is ever written to this process's own
+environment, and a variable that is set but blank counts as not set.
+"""
+
+import os
+from collections.abc import Mapping
+
+from torchquorum.errors import ConfigError
+
+TF_CONFIG = "TF_CONFIG"
+TASK = "TORCHQUORUM_TASK"
+TRANSPORT = "TORCHQUORUM_TRANSPORT"
+REPORT = "TORCHQUORUM_REPORT"
+LOGDIR = "TORCHQUORUM_LOGDIR"
+STARTED_AT = "TORCHQUORUM_STARTED_AT"
+OMP_NUM_THREADS = "OMP_NUM_THREADS"
+
+
+def _environment() -> Mapping[str, str]:
+    return os.environ  # noqa: TID251  (this module is the one reader)
+
+
+def _read(name: str) -> str | None:
+    text = _environment().get(name, "")
+    return text if text.strip() else None
+
+
+def tf_config() -> str | None:
+    """Return the text of TF_CONFIG, as it is, or None."""
+    return _read(TF_CONFIG)
+
+
+def task() -> str | None:
+    """Return the JSON text in which the launcher says which task this process is, or None."""
+    return _read(TASK)
+
+
+def transport() -> str | None:
+    """Return the transport asked for by TORCHQUORUM_TRANSPORT, unchecked, or None."""
+    return _read(TRANSPORT)
+
+
+def report() -> str | None:
+    """Return the path where the report of the run should be written, or None."""
+    return _read(REPORT)
+
+
+def logdir() -> str | None:
+    """Return the folder of the run, or None."""
+    return _read(LOGDIR)
+
+
+def started_at() -> float | None:
+    """Return when the launcher was started, in seconds since the epoch, or None.
+
+    Raises:
+        ConfigError: The variable is set, but not to a number.
+    """
+    text = _read(STARTED_AT)
+    if text is None:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(
+            f"{STARTED_AT}={text!r}: must be a time in seconds since the epoch; the launcher sets it, so unset it"
+        ) from None
+
+
+def has_omp_num_threads() -> bool:
+    """Tell whether the user has chosen the number of threads of an operation, which we then leave alone."""
+    return _read(OMP_NUM_THREADS) is not None
+
+
+def child_environment(**extra: str | None) -> dict[str, str]:
+    """Return a copy of this process's environment for a child process.
+
+    Args:
+        **extra: Variables to set on top of the copy; one that is None is taken out of it.
+    """
+    environment = dict(_environment())
+    for name, value in extra.items():
+        if value is None:
+            environment.pop(name, None)
+        else:
+            environment[name] = value
+    return environment

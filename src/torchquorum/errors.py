@@ -1,0 +1,44 @@
+"""The errors a user of torchquorum can meet.
+
+Every layer raises them; the CLI catches `TorchQuorumError` and prints its message without a traceback. What always
+holds: a message says what came, what was allowed and what to change. Mistakes of our own are plain asserts.
+"""
+
+
+class TorchQuorumError(Exception):
+    """The base of all errors of torchquorum: its message is meant for the user."""
+
+
+class ClusterError(TorchQuorumError):
+    """A cluster, an address or a task of it is not what it has to be."""
+
+
+class FlagError(TorchQuorumError):
+    """A flag is misspelt, incomplete, contradicted or has a value that is not allowed."""
+
+
+class DeadlineError(TorchQuorumError):
+    """A wait whose deadline passed.
+
+    The message says which task, host and port, what was waited for and what to do.
+    """
+
+
+class RefusedError(TorchQuorumError):
+    """A ps refused a request."""
+
+
+class TaskLostError(TorchQuorumError):
+    """A task stopped answering."""
+
+
+class AddressInUseError(TorchQuorumError):
+    """The address a task should listen on is taken."""
+
+
+class DataError(TorchQuorumError):
+    """A data set is missing, incomplete or not in the expected format."""
+
+
+class ConfigError(TorchQuorumError):
+    """A setting has a value that is not allowed, or two settings contradict each other."""

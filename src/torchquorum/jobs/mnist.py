@@ -1,0 +1,137 @@
+"""The built-in job: MNIST with any of the built-in models, as one task of a cluster runs it.
+
+`torchquorum train` starts this module once per task; the options come as one JSON argument. It is written against the
+public API alone, as anybody's program would be.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import msgspec
+
+from torchquorum.errors import ConfigError
+from torchquorum.rules import parse_rule
+
+
+@dataclass(kw_only=True)
+class MnistOptions:
+    """What to train and how.
+
+    Attributes:
+        model: softmax, mlp or cnn.
+        rule: As `parse_rule` reads it.
+        steps: The global step at which the run is over.
+        batch_size: Images per batch and worker.
+        optimizer: A class of torch.optim.
+        lr: Its learning rate.
+        momentum: For SGD and RMSprop.
+        decay_rate: Exponential decay of the learning rate; 1 for none.
+        decay_steps: Global steps over which it decays by that rate.
+        staircase: Whether it decays in steps.
+        l2: Weight decay as in the seeds: l2 * sum(w^2) / 2 in the loss.
+        seed: Of the weights and of the order of the images.
+        data: A folder with idx files; None for the packaged ones.
+        placement: round_robin or greedy.
+        slice_bytes: Variables of more bytes are sliced over the ps tasks.
+        logdir: The run's folder.
+    """
+
+    model: str = "mlp"
+    rule: str = "sync"
+    steps: int = 3000
+    batch_size: int = 100
+    optimizer: str = "SGD"
+    lr: float = 0.5
+    momentum: float = 0.0
+    decay_rate: float = 1.0
+    decay_steps: float = 600.0
+    staircase: bool = False
+    l2: float = 0.0
+    seed: int = 0
+    data: str | None = None
+    placement: str = "round_robin"
+    slice_bytes: int | None = None
+    logdir: str | None = None
+
+    def __post_init__(self) -> None:
+        parse_rule(self.rule)
+        for name in ("steps", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be 1 or more")
+        for name in ("lr", "decay_rate", "decay_steps"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be more than 0")
+        if self.l2 < 0:
+            raise ConfigError(f"--l2 {self.l2}: must be 0 or more")
+
+    def to_json(self) -> str:
+        """Returns the options as the one argument of a task."""
+        return msgspec.json.encode(asdict(self)).decode()
+
+    @classmethod
+    def from_json(cls, text: str) -> MnistOptions:
+        """Reads the options back."""
+        given: dict[str, Any] = msgspec.json.decode(text, type=dict[str, Any])
+        return cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
+
+
+def train(options: MnistOptions, argv: list[str] | None = None) -> None:
+    """Runs one task of the job."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    import torchquorum as tq
+    from torchquorum.jobs.models import evaluate, make_model
+
+    task = tq.join(argv)
+    torch.manual_seed(options.seed + 1000 * task.index)
+    data = tq.load_mnist(options.data)
+    batches = tq.Batches(data.train, options.batch_size, worker=task.index, workers=task.num_workers, seed=options.seed)
+    model = make_model(options.model)
+    decay = None
+    if options.decay_rate != 1.0:
+        decay = tq.ExponentialDecay(
+            decay_steps=options.decay_steps, decay_rate=options.decay_rate, staircase=options.staircase
+        )
+    optimizer = tq.Optimizer(
+        _inner(options, model.parameters()),
+        rule=parse_rule(options.rule),
+        schedule=decay,
+        placement=options.placement,
+        slice_bytes=options.slice_bytes,
+    )
+    regularize = tq.l2_regularizer(options.l2)
+    with tq.Session(task, model, optimizer, logdir=options.logdir, last_step=options.steps) as session:
+        while not session.should_stop():
+            x, y = next(batches)
+            loss = cross_entropy(model(x), y)
+            if options.l2:
+                loss = loss + regularize(model)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step(loss=loss)
+        session.pull()
+        test_loss, accuracy = evaluate(model, data.test)
+        session.record(loss=test_loss, accuracy=accuracy)
+
+
+def _inner(options: MnistOptions, parameters: Any) -> Any:
+    import torch
+
+    kind = getattr(torch.optim, options.optimizer, None)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise ConfigError(f"--optimizer {options.optimizer}: must be a class of torch.optim, such as SGD or Adam")
+    arguments: dict[str, Any] = {"lr": options.lr}
+    if options.momentum:
+        arguments["momentum"] = options.momentum
+    try:
+        return kind(parameters, **arguments)
+    except TypeError as error:
+        raise ConfigError(f"--optimizer {options.optimizer}: {error}") from None
+
+
+if __name__ == "__main__":
+    train(MnistOptions.from_json(sys.argv[1]), [])

@@ -1,0 +1,1 @@
+"""Starts tasks: local processes (later: Ray)."""

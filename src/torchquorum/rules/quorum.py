@@ -1,0 +1,355 @@
+"""The quorum: one pure state machine that decides when gradients become an update.
+
+Owned by the thread of ps task 0 (and by tests and simulators). It is told what happened (a worker joined, a gradient
+arrived, time passed) and returns what follows, as data: accepted, refused and why, applied, released. It holds no
+tensors, opens no sockets and reads no clock: `now` is an argument, in seconds of any monotonic clock.
+
+What always holds:
+- the version never goes back and grows by one per `Applied`;
+- every gradient is accepted or refused exactly once, and an accepted one is in exactly one `Applied` or, when the run
+  ends before its round closed, in `Discarded`;
+- a worker that waits is released as soon as what it waits for has happened: among the live workers at least one is
+  always computing, unless the run is over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from torchquorum.rules.presets import Rule
+
+LIVENESS_S = 5.0
+
+
+class Reason(StrEnum):
+    """Why a gradient was accepted or refused; these words stand in the ledger."""
+
+    FRESH = "fresh"  # computed at the current version
+    WITHIN_BOUND = "within bound"  # stale, and the rule allows that much
+    STALE = "stale"  # older than max_staleness
+    ALREADY_IN_ROUND = "already in round"  # this worker counts once per round and has been counted
+    PAST_LAST_STEP = "past last step"  # the run has made its last update
+    OLD_INCARNATION = "old incarnation"  # sent by a process that has been replaced
+    EXPIRED = "expired"  # its worker had been declared dead while it computed
+    NOT_FINITE = "not finite"  # it holds NaN or infinity
+
+
+class Key(NamedTuple):
+    """Names one gradient: which task computed it, in which life, as which of its local steps."""
+
+    worker: int
+    incarnation: int
+    local_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """The gradient joined the round that was open at version `met`."""
+
+    key: Key
+    version: int
+    met: int
+    reason: Reason
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The gradient is not used; its worker is told."""
+
+    key: Key
+    version: int
+    met: int
+    reason: Reason
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """The gradient had been decided on before: whatever was answered then is to be answered again."""
+
+    key: Key
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """The mean of these gradients is the update that makes `version`; keys are in order of worker and local step."""
+
+    keys: tuple[Key, ...]
+    version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Discarded:
+    """Accepted gradients whose round never closed because the run ended."""
+
+    keys: tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The worker may go on, from `version`; `stop` says that the run is over."""
+
+    worker: int
+    incarnation: int
+    local_step: int
+    version: int
+    stop: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    """The worker is not counted as alive any more."""
+
+    worker: int
+    incarnation: int
+    why: str
+
+
+Action = Accepted | Refused | Repeated | Applied | Discarded | Released | Died
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What a held worker waits for, in words and numbers for people."""
+
+    what: str
+    have: int
+    need: int
+    missing: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Worker:
+    """What the quorum knows of one worker.
+
+    `clock` measures its lead: it counts its gradients, but starts level with the slowest live worker when it joins, so
+    that nobody waits for a newcomer to repeat history. `gave_at` is the version whose round it has given a gradient to.
+    """
+
+    incarnation: int
+    last_seen: float
+    local_step: int = 0
+    clock: int = 0
+    gave_at: int = -1
+    alive: bool = True
+    held: bool = False
+    fenced: bool = False
+    left: bool = False
+
+
+@dataclass(slots=True)
+class Quorum:
+    """The rule at work. See the module's first lines for what always holds.
+
+    Attributes:
+        rule: When gradients become an update.
+        num_workers: How many workers the cluster names; `Sync()` waits for that many gradients.
+        version: How many updates have been applied.
+        last_step: The version at which the run is over; None runs until it is stopped.
+        liveness_s: A worker not heard of for longer is declared dead.
+        stopped: Whether the run is over.
+        workers: Everyone who ever joined, by index.
+        round: The gradients of the open round, as they came.
+        held: The workers that have pushed and not been released.
+        live: How many workers are alive.
+    """
+
+    rule: Rule
+    num_workers: int
+    version: int = 0
+    last_step: int | None = None
+    liveness_s: float = LIVENESS_S
+    stopped: bool = False
+    workers: dict[int, Worker] = field(default_factory=dict)
+    round: list[Key] = field(default_factory=list)
+    held: set[int] = field(default_factory=set)
+    live: int = 0
+
+    def __post_init__(self) -> None:
+        self.stopped = self.stopped or self._finished()
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def join(self, worker: int, incarnation: int, now: float) -> list[Action]:
+        """A worker is ready to compute; a new incarnation replaces the old one. Joining again repeats the release."""
+        known = self.workers.get(worker)
+        if known is not None and known.incarnation == incarnation:
+            self.seen(worker, incarnation, now)
+            known.fenced = False
+            return [] if known.held else [self._release(worker)]
+        if known is not None:
+            self._set_alive(known, False)
+        others = [w.clock for w in self.workers.values() if w.alive]
+        self.workers[worker] = Worker(
+            incarnation=incarnation,
+            last_seen=now,
+            clock=min(others) if others else (known.clock if known else 0),
+            gave_at=known.gave_at if known else -1,
+        )
+        self.live += 1
+        return [self._release(worker), *self._settle()]
+
+    def seen(self, worker: int, incarnation: int, now: float) -> None:
+        """A sign of life. A worker that was declared dead is alive again, but what it was computing is fenced off."""
+        known = self.workers.get(worker)
+        if known is None or known.incarnation != incarnation or known.left:
+            return
+        known.last_seen = max(known.last_seen, now)
+        self._set_alive(known, True)
+
+    def leave(self, worker: int, incarnation: int) -> list[Action]:
+        """A worker goes for good; gradients that it gave still count."""
+        known = self.workers.get(worker)
+        if known is None or known.incarnation != incarnation or known.left:
+            return []
+        self._set_alive(known, False)
+        self._set_held(worker, False)
+        known.left = True
+        return self._settle()
+
+    def lost(self, worker: int, incarnation: int, why: str) -> list[Action]:
+        """A worker is known to be dead: its process is gone, or it has not been heard of."""
+        known = self.workers.get(worker)
+        if known is None or known.incarnation != incarnation or not known.alive:
+            return []
+        self._set_alive(known, False)
+        known.fenced = True
+        return [Died(worker, incarnation, why), *self._settle()]
+
+    def expire(self, now: float) -> list[Action]:
+        """Time has passed: whoever has not been heard of for `liveness_s` is declared dead."""
+        actions: list[Action] = []
+        for index, worker in sorted(self.workers.items()):
+            silent_s = now - worker.last_seen
+            if worker.alive and silent_s > self.liveness_s:
+                actions += self.lost(index, worker.incarnation, f"not heard of for {silent_s:.1f} s")
+        return actions
+
+    def push(self, key: Key, version: int, now: float, *, finite: bool = True) -> list[Action]:
+        """A gradient, computed at `version`, has arrived in full."""
+        worker = self.workers.get(key.worker)
+        if worker is None or worker.incarnation != key.incarnation or worker.left:
+            return [Refused(key, version, self.version, Reason.OLD_INCARNATION, now)]
+        self.seen(key.worker, key.incarnation, now)
+        if key.local_step <= worker.local_step:
+            return [Repeated(key)]
+        worker.local_step = key.local_step
+        worker.clock += 1
+        reason = self._verdict(key, worker, version, finite)
+        worker.fenced = False
+        self._set_held(key.worker, True)
+        if reason in (Reason.FRESH, Reason.WITHIN_BOUND):
+            self.round.append(key)
+            worker.gave_at = self.version
+            return [Accepted(key, version, self.version, reason, now), *self._settle()]
+        return [Refused(key, version, self.version, reason, now), *self._settle()]
+
+    def stop(self) -> list[Action]:
+        """The run is over now: everyone who waits is released and told so."""
+        self.stopped = True
+        return self._settle()
+
+    def close(self) -> list[Action]:
+        """The server ends: gradients in an open round will never be applied, and that is said."""
+        keys, self.round = tuple(self.round), []
+        return [Discarded(keys)] if keys else []
+
+    # -- what people ask ----------------------------------------------------------------------------------------------
+
+    @property
+    def alive(self) -> list[int]:
+        """Returns the live workers, in order."""
+        return sorted(i for i, w in self.workers.items() if w.alive)
+
+    @property
+    def needed(self) -> int:
+        """Returns how many gradients make one update."""
+        return self.rule.needed(self.num_workers)
+
+    def waits_for(self, worker: int) -> Wait | None:
+        """Returns what a held worker waits for, or None if it does not wait."""
+        known = self.workers.get(worker)
+        if known is None or not known.held:
+            return None
+        if self._counted_in_round(known):
+            given = {key.worker for key in self.round}
+            missing = tuple(i for i in self.alive if i not in given)
+            return Wait("the quorum", len(self.round), self.needed, missing)
+        slowest = self._slowest_clock()
+        missing = tuple(i for i in self.alive if self.workers[i].clock == slowest)
+        return Wait("the slowest worker", known.clock - slowest, self.rule.max_lead or 0, missing)
+
+    # -- how it is decided --------------------------------------------------------------------------------------------
+
+    def _verdict(self, key: Key, worker: Worker, version: int, finite: bool) -> Reason:
+        staleness = self.version - version
+        bound = self.rule.max_staleness
+        if self.stopped:
+            return Reason.PAST_LAST_STEP
+        if worker.fenced:
+            return Reason.EXPIRED
+        if not finite:
+            return Reason.NOT_FINITE
+        if bound is not None and staleness > bound:
+            return Reason.STALE
+        if self._counted_in_round(worker) and self.live >= self.needed:
+            return Reason.ALREADY_IN_ROUND
+        return Reason.FRESH if staleness <= 0 else Reason.WITHIN_BOUND
+
+    def _settle(self) -> list[Action]:
+        """Closes the round if it is full, then releases everyone who has no more reason to wait."""
+        actions: list[Action] = []
+        while len(self.round) >= self.needed and not self.stopped:
+            keys = tuple(sorted(self.round[: self.needed]))
+            self.round = self.round[self.needed :]
+            self.version += 1
+            actions.append(Applied(keys, self.version))
+            self.stopped = self._finished()
+        slowest = self._slowest_clock() if self.held and self.rule.max_lead is not None else 0
+        actions += [self._release(i) for i in sorted(self.held) if not self._must_wait(self.workers[i], slowest)]
+        return actions + self._ask_for_more()
+
+    def _must_wait(self, worker: Worker, slowest: int) -> bool:
+        if self.stopped:
+            return False
+        lead = worker.clock - slowest
+        too_far_ahead = self.rule.max_lead is not None and worker.alive and lead > self.rule.max_lead
+        return too_far_ahead or self._counted_in_round(worker)
+
+    def _counted_in_round(self, worker: Worker) -> bool:
+        """Whether this worker has given its one gradient to the round that is open now."""
+        return self.rule.once_per_round and worker.gave_at == self.version
+
+    def _ask_for_more(self) -> list[Action]:
+        """Fewer workers live than the quorum needs: whoever gave least gives again, as many as are wanted."""
+        if self.stopped or not self.rule.once_per_round or self.live >= self.needed:
+            return []
+        given = dict.fromkeys(self.workers, 0)
+        for key in self.round:
+            given[key.worker] += 1
+        idle = sorted((i for i in self.held if self.workers[i].alive), key=lambda i: (given[i], i))
+        computing = self.live - len(idle)
+        wanted = self.needed - len(self.round) - computing
+        return [self._release(i) for i in idle[: max(0, wanted)]]
+
+    def _slowest_clock(self) -> int:
+        return min((w.clock for w in self.workers.values() if w.alive), default=0)
+
+    def _release(self, index: int) -> Released:
+        self._set_held(index, False)
+        worker = self.workers[index]
+        return Released(index, worker.incarnation, worker.local_step, self.version, self.stopped)
+
+    def _set_alive(self, worker: Worker, alive: bool) -> None:
+        self.live += alive - worker.alive
+        worker.alive = alive
+
+    def _set_held(self, index: int, held: bool) -> None:
+        self.workers[index].held = held
+        (self.held.add if held else self.held.discard)(index)
+
+    def _finished(self) -> bool:
+        return self.last_step is not None and self.version >= self.last_step

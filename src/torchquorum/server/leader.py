@@ -1,0 +1,186 @@
+"""The decisions of shard 0: who is in, which gradients make an update, who may go on. The others follow its log.
+
+Owned by the ps thread of task 0. It hears of gradients (from its own shard and, through `Have`, from the others), asks the
+quorum once a gradient has arrived everywhere, and appends what follows to the log. It holds no tensors and opens no
+sockets. What always holds: every shard that follows the log applies the same gradients in the same order and answers
+the same requests at the same version.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from torchquorum.formats.ledger import Entry, LedgerWriter
+from torchquorum.rules import quorum
+from torchquorum.rules.quorum import Key, Quorum
+from torchquorum.server.tally import Tally
+from torchquorum.transport.messages import Apply, Drop, End, Held, Outcome, Plan, Release
+
+LogEntry = Apply | Drop | Release | End
+REMEMBERED_ARRIVALS = 4096
+
+
+@dataclass(slots=True)
+class Arrival:
+    """A gradient on its way to completeness: which shards hold their part."""
+
+    version: int | None = None
+    loss: float | None = None
+    shards: set[int] = field(default_factory=set)
+
+
+class Leader:
+    """The quorum, the log and the books."""
+
+    def __init__(self, plan: Plan, tally: Tally, ledger: LedgerWriter | None, version: int = 0) -> None:
+        self.quorum = Quorum(
+            plan.rule, plan.num_workers, version=version, last_step=plan.last_step, liveness_s=plan.liveness_s
+        )
+        self.plan, self.tally, self._ledger = plan, tally, ledger
+        self.log: list[LogEntry] = []
+        self.log_start = 0
+        self.notes: list[str] = []
+        self._followed: dict[int, int] = {}
+        self._arrivals: OrderedDict[Key, Arrival] = OrderedDict()
+        self._requests: dict[int, tuple[int, int]] = {}
+        self.outcomes: dict[int, Outcome] = {}
+
+    # -- what happens -------------------------------------------------------------------------------------------------
+
+    def join(self, worker: int, incarnation: int, request: int, now: float, wall: float, transport: str) -> None:
+        """A worker is ready to compute."""
+        self._requests[worker] = (incarnation, request)
+        known = self.quorum.workers.get(worker)
+        tally = self.tally.worker(worker)
+        tally.transport = transport
+        tally.joined_at = wall if tally.joined_at is None else tally.joined_at
+        if known is None or known.incarnation != incarnation:
+            self.notes.append(f"/job:worker/task:{worker} {'joined' if known is None else 'came back'}")
+        self.outcomes.pop(worker, None)
+        self._follow(self.quorum.join(worker, incarnation, now), wall)
+
+    def pull(self, worker: int, incarnation: int, request: int) -> bool:
+        """A worker asks for the current version, outside of a push. False if it is not one of ours."""
+        known = self.quorum.workers.get(worker)
+        if known is None or known.incarnation != incarnation:
+            return False
+        self._requests[worker] = (incarnation, request)
+        self.outcomes.pop(worker, None)
+        self._append(Release(worker, incarnation, request, self.quorum.version, self.quorum.stopped))
+        return True
+
+    def arrived(
+        self, shard: int, key: Key, request: int, now: float, wall: float, *, push: Arrival | None = None
+    ) -> None:
+        """A shard holds its part of a gradient; `push` comes with our own part and says what it was computed at."""
+        arrival = self._arrivals.setdefault(key, Arrival())
+        arrival.shards.add(shard)
+        if push is not None:
+            arrival.version, arrival.loss = push.version, push.loss
+            self._requests[key.worker] = (key.incarnation, request)
+        while len(self._arrivals) > REMEMBERED_ARRIVALS:
+            self._arrivals.popitem(last=False)
+        if len(arrival.shards) < self.plan.num_shards or arrival.version is None:
+            return
+        del self._arrivals[key]
+        self.outcomes.pop(key.worker, None)
+        self.tally.worker(key.worker).hold(wall)
+        self._follow(self.quorum.push(key, arrival.version, now), wall, arrival.loss)
+
+    def leave(self, worker: int, incarnation: int, wall: float) -> None:
+        """A worker goes for good."""
+        self.tally.worker(worker).release(wall)
+        self._follow(self.quorum.leave(worker, incarnation), wall)
+
+    def lost(self, worker: int, incarnation: int, why: str, wall: float) -> None:
+        """A worker's process is gone."""
+        self._follow(self.quorum.lost(worker, incarnation, why), wall)
+
+    def tick(self, now: float, wall: float) -> None:
+        """Time has passed."""
+        self._follow(self.quorum.expire(now), wall)
+
+    def stop(self, wall: float) -> None:
+        """The run is over now."""
+        self._follow(self.quorum.stop(), wall)
+
+    def end(self, *, ok: bool, why: str) -> None:
+        """The job is over: every shard exits when it comes to this entry."""
+        for action in self.quorum.close():
+            if isinstance(action, quorum.Discarded):
+                self.notes.append(
+                    f"{len(action.keys)} accepted gradients were not used: the run ended before their round closed"
+                )
+        self._append(End(ok, why))
+
+    # -- what is asked ------------------------------------------------------------------------------------------------
+
+    def held(self, worker: int, incarnation: int, request: int) -> Held | None:
+        """Returns what a worker's request waits for, if it is known and waits."""
+        if self._requests.get(worker) != (incarnation, request):
+            return None
+        wait = self.quorum.waits_for(worker)
+        return Held(request, wait.what, wait.have, wait.need, list(wait.missing)) if wait else None
+
+    def unseen_by(self, shard: int) -> tuple[int, list[LogEntry]]:
+        """Returns the log entries that a shard has not followed yet, and the number of the first."""
+        first = max(self._followed.get(shard, 0), self.log_start)
+        return first, self.log[first - self.log_start :]
+
+    def followed(self, shard: int, count: int) -> None:
+        """A shard has followed the log up to `count` entries; what all have followed is forgotten."""
+        self._followed[shard] = max(count, self._followed.get(shard, 0))
+        if len(self._followed) == self.plan.num_shards:
+            done = min(self._followed.values())
+            del self.log[: done - self.log_start]
+            self.log_start = max(self.log_start, done)
+
+    # -- how it follows -----------------------------------------------------------------------------------------------
+
+    def _follow(self, actions: list[quorum.Action], wall: float, loss: float | None = None) -> None:
+        for action in actions:
+            match action:
+                case quorum.Accepted() | quorum.Refused():
+                    self._decided(action, wall, loss)
+                case quorum.Applied(keys, version):
+                    self._append(Apply([(k.worker, k.incarnation, k.local_step) for k in keys], version))
+                    self.tally.updated(wall)
+                case quorum.Released(worker, incarnation, _, version, stop):
+                    request = self._requests[worker][1]
+                    self.tally.worker(worker).release(wall)
+                    self._append(Release(worker, incarnation, request, version, stop))
+                case quorum.Died(worker, _, why):
+                    self.tally.worker(worker).release(wall)
+                    self.notes.append(f"/job:worker/task:{worker} counts as dead ({why}); the run goes on without it")
+                case _:
+                    pass
+
+    def _decided(self, action: quorum.Accepted | quorum.Refused, wall: float, loss: float | None) -> None:
+        accepted = isinstance(action, quorum.Accepted)
+        key, staleness = action.key, action.met - action.version
+        if action.reason is not quorum.Reason.OLD_INCARNATION:
+            self.outcomes[key.worker] = Outcome(accepted, action.reason.value, action.met)
+        self.tally.worker(key.worker).decided(
+            accepted=accepted, reason=action.reason.value, staleness=staleness, loss=loss, at=wall
+        )
+        if self._ledger is not None:
+            self._ledger.write(
+                Entry(
+                    worker=key.worker,
+                    incarnation=f"{key.incarnation:016x}",
+                    local_step=key.local_step,
+                    version=action.version,
+                    met=action.met,
+                    staleness=staleness,
+                    accepted=accepted,
+                    reason=action.reason.value,
+                    arrived_at=wall,
+                    loss=loss,
+                )
+            )
+        if not accepted:
+            self._append(Drop([(key.worker, key.incarnation, key.local_step)]))
+
+    def _append(self, entry: LogEntry) -> None:
+        self.log.append(entry)

@@ -1,0 +1,230 @@
+"""The one thread of a ps task: receives, hands to the service, sends what it answers, until the job ends.
+
+Everything that is concurrent or timed about a ps is here. `serve` is called by `tq.join()` in a ps process, or runs as a
+thread of a program that trains alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+
+from torchquorum.cluster import ClusterSpec, TaskId
+from torchquorum.errors import DeadlineError, TaskLostError
+from torchquorum.server.service import LEADER, Me, Service
+from torchquorum.server.shard import Reply
+from torchquorum.transport import codec
+from torchquorum.transport.channel import Channel, Listener
+from torchquorum.transport.memory import host_id
+from torchquorum.transport.zmq_channel import ZmqChannel, ZmqListener
+
+TICK_S = 0.25
+SAY_EVERY_S = 15.0
+WAIT_FOR_CHIEF_S = 3600.0
+FAREWELL_S = 3.0
+TAKE_AT_ONCE = 64
+
+
+def new_incarnation() -> int:
+    """Returns a new random id for the life of a task."""
+    return secrets.randbits(62)
+
+
+class Server:
+    """A ps task at work.
+
+    Args:
+        cluster: Who exists.
+        index: Which ps this is.
+        listen_fd: A listening socket made by the launcher, if any.
+        say: Prints a line for people.
+        report: Where shard 0 writes the report when the job ends.
+        started_at: When the job was started, in seconds since the epoch.
+        connect: How to reach shard 0, and how to listen; replaced where the network is not ZeroMQ.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        index: int,
+        *,
+        listener: Listener | None = None,
+        leader: Channel | None = None,
+        listen_fd: int | None = None,
+        say: Callable[[str], None] = print,
+        report: str | None = None,
+        started_at: float | None = None,
+    ) -> None:
+        incarnation = new_incarnation()
+        started = time.time() if started_at is None else started_at
+        me = Me(cluster=cluster, index=index, incarnation=incarnation, host=host_id(), started_at=started)
+        self.task = TaskId("ps", index)
+        self._listener = listener or ZmqListener(cluster.address(self.task), listen_fd)
+        self._leader = leader
+        if index > 0 and leader is None:
+            self._leader = ZmqChannel(cluster.address(TaskId("ps", 0)), f"ps/{index}/{incarnation:016x}".encode())
+        self.service = Service(me, say)
+        self._say, self._report = say, report
+        self._watched: dict[int, tuple[int, int]] = {}
+        self._poller = select.poll()
+
+    def serve(self) -> bool:
+        """Serves until the job ends.
+
+        Returns:
+            Whether it ended well.
+
+        Raises:
+            DeadlineError: The chief never came.
+        """
+        started = told = ticked = time.monotonic()
+        while self.service.ended is None:
+            self._receive()
+            now = time.monotonic()
+            if now - ticked >= TICK_S:
+                ticked = now
+                self._tick(now)
+            if self.service.shard is None and now - told >= SAY_EVERY_S:
+                told = now
+                self._wait_for_chief(now - started)
+        end = self.service.ended
+        self._farewell()
+        if not end.ok:
+            self._say(f"{self.task}: ended: {end.why}")
+        return end.ok
+
+    def close(self) -> None:
+        """Gives sockets, memory and files up."""
+        for fd in self._watched:
+            os.close(fd)
+        self._watched.clear()
+        if self.service.ledger is not None:
+            self.service.ledger.close()
+        if self.service.shard is not None:
+            self.service.shard.close()
+        self._listener.close()
+        if self._leader is not None:
+            self._leader.close()
+
+    def _receive(self) -> None:
+        """Waits for a message, then takes all that are there before it looks at the clock again."""
+        if self._leader is None:
+            received = self._listener.receive(TICK_S)
+        else:
+            self._listener.wait([self._leader], TICK_S)
+            while (frames := self._leader.receive(0.0)) is not None:
+                self._send(self.service.handle(LEADER, frames, time.monotonic(), time.time()))
+            received = self._listener.receive(0.0)
+        taken = 0
+        while received is not None and self.service.ended is None:
+            self._send(self.service.handle(*received, time.monotonic(), time.time()))
+            taken += 1
+            received = self._listener.receive(0.0) if taken < TAKE_AT_ONCE else None
+
+    def _send(self, replies: list[Reply]) -> None:
+        for reply in replies:
+            frames = [codec.encode(reply.message), *reply.frames]
+            if reply.peer == LEADER:
+                if self._leader is not None:
+                    self._leader.send(frames)
+                continue
+            try:
+                sent = self._listener.send(reply.peer, frames)
+            except zmq.ZMQError:
+                continue  # the peer is gone
+            if sent is not None and reply.slot is not None and self.service.shard is not None:
+                self.service.shard.versions.sending(reply.slot, sent)
+
+    def _tick(self, now: float) -> None:
+        self._send(self.service.tick(now, time.time()))
+        heartbeat = self.service.heartbeat()
+        if heartbeat is not None:
+            self._send([heartbeat])
+        self._watch()
+        for fd, _ in self._poller.poll(0):
+            worker, incarnation = self._watched.pop(fd)
+            self._poller.unregister(fd)
+            os.close(fd)
+            self._send(self.service.process_ended(worker, incarnation, now, time.time()))
+
+    def _watch(self) -> None:
+        """Watches the processes of workers on this host, so that a death is known at once."""
+        watched = set(self._watched.values())
+        for key, pid in list(self.service.pids.items()):
+            if key in watched:
+                continue
+            try:
+                fd = os.pidfd_open(pid)
+            except OSError:
+                self._send(self.service.process_ended(*key, time.monotonic(), time.time()))
+                continue
+            self._watched[fd] = key
+            self._poller.register(fd, select.POLLIN)
+
+    def _wait_for_chief(self, waited_s: float) -> None:
+        chief = TaskId("worker", 0)
+        where = self.service.me.cluster.address(chief)
+        if waited_s > WAIT_FOR_CHIEF_S:
+            raise DeadlineError(
+                f"{self.task}: waited {waited_s:.0f} s for {chief} ({where}) to create the variables and gave up. "
+                f"Start it with the same --ps_hosts and --worker_hosts, and check that it can reach this task."
+            )
+        self._say(f"{self.task}: waiting for {chief} ({where}) to create the variables: {waited_s:.0f} s")
+
+    def _farewell(self) -> None:
+        """Answers a little longer, so that workers hear their Bye and shards the end of the log; then the report."""
+        self._write_report()
+        leader, deadline = self.service.leader, time.monotonic() + FAREWELL_S
+        shards = self.service.me.cluster.num_tasks("ps")
+        if leader is None or shards == 1:
+            heartbeat = self.service.heartbeat()
+            self._send([heartbeat] if heartbeat else [])
+            return
+        while leader.log and time.monotonic() < deadline:
+            received = self._listener.receive(0.05)
+            if received is not None:
+                self._send(self.service.handle(*received, time.monotonic(), time.time()))
+
+    def _write_report(self) -> None:
+        if self.service.leader is None:
+            return
+        body = self.service.status()
+        logdir = self.service.leader.plan.logdir
+        for place in filter(None, (self._report, logdir and str(Path(logdir) / "report.json"))):
+            try:
+                path = Path(place)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                partial = path.with_name(path.name + ".partial")
+                partial.write_text(json.dumps(body, indent=2) + "\n")
+                partial.replace(path)
+            except OSError as error:
+                self._say(f"{self.task}: the report {place} could not be written: {error.strerror}")
+
+
+def serve(
+    cluster: ClusterSpec,
+    index: int,
+    *,
+    listen_fd: int | None,
+    say: Callable[[str], None],
+    report: str | None,
+    started_at: float | None,
+) -> None:
+    """Runs a ps task until the job ends.
+
+    Raises:
+        TaskLostError: The job ended badly.
+    """
+    server = Server(cluster, index, listen_fd=listen_fd, say=say, report=report, started_at=started_at)
+    try:
+        if not server.serve():
+            raise TaskLostError(f"{server.task}: the job did not end well; see the lines above")
+    finally:
+        server.close()

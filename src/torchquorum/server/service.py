@@ -1,0 +1,366 @@
+"""What a ps task answers to each message: handle(message) -> replies. Sockets, threads and the clock stay outside.
+
+Owned by the ps thread, driven by `torchquorum.server.serve` and by tests. A message that makes no sense gets a Fault and
+changes nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torchquorum.transport.messages as m
+from torchquorum.cluster import ClusterSpec, TaskId
+from torchquorum.errors import TorchQuorumError
+from torchquorum.formats.ledger import LedgerWriter
+from torchquorum.rules.quorum import Key
+from torchquorum.server.leader import Arrival, Leader
+from torchquorum.server.shard import Reply, Shard
+from torchquorum.server.tally import Tally
+from torchquorum.transport import codec
+from torchquorum.transport.channel import Peer
+from torchquorum.transport.codec import Frame
+
+LEADER = b"leader"  # the peer name that stands for shard 0 in replies of the other shards
+LATE_S = 10.0
+IDLE_S = 600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Me:
+    """Who this ps task is."""
+
+    cluster: ClusterSpec
+    index: int
+    incarnation: int
+    host: str
+    started_at: float
+
+    @property
+    def task(self) -> TaskId:
+        """Returns the task's name."""
+        return TaskId("ps", self.index)
+
+
+class Service:
+    """One ps task. `say` prints a line for people."""
+
+    def __init__(self, me: Me, say: Callable[[str], None]) -> None:
+        self.me, self._say = me, say
+        self.shard: Shard | None = None
+        self.leader: Leader | None = None
+        self.tally = Tally(me.started_at)
+        self.ledger: LedgerWriter | None = None
+        self.pids: dict[tuple[int, int], int] = {}
+        self._waiting: list[tuple[Peer, m.Join]] = []
+        self._shard_peers: dict[int, Peer] = {}
+        self._sent: dict[int, int] = {}
+        self._idle_since: float | None = None
+        self._failed = False
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def handle(self, peer: Peer, frames: Sequence[Frame], now: float, wall: float) -> list[Reply]:
+        """Answers one message."""
+        try:
+            message, tensors = codec.split(frames)
+        except codec.WireError as error:
+            return [Reply(peer, m.Fault("wire", str(error)))]
+        try:
+            return self._route(peer, message, tensors, now, wall)
+        except (TorchQuorumError, ValueError, KeyError, IndexError, TypeError) as error:
+            kind = type(error).__name__
+            return [Reply(peer, m.Fault(kind, f"{self.me.task}: {error}", getattr(message, "request", -1)))]
+
+    def _route(self, peer: Peer, message: m.AnyMessage, frames: list[Frame], now: float, wall: float) -> list[Reply]:
+        match message:
+            case m.Push():
+                replies = self._push(peer, message, frames, now, wall)
+            case m.Beat():
+                replies = self._beat(peer, message, now)
+            case m.Probe():
+                replies = self._probe(peer, message, now)
+            case m.Have() | m.ShardHello():
+                replies = self._heard_of_shard(peer, message, now, wall)
+            case m.Log():
+                replies = self._log(message)
+            case m.Hello():
+                replies = self._hello(peer, message)
+            case m.Create():
+                replies = self._create(peer, message, frames, now, wall)
+            case m.Join():
+                replies = self._join(peer, message, now, wall)
+            case m.Pull():
+                replies = self._pull(peer, message)
+            case m.Leave():
+                replies = self._leave(peer, message, wall)
+            case m.StatusRequest():
+                replies = [Reply(peer, m.Status(self.status()))]
+            case _:
+                replies = [Reply(peer, m.Fault("wire", f"{type(message).__name__} is not for a ps task"))]
+        return replies + self._advance()
+
+    def tick(self, now: float, wall: float) -> list[Reply]:
+        """Time has passed: deaths, the end of the job, the ledger's buffer."""
+        if self.leader is None:
+            return []
+        self.leader.tick(now, wall)
+        self._check_end(now)
+        if self.ledger is not None:
+            self.ledger.flush()
+        return self._advance()
+
+    def process_ended(self, worker: int, incarnation: int, now: float, wall: float) -> list[Reply]:
+        """The process of a worker on this host is gone."""
+        self.pids.pop((worker, incarnation), None)
+        if self.leader is None:
+            return []
+        self.leader.lost(worker, incarnation, "its process ended", wall)
+        self._check_end(now)
+        return self._advance()
+
+    def heartbeat(self) -> Reply | None:
+        """What a shard other than 0 tells shard 0 now and then."""
+        if self.me.index == 0:
+            return None
+        followed = self.shard.followed if self.shard else 0
+        return Reply(LEADER, m.ShardHello(self.me.index, self.me.incarnation, followed, os.getpid(), self.me.host))
+
+    @property
+    def ended(self) -> m.End | None:
+        """Returns the end of the job, once it has come."""
+        return self.shard.ended if self.shard else None
+
+    # -- one by one ---------------------------------------------------------------------------------------------------
+
+    def _hello(self, peer: Peer, hello: m.Hello) -> list[Reply]:
+        if hello.protocol != m.PROTOCOL:
+            text = f"{hello.task} speaks protocol {hello.protocol}, {self.me.task} speaks {m.PROTOCOL}; install the same torchquorum on both"
+            return [Reply(peer, m.Fault("protocol", text))]
+        task = TaskId.parse(hello.task)
+        if hello.host == self.me.host and self.me.host and task.job == "worker":
+            self.pids[(task.index, hello.incarnation)] = hello.pid
+        created = self.shard is not None
+        welcome = m.Welcome(m.PROTOCOL, str(self.me.task), self.me.incarnation, self.me.host, os.getpid(), created)
+        return [Reply(peer, welcome)]
+
+    def _create(self, peer: Peer, create: m.Create, frames: list[Frame], now: float, wall: float) -> list[Reply]:
+        if self.shard is not None:
+            self.shard.check_plan(create.plan, "the chief")
+            return [Reply(peer, m.Created(self.shard.version, True))]
+        if len(frames) != 2:
+            raise ValueError(f"{len(frames)} tensor frames, expected 2")
+        self.shard = Shard(self.me.index, create.plan, *frames)
+        if self.me.index == 0:
+            self.ledger = self._open_ledger(create.plan.logdir)
+            self.leader = Leader(create.plan, self.tally, self.ledger)
+        waiting, self._waiting = self._waiting, []
+        replies = [Reply(peer, m.Created(0, False))]
+        for guest, join in waiting:
+            replies += self.handle(guest, [codec.encode(join)], now, wall)
+        return replies
+
+    def _open_ledger(self, logdir: str | None) -> LedgerWriter | None:
+        if logdir is None:
+            return None
+        try:
+            return LedgerWriter(Path(logdir))
+        except OSError as error:
+            self._say(f"{self.me.task}: no ledger: {logdir} cannot be written ({error.strerror}); training goes on")
+            return None
+
+    def _join(self, peer: Peer, join: m.Join, now: float, wall: float) -> list[Reply]:
+        if self.shard is None:
+            self._waiting = [(p, j) for p, j in self._waiting if p != peer] + [(peer, join)]
+            return [Reply(peer, self._waiting_for_chief(join.request))]
+        if not 0 <= join.worker < self.shard.plan.num_workers:
+            raise ValueError(f"worker {join.worker}: the cluster has {self.shard.plan.num_workers} workers")
+        if join.plan is not None:
+            self.shard.check_plan(join.plan, f"/job:worker/task:{join.worker}")
+        if not self.shard.knows(join.worker, join.incarnation):
+            self.shard.welcome(peer, join)
+        if self.leader is not None:
+            again = self.shard.answer(join.worker, join.incarnation, join.request)
+            if again:
+                return again
+            transport = "shm" if join.gradients is not None else "tcp"
+            self.leader.join(join.worker, join.incarnation, join.request, now, wall, transport)
+            return []
+        return self.shard.answer(join.worker, join.incarnation, join.request)
+
+    def _waiting_for_chief(self, request: int) -> m.Held:
+        return m.Held(request, "the chief to create the variables", 0, 1, [0])
+
+    def _push(self, peer: Peer, push: m.Push, frames: list[Frame], now: float, wall: float) -> list[Reply]:
+        shard = self._ready()
+        if not shard.knows(push.worker, push.incarnation):
+            return [Reply(peer, self._not_joined(push.worker, push.request))]
+        again = shard.answer(push.worker, push.incarnation, push.request)
+        if again:
+            return again
+        key = Key(push.worker, push.incarnation, push.local_step)
+        if not shard.holds(key):
+            shard.store(push, frames)
+        if self.leader is None:
+            return [Reply(LEADER, m.Have(self.me.index, *key[:2], push.request, push.local_step, shard.followed))]
+        self.leader.arrived(0, key, push.request, now, wall, push=Arrival(push.version, push.loss))
+        return []
+
+    def _not_joined(self, worker: int, request: int) -> m.Fault:
+        return m.Fault(
+            "not_joined",
+            f"{self.me.task} does not count this process as /job:worker/task:{worker}: it has been replaced by a newer one "
+            "with the same index, or the ps was restarted. Start each worker once, with an index of its own.",
+            request,
+        )
+
+    def _pull(self, peer: Peer, pull: m.Pull) -> list[Reply]:
+        shard = self._ready()
+        again = shard.answer(pull.worker, pull.incarnation, pull.request)
+        if again or self.leader is None:
+            return again
+        if not self.leader.pull(pull.worker, pull.incarnation, pull.request):
+            return [Reply(peer, self._not_joined(pull.worker, pull.request))]
+        return []
+
+    def _probe(self, peer: Peer, probe: m.Probe, now: float) -> list[Reply]:
+        if self.shard is None:
+            joined = any(p == peer for p, _ in self._waiting)
+            return [Reply(peer, self._waiting_for_chief(probe.request) if joined else m.Unknown(probe.request))]
+        again = self.shard.answer(probe.worker, probe.incarnation, probe.request)
+        if again:
+            return again
+        key = self.shard.undecided(probe.worker, probe.incarnation, probe.request)
+        elsewhere = m.Held(probe.request, "the other ps tasks", 0, 1, [])
+        if self.leader is None:
+            hello = self.heartbeat()
+            news = [hello] if hello else []
+            if key is None:
+                return [Reply(peer, m.Unknown(probe.request)), *news]
+            have = m.Have(self.me.index, *key[:2], probe.request, key.local_step, self.shard.followed)
+            return [Reply(peer, elsewhere), Reply(LEADER, have), *news]
+        self.leader.quorum.seen(probe.worker, probe.incarnation, now)
+        held = self.leader.held(probe.worker, probe.incarnation, probe.request)
+        return [Reply(peer, held or (elsewhere if key is not None else m.Unknown(probe.request)))]
+
+    def _beat(self, peer: Peer, beat: m.Beat, now: float) -> list[Reply]:
+        if self.leader is None:
+            return [Reply(peer, m.Alive(0, False))]
+        self.leader.quorum.seen(beat.worker, beat.incarnation, now)
+        return [Reply(peer, m.Alive(self.leader.quorum.version, self.leader.quorum.stopped))]
+
+    def _leave(self, peer: Peer, leave: m.Leave, wall: float) -> list[Reply]:
+        if self.leader is not None:
+            tally = self.tally.worker(leave.worker)
+            tally.final_loss = leave.loss if leave.loss is not None else tally.final_loss
+            tally.accuracy = leave.accuracy if leave.accuracy is not None else tally.accuracy
+            known = self.leader.quorum.workers.get(leave.worker)
+            if known is not None and known.incarnation == leave.incarnation and not known.left:
+                self._failed |= not leave.finished
+            self.leader.leave(leave.worker, leave.incarnation, wall)
+        if self.shard is not None:
+            self.shard.forget(leave.worker, leave.incarnation)
+        return [Reply(peer, m.Bye())]
+
+    def _heard_of_shard(self, peer: Peer, message: m.Have | m.ShardHello, now: float, wall: float) -> list[Reply]:
+        if self.me.index != 0:
+            raise ValueError("only shard 0 hears of other shards")
+        self._shard_peers[message.shard] = peer
+        if self.leader is None:
+            return []
+        self.leader.followed(message.shard, message.followed)
+        if isinstance(message, m.Have):
+            key = Key(message.worker, message.incarnation, message.local_step)
+            self.leader.arrived(message.shard, key, message.request, now, wall)
+        else:
+            self._sent[message.shard] = message.followed  # a heartbeat: what it has not followed is sent again
+        return []
+
+    # -- the log ------------------------------------------------------------------------------------------------------
+
+    def _advance(self) -> list[Reply]:
+        """Shard 0 follows its own log at once and sends the news to the others."""
+        if self.leader is None or self.shard is None:
+            return []
+        replies: list[Reply] = []
+        for note in self.leader.notes:
+            self._say(note)
+        self.leader.notes.clear()
+        for entry in self.leader.unseen_by(0)[1]:
+            outcome = self.leader.outcomes.get(entry.worker) if isinstance(entry, m.Release) else None
+            replies += self.shard.follow(entry, outcome)
+        end = self.shard.followed
+        for shard, peer in self._shard_peers.items():
+            first, entries = self.leader.unseen_by(shard)
+            sent = max(first, min(self._sent.get(shard, 0), end))
+            if sent < end:
+                replies.append(Reply(peer, m.Log(sent, entries[sent - first :])))
+                self._sent[shard] = end
+        self.leader.followed(0, end)
+        return replies
+
+    def _log(self, log: m.Log) -> list[Reply]:
+        shard = self._ready()
+        replies: list[Reply] = []
+        for number, entry in enumerate(log.entries, log.first):
+            if number == shard.followed:
+                replies += shard.follow(entry)
+        return replies
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    def _check_end(self, now: float) -> None:
+        """The job ends when nobody is left; workers that never came get a moment, dead ones get longer."""
+        leader = self.leader
+        if leader is None or self.ended is not None or not leader.quorum.workers:
+            return
+        if leader.quorum.live > 0:
+            self._idle_since = None
+            return
+        self._idle_since = now if self._idle_since is None else self._idle_since
+        idle_s = now - self._idle_since
+        workers = leader.quorum.workers
+        over = leader.quorum.stopped or (0 in workers and workers[0].left)
+        missing = [i for i in range(leader.plan.num_workers) if i not in workers]
+        dead = [i for i, w in workers.items() if not w.left]
+        waited_for = missing if leader.quorum.stopped else missing + dead
+        if over and (not waited_for or idle_s > LATE_S):
+            leader.end(ok=not self._failed, why="the run is over" if not self._failed else "a worker failed")
+        elif not over and idle_s > IDLE_S:
+            names = ", ".join(f"/job:worker/task:{i}" for i in [*missing, *dead]) or "all workers"
+            leader.end(ok=False, why=f"no worker has been alive for {idle_s:.0f} s; gone or never started: {names}")
+
+    def _ready(self) -> Shard:
+        if self.shard is None:
+            raise TorchQuorumError("holds no variables yet: the chief, /job:worker/task:0, has not created them")
+        return self.shard
+
+    def status(self) -> dict[str, Any]:
+        """Returns the state of the run for people and reports."""
+        body: dict[str, Any] = {
+            "task": str(self.me.task),
+            "ready": self.shard is not None,
+            "ps": self.me.cluster.num_tasks("ps"),
+            "workers": self.me.cluster.num_tasks("worker"),
+        }
+        if self.leader is None:
+            return body
+        quorum = self.leader.quorum
+        for index, worker in quorum.workers.items():
+            wait = quorum.waits_for(index)
+            tally = self.tally.worker(index)
+            tally.state = "left" if worker.left else "dead" if not worker.alive else "waiting" if wait else "computing"
+        transports = sorted({w.transport for w in self.tally.workers.values() if w.transport})
+        return {
+            **body,
+            "rule": str(self.leader.plan.rule),
+            "global_step": quorum.version,
+            "last_step": quorum.last_step,
+            "live": quorum.alive,
+            "stopped": quorum.stopped,
+            "transport": "+".join(transports),
+            **self.tally.snapshot(),
+        }

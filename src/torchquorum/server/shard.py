@@ -1,0 +1,230 @@
+"""The variables of one ps task: it stores gradients as they arrive and follows the log that shard 0 writes.
+
+Owned by the ps thread. No sockets and no clock in here; replies come back as data. What always holds: entries of the log
+are followed in order, each once; a request is answered with the version reached at its place in the log, all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from torchquorum.errors import RefusedError
+from torchquorum.placement.layout import Layout, check_same_variables, place
+from torchquorum.rules.quorum import Key
+from torchquorum.server.update import Update
+from torchquorum.server.versions import Versions
+from torchquorum.transport.channel import Peer
+from torchquorum.transport.codec import Frame
+from torchquorum.transport.memory import frame_tensor, tensor_frame
+from torchquorum.transport.messages import (
+    Apply,
+    Drop,
+    End,
+    Join,
+    MemoryRef,
+    Message,
+    Outcome,
+    Plan,
+    Push,
+    Release,
+    Variables,
+)
+from torchquorum.transport.slots import Slots, section_views
+
+
+@dataclass(slots=True)
+class Reply:
+    """A message to a peer; `slot` is the version slot whose bytes are among the frames, uncopied."""
+
+    peer: Peer
+    message: Message
+    frames: list[Frame] = field(default_factory=list)
+    slot: int | None = None
+
+
+@dataclass(slots=True)
+class Gradient:
+    """This shard's part of a gradient: its sections, and the variables that have none in it."""
+
+    sections: list[torch.Tensor]
+    absent: frozenset[int]
+
+
+@dataclass(slots=True)
+class Guest:
+    """A worker as this shard knows it; `memory` is its gradient slots, None if it sends frames."""
+
+    incarnation: int
+    peer: Peer
+    memory: Slots | None
+    join_request: int
+
+
+@dataclass(slots=True)
+class Answer:
+    """The last answer to a worker, to be given again when asked."""
+
+    incarnation: int
+    request: int
+    version: int
+    stop: bool
+    outcome: Outcome | None
+
+
+class Shard:
+    """The memory, the optimizer and the open gradients of one ps task."""
+
+    def __init__(self, index: int, plan: Plan, values: Frame, constants: Frame) -> None:
+        self.index, self.plan = index, plan
+        self.layout: Layout = place(
+            plan.variables, plan.num_shards, strategy=plan.placement, slice_bytes=plan.slice_bytes
+        )
+        self.region = self.layout.trained[index]
+        initial = frame_tensor(values, self.region.size_bytes)
+        self._constants = bytes(frame_tensor(constants, self.layout.constants[index].size_bytes).numpy())
+        self.versions = Versions(self.region, plan.num_workers)
+        slot = self.versions.slots.bytes[self.versions.current]
+        slot.copy_(initial)
+        self.update = Update(
+            self.region, plan.variables, plan.optimizer, plan.schedule, section_views(self.region, slot)
+        )
+        self.followed = 0
+        self.ended: End | None = None
+        self._gradients: dict[Key, Gradient] = {}
+        self._guests: dict[int, Guest] = {}
+        self._answers: dict[int, Answer] = {}
+        self._stored: dict[int, tuple[int, Key]] = {}
+
+    @property
+    def version(self) -> int:
+        """Returns how many updates this shard has applied."""
+        return self.versions.version
+
+    def check_plan(self, plan: Plan, who: str) -> None:
+        """Raises RefusedError if a task comes with another model, optimizer or rule."""
+        check_same_variables(self.plan.variables, plan.variables, who)
+        for what in ("optimizer", "schedule", "rule", "placement", "slice_bytes", "num_workers", "num_shards"):
+            ours, theirs = getattr(self.plan, what), getattr(plan, what)
+            if ours != theirs:
+                raise RefusedError(
+                    f"{who} has another {what} than the chief: {theirs}, the chief's is {ours}. "
+                    "Start every task with the same program and the same arguments."
+                )
+
+    # -- workers ------------------------------------------------------------------------------------------------------
+
+    def welcome(self, peer: Peer, join: Join) -> None:
+        """Notes a worker and opens its gradient memory."""
+        memory = self._open(join.gradients) if join.gradients is not None else None
+        self._guests[join.worker] = Guest(join.incarnation, peer, memory, join.request)
+
+    def _open(self, ref: MemoryRef) -> Slots:
+        return Slots.open(ref, self.region)
+
+    def knows(self, worker: int, incarnation: int) -> bool:
+        """Whether this incarnation of a worker has joined here."""
+        guest = self._guests.get(worker)
+        return guest is not None and guest.incarnation == incarnation
+
+    def forget(self, worker: int, incarnation: int) -> None:
+        """Ends the lease of a worker that is gone; it may come back."""
+        if self.knows(worker, incarnation):
+            self.versions.forget(worker)
+
+    def store(self, push: Push, frames: Sequence[Frame]) -> Key:
+        """Keeps this shard's part of a gradient until the log says what becomes of it.
+
+        Raises:
+            ValueError: The gradient does not fit the variables.
+        """
+        key = Key(push.worker, push.incarnation, push.local_step)
+        if push.slot >= 0:
+            memory = self._guests[push.worker].memory
+            if memory is None or push.slot >= len(memory):
+                raise ValueError(f"gradient slot {push.slot} of worker {push.worker} is not known here")
+            sections = memory.sections[push.slot]
+        else:
+            if len(frames) != 1:
+                raise ValueError(f"{len(frames)} tensor frames, expected 1")
+            sections = section_views(self.region, frame_tensor(frames[0], self.region.size_bytes))
+        self._gradients[key] = Gradient(sections, frozenset(push.absent))
+        self._stored[push.worker] = (push.request, key)
+        return key
+
+    def undecided(self, worker: int, incarnation: int, request: int) -> Key | None:
+        """Returns the gradient that a request brought, if it is here and undecided."""
+        stored, key = self._stored.get(worker, (-1, Key(-1, -1, -1)))
+        return key if (stored, key.incarnation) == (request, incarnation) and self.holds(key) else None
+
+    def holds(self, key: Key) -> bool:
+        """Whether this gradient is here and undecided."""
+        return key in self._gradients
+
+    # -- the log ------------------------------------------------------------------------------------------------------
+
+    def follow(self, entry: Apply | Drop | Release | End, outcome: Outcome | None = None) -> list[Reply]:
+        """Does what the next entry of the log says."""
+        self.followed += 1
+        match entry:
+            case Apply(keys, version):
+                self._apply([Key(*k) for k in keys], version)
+            case Drop(keys):
+                for key in keys:
+                    self._gradients.pop(Key(*key), None)
+            case Release(worker, incarnation, request, version, stop):
+                assert version == self.version, f"release at {version} while the shard is at {self.version}"
+                self._answers[worker] = Answer(incarnation, request, version, stop, outcome)
+                self.versions.lease(worker)
+                return self.answer(worker, incarnation, request)
+            case End():
+                self.ended = entry
+        return []
+
+    def answer(self, worker: int, incarnation: int, request: int) -> list[Reply]:
+        """Returns the answer to a request again, if it has been decided and the worker is known here."""
+        answer, guest = self._answers.get(worker), self._guests.get(worker)
+        if answer is None or guest is None or (answer.incarnation, answer.request) != (incarnation, request):
+            return []
+        if guest.incarnation != incarnation:
+            return []
+        slot = self.versions.leased(worker)
+        if slot is None or not self.versions.slots.holds(slot, answer.version):
+            # The worker was taken for dead and its version is gone: it gets the current one.
+            slot, answer.version = self.versions.lease(worker), self.version
+        joining = request == guest.join_request
+        shared = guest.memory is not None
+        frames: list[Frame] = []
+        uncopied = None
+        if not shared:
+            frame = tensor_frame(self.versions.slots.bytes[slot])
+            uncopied = slot if self.versions.may_send_uncopied(slot) else None
+            frames.append(frame if uncopied is not None else bytes(frame))
+        if joining:
+            frames.append(self._constants)
+        message = Variables(
+            request=request,
+            version=answer.version,
+            stop=answer.stop,
+            slot=slot if shared else -1,
+            ring=self.versions.slots.ref if shared and joining else None,
+            outcome=answer.outcome,
+            lr=self.update.lr,
+        )
+        return [Reply(guest.peer, message, frames, uncopied)]
+
+    def _apply(self, keys: Sequence[Key], version: int) -> None:
+        parts = [self._gradients.pop(key) for key in keys]
+        absent = frozenset.intersection(*(p.absent for p in parts))
+        slots = self.versions.slots
+        slot = self.versions.next_slot()
+        self.update.apply(
+            slots.sections[self.versions.current], slots.sections[slot], [p.sections for p in parts], absent
+        )
+        self.versions.publish(slot, version)
+
+    def close(self) -> None:
+        """Gives the memory up."""
+        self.versions.close()

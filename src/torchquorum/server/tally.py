@@ -1,0 +1,123 @@
+"""What happened in a run, counted: the source of status, report and the live view.
+
+Owned by the leader. `snapshot` is JSON-able. Times are seconds since the epoch where they say `_at`, durations `_s`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class WorkerTally:
+    """The counts of one worker, over all its incarnations."""
+
+    batches: int = 0
+    accepted: int = 0
+    refused: dict[str, int] = field(default_factory=dict)
+    staleness_sum: int = 0
+    staleness_max: int = 0
+    loss: float | None = None
+    final_loss: float | None = None
+    accuracy: float | None = None
+    transport: str = ""
+    first_at: float | None = None
+    last_at: float | None = None
+    joined_at: float | None = None
+    waited_s: float = 0.0
+    held_since: float | None = None
+    state: str = "unknown"
+
+    def decided(self, *, accepted: bool, reason: str, staleness: int, loss: float | None, at: float) -> None:
+        """Counts one gradient."""
+        self.batches += 1
+        self.first_at = at if self.first_at is None else self.first_at
+        self.last_at = at
+        self.loss = loss if loss is not None else self.loss
+        if accepted:
+            self.accepted += 1
+            self.staleness_sum += staleness
+            self.staleness_max = max(self.staleness_max, staleness)
+        else:
+            self.refused[reason] = self.refused.get(reason, 0) + 1
+
+    def hold(self, at: float) -> None:
+        """The worker begins to wait."""
+        self.held_since = at
+
+    def release(self, at: float) -> None:
+        """The worker goes on."""
+        if self.held_since is not None:
+            self.waited_s += at - self.held_since
+            self.held_since = None
+
+    def snapshot(self) -> dict[str, Any]:
+        """Returns the counts in the words of the report."""
+        start = self.joined_at if self.joined_at is not None else self.first_at
+        seconds = (self.last_at - start) if self.last_at is not None and start is not None else 0.0
+        return {
+            "state": self.state,
+            "transport": self.transport,
+            "updates": self.accepted,
+            "batches": self.batches,
+            "seconds": round(seconds, 3),
+            "batches_per_s": round(self.batches / seconds, 2) if seconds > 0 else 0.0,
+            "loss": self.final_loss if self.final_loss is not None else self.loss,
+            "accuracy": self.accuracy,
+            "refused": sum(self.refused.values()),
+            "refused_reasons": dict(self.refused),
+            "staleness_mean": round(self.staleness_sum / self.accepted, 4) if self.accepted else 0.0,
+            "staleness_max": self.staleness_max,
+            "waited_s": round(self.waited_s, 3),
+            "start_up_s": None,
+        }
+
+
+@dataclass(slots=True)
+class Tally:
+    """The counts of the whole run."""
+
+    started_at: float
+    workers: dict[int, WorkerTally] = field(default_factory=dict)
+    first_update_at: float | None = None
+    last_update_at: float | None = None
+    updates: int = 0
+
+    def worker(self, index: int) -> WorkerTally:
+        """Returns the counts of a worker, which begin with its first mention."""
+        return self.workers.setdefault(index, WorkerTally())
+
+    def updated(self, at: float) -> None:
+        """Counts one update."""
+        self.updates += 1
+        self.first_update_at = at if self.first_update_at is None else self.first_update_at
+        self.last_update_at = at
+
+    def snapshot(self) -> dict[str, Any]:
+        """Returns the totals and the same per worker."""
+        workers = {str(i): w.snapshot() for i, w in sorted(self.workers.items())}
+        for index, w in self.workers.items():
+            if w.first_at is not None:
+                workers[str(index)]["start_up_s"] = round(w.first_at - self.started_at, 3)
+        tallies = self.workers.values()
+        accepted = sum(w.accepted for w in tallies)
+        joined = [w.joined_at for w in tallies if w.joined_at is not None]
+        seconds = self.last_update_at - min(joined) if joined and self.last_update_at is not None else 0.0
+        batches = sum(w.batches for w in tallies)
+        first = self.workers.get(0)
+        return {
+            "updates": self.updates,
+            "batches": batches,
+            "seconds": round(seconds, 3),
+            "batches_per_s": round(batches / seconds, 2) if seconds > 0 else 0.0,
+            "loss": workers["0"]["loss"] if first else None,
+            "accuracy": first.accuracy if first else None,
+            "refused": sum(sum(w.refused.values()) for w in tallies),
+            "staleness_mean": round(sum(w.staleness_sum for w in tallies) / accepted, 4) if accepted else 0.0,
+            "staleness_max": max((w.staleness_max for w in tallies), default=0),
+            "start_up_s": round(self.first_update_at - self.started_at, 3)
+            if self.first_update_at is not None
+            else None,
+            "per_worker": workers,
+        }

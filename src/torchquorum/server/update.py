@@ -1,0 +1,188 @@
+"""One update of a shard: mean of the gradients, then a real torch.optim optimizer over flat memory.
+
+Owned by the ps thread. Variables of one parameter group and dtype that always get gradients together are one flat segment,
+so an update is a few large vector operations whatever the number of layers. A step in which some variables have no
+gradient splits their segment for good, with its optimizer state, and leaves the absent ones alone, exactly as torch.optim
+does. What always holds: the result equals the same optimizer run over the separate parameters, bit for bit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+
+from torchquorum.errors import ConfigError
+from torchquorum.placement.layout import Piece, Region, Variable
+from torchquorum.server import schedules
+from torchquorum.transport.messages import OptimizerSpec, ScheduleSpec
+
+# These update every element by itself, so they may run over flat memory and over slices of a variable.
+ELEMENTWISE = frozenset(
+    ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
+)
+# A closure, sparse gradients: things a ps cannot give.
+IMPOSSIBLE = {"LBFGS": "it evaluates the loss again during a step", "SparseAdam": "it takes sparse gradients only"}
+# In these, torch's kernels round the tail of a vector otherwise than its body: only whole variables are bit for bit.
+WHOLE_VARIABLES = ("bfloat16", "float16")
+
+
+@dataclass(eq=False)
+class Segment:
+    """A run of pieces in one section that are updated together; `shape` is a variable's own where that matters."""
+
+    section: int
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+    shape: tuple[int, ...]
+    parameter: torch.nn.Parameter = field(default_factory=lambda: torch.nn.Parameter(torch.empty(0)))
+
+    def view(self, sections: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns this segment of a slot's memory."""
+        return sections[self.section][self.start : self.stop].view(self.shape)
+
+
+def optimizer_class(name: str) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
+    """Returns a class of torch.optim by name, and nothing else."""
+    if name in IMPOSSIBLE:
+        raise ConfigError(f"torch.optim.{name} cannot run on a ps: {IMPOSSIBLE[name]}; use SGD, Adam or another")
+    found = getattr(torch.optim, name, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)) or name == "Optimizer":
+        raise ConfigError(f"optimizer {name!r}: only the classes of torch.optim can run on a ps")
+    return cast(Any, found)
+
+
+class Update:
+    """The optimizer of one shard."""
+
+    def __init__(
+        self,
+        region: Region,
+        variables: Sequence[Variable],
+        optimizer: OptimizerSpec,
+        schedule: ScheduleSpec | None,
+        values: Sequence[torch.Tensor],
+    ) -> None:
+        self._region, self._variables = region, variables
+        self._elementwise = optimizer.name in ELEMENTWISE
+        self._groups: list[list[Segment]] = [[] for _ in optimizer.groups]
+        for index, section in enumerate(region.sections):
+            whole = not self._elementwise or section.dtype in WHOLE_VARIABLES
+            for group in range(len(optimizer.groups)):
+                pieces = [p for p in section.pieces if variables[p.variable].group == group]
+                runs = [[p] for p in pieces] if whole else ([pieces] if pieces else [])
+                self._groups[group] += [self._segment(index, run) for run in runs]
+        for segment in self._segments:
+            segment.parameter.data = segment.view(values)
+        groups = [
+            {"params": [s.parameter for s in segments], **{k: _plain(v) for k, v in given.items()}}
+            for segments, given in zip(self._groups, optimizer.groups, strict=True)
+        ]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a shard may hold no variable of some group
+            self._optimizer = optimizer_class(optimizer.name)(groups)
+        self._schedule = schedules.build(schedule, self._optimizer) if schedule else None
+        self._scratch = [torch.empty_like(v) for v in values]
+        self._mean_of = 0
+
+    @property
+    def _segments(self) -> list[Segment]:
+        return [s for segments in self._groups for s in segments]
+
+    @property
+    def lr(self) -> list[float]:
+        """Returns the learning rate of each parameter group for the next update."""
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    def apply(
+        self,
+        old: Sequence[torch.Tensor],
+        new: Sequence[torch.Tensor],
+        gradients: Sequence[Sequence[torch.Tensor]],
+        absent: frozenset[int],
+    ) -> None:
+        """Writes the next version into `new`.
+
+        Args:
+            old: The sections of the current version.
+            new: The sections of the next one, to be written in full.
+            gradients: The sections of each gradient, in order of worker and local step; absent variables are zero.
+            absent: Variables (by index) that have no gradient in any of them.
+        """
+        mean = gradients[0] if len(gradients) == 1 else self._mean(gradients)
+        if absent:
+            self._split(absent)
+        for source, target in zip(old, new, strict=True):
+            target.copy_(source)
+        for segment in self._segments:
+            segment.parameter.data = segment.view(new)
+            skip = bool(absent) and segment.pieces[0].variable in absent
+            segment.parameter.grad = None if skip else segment.view(mean)
+        self._optimizer.step()
+        for segment in self._segments:
+            segment.parameter.grad = None
+        if self._schedule is not None:
+            self._schedule.step()
+
+    def _mean(self, gradients: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
+        """The sum in order, then one division, in the gradients' own precision."""
+        for index, out in enumerate(self._scratch):
+            torch.add(gradients[0][index], gradients[1][index], out=out)
+            for more in gradients[2:]:
+                out.add_(more[index])
+            out.div_(len(gradients))
+        return self._scratch
+
+    def _segment(self, section: int, pieces: Sequence[Piece]) -> Segment:
+        first, last = pieces[0], pieces[-1]
+        start, stop = first.offset, last.offset + last.numel
+        variable = self._variables[first.variable]
+        if self._elementwise or len(pieces) > 1:
+            shape: tuple[int, ...] = (stop - start,)
+        elif first.numel == variable.numel:
+            shape = tuple(variable.shape)
+        else:
+            raise ConfigError(
+                f"variable {variable.name} is sliced over shards, which its optimizer cannot do; leave slice_bytes out"
+            )
+        return Segment(section, start, stop, tuple(pieces), shape)
+
+    def _split(self, absent: frozenset[int]) -> None:
+        """Splits every segment in which only some variables have a gradient, with its state."""
+        for group, segments in enumerate(self._groups):
+            parts = [part for segment in segments for part in self._parts(segment, absent)]
+            if len(parts) != len(segments):
+                self._groups[group] = parts
+                self._optimizer.param_groups[group]["params"] = [s.parameter for s in parts]
+
+    def _parts(self, segment: Segment, absent: frozenset[int]) -> list[Segment]:
+        runs: list[list[Piece]] = []
+        for piece in segment.pieces:
+            if runs and (runs[-1][-1].variable in absent) == (piece.variable in absent):
+                runs[-1].append(piece)
+            else:
+                runs.append([piece])
+        if len(runs) == 1:
+            return [segment]
+        parts = [self._segment(segment.section, run) for run in runs]
+        state: dict[str, Any] = self._optimizer.state.pop(segment.parameter, {})
+        for part in parts:
+            if state:
+                self._optimizer.state[part.parameter] = {k: _slice(v, segment, part) for k, v in state.items()}
+        return parts
+
+
+def _slice(value: Any, whole: Segment, part: Segment) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != whole.shape or value.dim() == 0:
+        return value.clone()
+    return value[part.start - whole.start : part.stop - whole.start].clone()
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value

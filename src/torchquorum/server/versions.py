@@ -1,0 +1,64 @@
+"""The published versions of one shard: a few slots of shared memory, each one whole version.
+
+Owned by the ps thread. What always holds: a slot that a live worker may still read, that is on its way to one, or that is
+the current version is never written. A reader that was frozen and lost its lease can tell by the slot's number.
+"""
+
+from __future__ import annotations
+
+from torchquorum.placement.layout import Region
+from torchquorum.transport.channel import Sent
+from torchquorum.transport.slots import Slots
+
+
+class Versions:
+    """The slots, who reads them, and which holds the current version."""
+
+    def __init__(self, region: Region, num_workers: int) -> None:
+        self._most_sending = num_workers + 1
+        self.slots = Slots.create("versions", region, num_workers + self._most_sending + 2)
+        self._readers: dict[int, int] = {}
+        self._sending: list[tuple[int, Sent]] = []
+        self.current = 0
+        self.version = 0
+        self.slots.mark(0, 0)
+
+    def lease(self, worker: int) -> int:
+        """Returns the current slot and keeps it from being written until the worker leases again or is forgotten."""
+        self._readers[worker] = self.current
+        return self.current
+
+    def leased(self, worker: int) -> int | None:
+        """Returns the slot that a worker may be reading."""
+        return self._readers.get(worker)
+
+    def forget(self, worker: int) -> None:
+        """Ends a worker's lease."""
+        self._readers.pop(worker, None)
+
+    def may_send_uncopied(self, slot: int) -> bool:
+        """Whether a slot's bytes may be sent as they are; too many slots on slow connections must not use all up."""
+        self._sending = [entry for entry in self._sending if not entry[1].done]
+        busy = {s for s, _ in self._sending}
+        return slot in busy or len(busy) < self._most_sending
+
+    def sending(self, slot: int, sent: Sent) -> None:
+        """Keeps a slot from being written while its bytes are on their way."""
+        self._sending.append((slot, sent))
+
+    def next_slot(self) -> int:
+        """Returns a slot for the next version and marks its old content as gone."""
+        self._sending = [entry for entry in self._sending if not entry[1].done]
+        busy = {self.current, *self._readers.values(), *(slot for slot, _ in self._sending)}
+        free = next(k for k in range(len(self.slots)) if k not in busy)
+        self.slots.mark(free, -1)
+        return free
+
+    def publish(self, slot: int, version: int) -> None:
+        """Makes a written slot the current version."""
+        self.slots.mark(slot, version)
+        self.current, self.version = slot, version
+
+    def close(self) -> None:
+        """Gives the memory up."""
+        self.slots.close()

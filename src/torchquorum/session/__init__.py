@@ -1,0 +1,1 @@
+"""A supervised run: joining the cluster, and the session around the training loop."""

@@ -1,0 +1,175 @@
+"""`tq.join()`: who am I? A ps task serves here until the job ends; a worker gets its `Task` and goes on.
+
+Called once, at the top of a program. With no cluster anywhere, the program trains alone, with a ps inside this process.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from torchquorum import env
+from torchquorum.cluster import ClusterSpec, TaskId, resolve
+from torchquorum.errors import TorchQuorumError
+from torchquorum.server.serve import Server, serve
+from torchquorum.transport.channel import Channel
+from torchquorum.transport.inprocess import InProcessNetwork
+from torchquorum.transport.zmq_channel import ZmqChannel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """This process's place in the cluster.
+
+    Attributes:
+        cluster: Who exists.
+        id: Which task this is; its text is /job:worker/task:0.
+        transport: auto, shm or tcp.
+        source: Where this was learnt: flags, launcher, TF_CONFIG, arguments, or alone.
+        connect: Makes a channel to a ps task.
+    """
+
+    cluster: ClusterSpec
+    id: TaskId
+    transport: str = "auto"
+    source: str = "arguments"
+    connect: Callable[[str, bytes], Channel] = field(default=ZmqChannel, repr=False)
+    alone: Alone | None = field(default=None, repr=False)
+
+    @property
+    def job(self) -> str:
+        """Returns ps or worker."""
+        return self.id.job
+
+    @property
+    def index(self) -> int:
+        """Returns the task's number within its job."""
+        return self.id.index
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this is worker 0, which creates the variables."""
+        return self.id == TaskId("worker", 0)
+
+    @property
+    def num_workers(self) -> int:
+        """Returns how many workers the cluster names."""
+        return self.cluster.num_tasks("worker")
+
+    @property
+    def num_ps(self) -> int:
+        """Returns how many ps tasks the cluster names."""
+        return self.cluster.num_tasks("ps")
+
+    def __str__(self) -> str:
+        return str(self.id)
+
+
+class Alone:
+    """A ps inside this process, for a program that was given no cluster."""
+
+    def __init__(self) -> None:
+        self.cluster = ClusterSpec({"ps": ["localhost:1"], "worker": ["localhost:2"]})
+        self.network = InProcessNetwork()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Starts the ps for one session."""
+        listener = self.network.listen(self.cluster.address(TaskId("ps", 0)))
+        server = Server(self.cluster, 0, listener=listener, say=say, report=env.report(), started_at=env.started_at())
+
+        def run() -> None:
+            try:
+                server.serve()
+            finally:
+                server.close()
+
+        self._thread = threading.Thread(target=run, name="torchquorum-ps", daemon=True)
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Waits for the ps to end, which it does when its one worker has left."""
+        if self._thread is not None:
+            self._thread.join(timeout=5.0)
+            self._thread = None
+
+
+def say(line: str) -> None:
+    """Prints a line for people, at once, on standard error."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def join(
+    argv: list[str] | None = None,
+    *,
+    cluster: ClusterSpec | Mapping[str, Any] | None = None,
+    job_name: str | None = None,
+    task_index: int | None = None,
+    transport: str | None = None,
+) -> Task:
+    """Finds this process's place in the cluster; a ps task serves here and never returns.
+
+    Args:
+        argv: Where to look for flags (--job_name, --task_id, --ps_hosts, --worker_hosts, --transport). By default
+            sys.argv, from which they are then removed, so that a parser of your own sees only its own flags.
+        cluster: The cluster, given directly: {"ps": ["host:port"], "worker": ["host:port", ...]}.
+        job_name: ps or worker, given directly.
+        task_index: The task's number, given directly.
+        transport: auto, shm or tcp, given directly.
+
+    Returns:
+        The task. Without any cluster in sight, a task that trains alone with a ps inside this process.
+
+    Raises:
+        TorchQuorumError: The cluster or the flags make no sense; the message says what to change.
+        SystemExit: When a ps task has served until the end of the job.
+    """
+    _show_errors_without_traceback()
+    found = resolve(argv, cluster, job_name, task_index, transport)
+    if found is None:
+        alone = Alone()
+        say("torchquorum: no cluster given (flags, launcher or TF_CONFIG): training alone, with a ps in this process")
+        return Task(
+            cluster=alone.cluster, id=TaskId("worker", 0), source="alone", connect=alone.network.connect, alone=alone
+        )
+    if argv is None:
+        sys.argv[1:] = found.remaining
+    if found.task.job == "ps":
+        _serve(found.cluster, found.task, found.listen_fd)
+    return Task(cluster=found.cluster, id=found.task, transport=found.transport, source=found.source)
+
+
+def _serve(cluster: ClusterSpec, task: TaskId, listen_fd: int | None) -> None:
+    say(f"{task}: serving on {cluster.address(task)} (process {os.getpid()})")
+    try:
+        serve(
+            cluster,
+            task.index,
+            listen_fd=listen_fd,
+            say=say,
+            report=env.report() if task.index == 0 else None,
+            started_at=env.started_at(),
+        )
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
+    raise SystemExit(0)
+
+
+def _show_errors_without_traceback() -> None:
+    """A user's mistake needs a message, not a traceback; everything else is shown as before."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if isinstance(error, TorchQuorumError):
+            print(f"torchquorum: error: {error}", file=sys.stderr, flush=True)
+        else:
+            before(kind, error, trace)
+
+    if getattr(before, "__name__", "") != "torchquorum_hook":
+        hook.__name__ = "torchquorum_hook"
+        sys.excepthook = hook

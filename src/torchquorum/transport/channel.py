@@ -1,0 +1,64 @@
+"""The seam between tasks and the network: a Channel on the side that connects, a Listener on the side that is connected to.
+
+Server and worker are written against these two protocols alone; ZeroMQ, the in-process network and the faulty wrapper
+implement them. A message is a list of frames: one header, then tensors. Delivery is at most once; whoever needs an answer
+asks again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torchquorum.transport.codec import Frame
+
+Peer = bytes
+
+
+class Sent(Protocol):
+    """A message on its way: its large frames must not change before it is done."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the frames are free again."""
+        ...
+
+
+class Channel(Protocol):
+    """One end of a connection to one ps task. Used by one thread."""
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Sends a message; never blocks for long, and may lose it."""
+        ...
+
+    def receive(self, timeout_s: float) -> list[Frame] | None:
+        """Returns the next message, or None when none came in time."""
+        ...
+
+    def close(self) -> None:
+        """Closes this end."""
+        ...
+
+
+class Listener(Protocol):
+    """The ps task's end of all connections to it. Used by one thread."""
+
+    def receive(self, timeout_s: float) -> tuple[Peer, list[Frame]] | None:
+        """Returns the next message with its sender, or None when none came in time."""
+        ...
+
+    def wait(self, others: Sequence[Channel], timeout_s: float) -> None:
+        """Returns when something has come here or on one of the other channels, or when the time is up."""
+        ...
+
+    def send(self, peer: Peer, frames: Sequence[Frame]) -> Sent | None:
+        """Sends a message to a sender heard of before; a peer that is gone is no error.
+
+        Returns:
+            A handle to ask when the frames are free again, or None if they are already.
+        """
+        ...
+
+    def close(self) -> None:
+        """Stops listening."""
+        ...

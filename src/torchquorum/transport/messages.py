@@ -1,0 +1,306 @@
+"""What tasks say to each other. One struct per message; docs/protocol.md is the same table in prose.
+
+Shared by server and worker, which share nothing else. Structs are arrays on the wire, with the class name as tag; tensors
+never stand in them but follow as raw frames or lie in shared memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from torchquorum.placement import Variable
+from torchquorum.rules import Rule
+
+PROTOCOL = 1
+
+
+class Message(msgspec.Struct, array_like=True, tag=True):
+    """The base of all messages."""
+
+
+class OptimizerSpec(msgspec.Struct):
+    """An optimizer as it travels: a class name in torch.optim and the arguments of each parameter group."""
+
+    name: str
+    groups: list[dict[str, Any]]
+
+
+class ScheduleSpec(msgspec.Struct):
+    """A learning-rate schedule as it travels: a class name in torch.optim.lr_scheduler (or ours) and its arguments."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class Plan(msgspec.Struct, kw_only=True):
+    """All that the ps tasks need to know of a run; the chief makes it."""
+
+    variables: list[Variable]
+    optimizer: OptimizerSpec
+    rule: Rule
+    num_shards: int
+    num_workers: int
+    schedule: ScheduleSpec | None = None
+    placement: str = "round_robin"
+    slice_bytes: int | None = None
+    last_step: int | None = None
+    liveness_s: float = 5.0
+    logdir: str | None = None
+
+
+class MemoryRef(msgspec.Struct):
+    """Shared memory of another process on this host: open file `fd` of process `pid`, cut into slots."""
+
+    pid: int
+    fd: int
+    size_bytes: int
+    num_slots: int
+
+
+# -- worker to ps ---------------------------------------------------------------------------------------------------------
+
+
+class Hello(Message):
+    """The first message of a task on a connection. Answered by Welcome."""
+
+    protocol: int
+    task: str
+    incarnation: int
+    host: str
+    pid: int
+
+
+class Create(Message):
+    """The chief's plan; frames: the initial trained values and constants of this shard. Answered by Created."""
+
+    plan: Plan
+
+
+class Join(Message):
+    """A worker is ready to compute. To shard 0 with the plan it expects, to the others without. Answered by Variables."""
+
+    worker: int
+    incarnation: int
+    request: int
+    gradients: MemoryRef | None
+    plan: Plan | None
+
+
+class Push(Message):
+    """One gradient; in frame 0, or in the worker's shared memory at `slot`. Answered by Variables."""
+
+    worker: int
+    incarnation: int
+    request: int
+    local_step: int
+    version: int
+    slot: int
+    absent: list[int]
+    loss: float | None
+
+
+class Pull(Message):
+    """The worker asks for the current version. Answered by Variables."""
+
+    worker: int
+    incarnation: int
+    request: int
+
+
+class Probe(Message):
+    """The worker has had no answer to `request`. Answered by Held, Unknown or the answer again."""
+
+    worker: int
+    incarnation: int
+    request: int
+
+
+class Beat(Message):
+    """A sign of life. Answered by Alive."""
+
+    worker: int
+    incarnation: int
+
+
+class Leave(Message):
+    """The worker goes for good; what it found at its end. Answered by Bye."""
+
+    worker: int
+    incarnation: int
+    loss: float | None
+    accuracy: float | None
+    finished: bool
+
+
+class StatusRequest(Message):
+    """Anybody asks how the run is doing. Answered by Status."""
+
+
+# -- ps to worker ---------------------------------------------------------------------------------------------------------
+
+
+class Welcome(Message):
+    """The ps task introduces itself; `created` says whether it holds variables."""
+
+    protocol: int
+    task: str
+    incarnation: int
+    host: str
+    pid: int
+    created: bool
+
+
+class Created(Message):
+    """The variables exist; `existing` says that they did before and were left alone."""
+
+    version: int
+    existing: bool
+
+
+class Outcome(Message):
+    """What became of a gradient: the version it met, and why it was accepted or refused."""
+
+    accepted: bool
+    reason: str
+    met: int
+
+
+class Variables(Message):
+    """One whole version; in frame 0, or in the ps's shared memory at `slot`. Constants follow in frame 1 after a Join."""
+
+    request: int
+    version: int
+    stop: bool
+    slot: int
+    ring: MemoryRef | None
+    outcome: Outcome | None
+    lr: list[float]
+
+
+class Held(Message):
+    """The request is known and waits: for what, and for whom."""
+
+    request: int
+    what: str
+    have: int
+    need: int
+    missing: list[int]
+
+
+class Unknown(Message):
+    """The request is not known here: send it again."""
+
+    request: int
+
+
+class Alive(Message):
+    """The ps task is alive and at this version; `stop` says that the run is over."""
+
+    version: int
+    stop: bool
+
+
+class Bye(Message):
+    """The worker's leave is noted."""
+
+
+class Status(Message):
+    """The state of the run, as JSON-able data."""
+
+    body: dict[str, Any]
+
+
+class Fault(Message):
+    """The request cannot be served; `kind` is for programs, `text` for people."""
+
+    kind: str
+    text: str
+    request: int = -1
+
+
+# -- ps to ps -------------------------------------------------------------------------------------------------------------
+
+
+class ShardHello(Message):
+    """A shard tells shard 0 that it is there and how far it has followed the log; repeated as a heartbeat."""
+
+    shard: int
+    incarnation: int
+    followed: int
+    pid: int
+    host: str
+
+
+class Have(Message):
+    """A shard holds its part of this gradient."""
+
+    shard: int
+    worker: int
+    incarnation: int
+    request: int
+    local_step: int
+    followed: int
+
+
+class Apply(Message):
+    """Log entry: the mean of these gradients (worker, incarnation, local step) makes `version`."""
+
+    keys: list[tuple[int, int, int]]
+    version: int
+
+
+class Drop(Message):
+    """Log entry: these gradients will not be used."""
+
+    keys: list[tuple[int, int, int]]
+
+
+class Release(Message):
+    """Log entry: answer this worker's request with the version reached at this place of the log."""
+
+    worker: int
+    incarnation: int
+    request: int
+    version: int
+    stop: bool
+
+
+class End(Message):
+    """Log entry: the job is over."""
+
+    ok: bool
+    why: str
+
+
+class Log(Message):
+    """Entries of shard 0's log, the first of which is number `first`; every shard follows them in order."""
+
+    first: int
+    entries: list[Apply | Drop | Release | End]
+
+
+AnyMessage = (
+    Hello
+    | Create
+    | Join
+    | Push
+    | Pull
+    | Probe
+    | Beat
+    | Leave
+    | StatusRequest
+    | Welcome
+    | Created
+    | Variables
+    | Held
+    | Unknown
+    | Alive
+    | Bye
+    | Status
+    | Fault
+    | ShardHello
+    | Have
+    | Log
+)

@@ -1,0 +1,1 @@
+"""A worker task: flat parameters, the client that pushes and pulls, the optimizer that users see."""

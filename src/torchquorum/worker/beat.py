@@ -1,0 +1,38 @@
+"""A worker's sign of life, from a thread of its own, so that a long batch is not taken for a death.
+
+Started and stopped by the session. Uses a channel that nobody else uses; shares nothing with the worker's thread but a
+flag to stop.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torchquorum.transport.messages as m
+from torchquorum.transport import codec
+from torchquorum.transport.channel import Channel
+
+INTERVAL_S = 1.0
+
+
+class Beat:
+    """Says every second that the worker is alive."""
+
+    def __init__(self, channel: Channel, worker: int, incarnation: int, interval_s: float = INTERVAL_S) -> None:
+        self._channel, self._interval_s = channel, interval_s
+        self._message = codec.encode(m.Beat(worker, incarnation))
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="torchquorum-beat", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            self._channel.send([self._message])
+            while self._channel.receive(0.0) is not None:
+                pass
+        self._channel.close()
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._stop.set()
+        self._thread.join(timeout=5.0)

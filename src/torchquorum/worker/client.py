@@ -1,0 +1,386 @@
+"""The worker's side of the protocol: says hello, joins, pushes, pulls and leaves, over one channel per ps task.
+
+Owned by the worker's thread; a second thread (`torchquorum.worker.beat`) says that the worker is alive. What always holds:
+one request is open at a time; a request is asked about every `probe_s` until it is answered, and sent again if the ps does
+not know it; every wait ends with an answer or with an error that names task, address, what was waited for and what to do.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+import torchquorum.transport.messages as m
+from torchquorum.cluster import ClusterSpec, TaskId
+from torchquorum.errors import ClusterError, ConfigError, DeadlineError, RefusedError, TaskLostError
+from torchquorum.placement.layout import Layout, place
+from torchquorum.transport import codec
+from torchquorum.transport.channel import Channel
+from torchquorum.transport.codec import Frame
+from torchquorum.transport.memory import SegmentError, frame_tensor, host_id, tensor_frame
+from torchquorum.transport.slots import Slots, section_views
+from torchquorum.worker.flat import FlatParameters, Puller, Pusher
+
+Connect = Callable[[str, bytes], Channel]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long a worker waits: for the ps and the chief to come up, for a round to close, for a sign of life of a ps."""
+
+    start_s: float = 1800.0
+    round_s: float = 1800.0
+    silence_s: float = 10.0
+    probe_s: float = 1.0
+    say_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What became of one `optimizer.step()`.
+
+    Attributes:
+        version: The version that the parameters hold now; the cluster's global step.
+        local_step: How many gradients this worker has computed.
+        accepted: Whether the gradient was used; None while that is not known (pipelined).
+        reason: Why.
+        staleness: How many versions old it was when it arrived.
+        lr: The learning rate of the first parameter group for the next update.
+        stop: Whether the run is over.
+    """
+
+    version: int
+    local_step: int
+    accepted: bool | None
+    reason: str
+    staleness: int
+    lr: float
+    stop: bool
+
+
+class Client:
+    """A worker's connection to the ps tasks.
+
+    Args:
+        cluster: Who exists.
+        index: Which worker this is.
+        incarnation: The id of this life of the worker.
+        connect: Makes a channel from an address and an identity.
+        transport: auto, shm or tcp.
+        patience: How long to wait.
+        say: Prints a line for people.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        index: int,
+        incarnation: int,
+        connect: Connect,
+        *,
+        transport: str = "auto",
+        patience: Patience | None = None,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self.cluster, self.index, self.incarnation = cluster, index, incarnation
+        self.task = TaskId("worker", index)
+        self.patience = patience or Patience()
+        self.transport = transport
+        self._say = say
+        self._ps = cluster.tasks("ps")
+        self._identity = f"worker/{index}/{incarnation:016x}".encode()
+        self._connect = connect
+        self._channels = [connect(cluster.address(ps), self._identity) for ps in self._ps]
+        self._shared = [False] * len(self._ps)
+        self._gradients: list[Slots | None] = [None] * len(self._ps)
+        self._buffers: list[torch.Tensor | None] = [None] * len(self._ps)
+        self._pushers: list[Pusher] = []
+        self._rings: list[Slots | None] = [None] * len(self._ps)
+        self._pullers: list[dict[int, Puller]] = [{} for _ in self._ps]
+        self._flat: FlatParameters | None = None
+        self._layout: Layout | None = None
+        self._request = 0
+        self._open: list[tuple[m.Message, list[Frame]]] | None = None
+        self.version = 0
+        self.local_step = 0
+        self.stopped = False
+        self.lr = [0.0]
+        self.pipeline = False
+
+    # -- the life of a worker -----------------------------------------------------------------------------------------
+
+    def hello(self) -> bool:
+        """Greets every ps task and waits until all have answered.
+
+        Returns:
+            Whether they already hold variables.
+        """
+        host = host_id()
+        created = True
+        for k, ps in enumerate(self._ps):
+            greeting = m.Hello(m.PROTOCOL, str(self.task), self.incarnation, host, os.getpid())
+            answer = self._ask(k, greeting, [], (m.Welcome,), self.patience.start_s, f"{ps} to answer")
+            assert isinstance(answer[0], m.Welcome)
+            created = created and answer[0].created
+            same_host = bool(host) and answer[0].host == host
+            if self.transport == "shm" and not same_host:
+                raise ClusterError(
+                    f"--transport=shm: {ps} ({self.cluster.address(ps)}) is not on this host, or this system has no shared "
+                    "memory; use --transport=auto or tcp"
+                )
+            self._shared[k] = same_host and self.transport != "tcp"
+        return created
+
+    def create(self, plan: m.Plan, flat: FlatParameters) -> bool:
+        """The chief hands its variables to the ps tasks, shard 0 last.
+
+        Returns:
+            Whether they had variables before, which then stay as they are.
+        """
+        existing = False
+        for k in reversed(range(len(self._ps))):
+            frames: list[Frame] = []
+            for region in (flat.layout.trained[k], flat.layout.constants[k]):
+                values = torch.zeros(region.size_bytes, dtype=torch.uint8)
+                flat.store(region, section_views(region, values))
+                frames.append(tensor_frame(values))
+            answer = self._ask(
+                k, m.Create(plan), frames, (m.Created,), self.patience.start_s, "the variables to be created"
+            )
+            assert isinstance(answer[0], m.Created)
+            existing = existing or answer[0].existing
+        return existing
+
+    def join(self, plan: m.Plan, flat: FlatParameters) -> None:
+        """Joins the run, once the chief has created the variables, and takes the current version."""
+        self._flat, self._layout = flat, flat.layout
+        self.pipeline = plan.rule.pipeline
+        self._make_gradient_memory()
+        refs = [slots.ref if slots is not None else None for slots in self._gradients]
+        self._request += 1
+        messages = [
+            m.Join(self.index, self.incarnation, self._request, ref, plan if k == 0 else None)
+            for k, ref in enumerate(refs)
+        ]
+        self._open = [(message, []) for message in messages]
+        self._send_open()
+        self._take(self.patience.start_s)
+
+    def push(self, loss: float | None = None) -> Step:
+        """Sends the gradients; waits until they count and takes the version that follows (pipelined: the one before)."""
+        computed_at = self.version
+        previous = self._take(self.patience.round_s) if self._open is not None else None
+        if self.stopped:
+            return self._step(previous, computed_at)
+        self.local_step += 1
+        self._request += 1
+        absent = self._fill()
+        if loss is not None and not math.isfinite(loss):
+            loss = None
+        self._open = []
+        for k in range(len(self._ps)):
+            slot = 0 if self._gradients[k] is not None else -1
+            message = m.Push(
+                self.index, self.incarnation, self._request, self.local_step, computed_at, slot, absent[k], loss
+            )
+            buffer = self._buffers[k]
+            self._open.append((message, [tensor_frame(buffer)] if buffer is not None else []))
+        self._send_open()
+        if self.pipeline:
+            return self._step(previous, computed_at)
+        return self._step(self._take(self.patience.round_s), computed_at)
+
+    def pull(self) -> int:
+        """Takes the current version; returns it."""
+        if self._open is not None:
+            self._take(self.patience.round_s)
+        self._request += 1
+        self._open = [(m.Pull(self.index, self.incarnation, self._request), []) for _ in self._ps]
+        self._send_open()
+        self._take(self.patience.round_s)
+        return self.version
+
+    def leave(self, *, finished: bool, loss: float | None = None, accuracy: float | None = None) -> None:
+        """Says goodbye; a ps that is gone is no error."""
+        goodbye = m.Leave(self.index, self.incarnation, loss, accuracy, finished)
+        try:
+            for k in reversed(range(len(self._ps))):
+                self._ask(k, goodbye, [], (m.Bye,), 2.0, "goodbye")
+        except (DeadlineError, TaskLostError, RefusedError):
+            pass
+
+    def close(self) -> None:
+        """Gives sockets and memory up."""
+        for channel in self._channels:
+            channel.close()
+        for slots in self._gradients:
+            if slots is not None:
+                slots.close()
+
+    @property
+    def transports(self) -> list[str]:
+        """Returns how this worker talks to each ps task."""
+        return ["shm" if shared else "tcp" for shared in self._shared]
+
+    def _step(self, answer: m.Variables | None, computed_at: int) -> Step:
+        outcome = answer.outcome if answer is not None else None
+        if outcome is None:
+            reason = "past last step" if self.stopped else "pipelined"
+            accepted = False if self.stopped else None
+            return Step(self.version, self.local_step, accepted, reason, 0, self.lr[0], self.stopped)
+        staleness = max(0, outcome.met - computed_at)
+        return Step(
+            self.version, self.local_step, outcome.accepted, outcome.reason, staleness, self.lr[0], self.stopped
+        )
+
+    # -- tensors ------------------------------------------------------------------------------------------------------
+
+    def _make_gradient_memory(self) -> None:
+        assert self._flat is not None
+        self._pushers = []
+        for k, region in enumerate(self._flat.layout.trained):
+            if self._shared[k]:
+                slots = Slots.create("gradients", region, 1)
+                self._gradients[k] = slots
+                sections = slots.sections[0]
+            else:
+                buffer = torch.zeros(region.size_bytes, dtype=torch.uint8)
+                self._buffers[k] = buffer
+                sections = section_views(region, buffer)
+            self._pushers.append(Pusher(self._flat, region, sections))
+
+    def _fill(self) -> list[list[int]]:
+        with torch.no_grad():
+            return [pusher() for pusher in self._pushers]
+
+    def _load(self, k: int, message: m.Variables, frames: Sequence[Frame]) -> bool:
+        """Copies a shard's variables into the parameters; False if they were overwritten meanwhile."""
+        assert self._flat is not None
+        region = self._flat.layout.trained[k]
+        with torch.no_grad():
+            if message.slot >= 0:
+                if message.ring is not None:
+                    self._rings[k] = Slots.open(message.ring, region)
+                    self._pullers[k] = {}
+                ring = self._rings[k]
+                assert ring is not None, "the first answer of a ps brings its memory"
+                if message.slot not in self._pullers[k]:
+                    self._pullers[k][message.slot] = Puller(self._flat, region, ring.sections[message.slot])
+                self._pullers[k][message.slot]()
+                whole = ring.holds(message.slot, message.version)
+            else:
+                values = frame_tensor(frames[0], region.size_bytes)
+                self._flat.load(region, section_views(region, values))
+                frames, whole = frames[1:], True
+            if frames:
+                constants = self._flat.layout.constants[k]
+                self._flat.load(constants, section_views(constants, frame_tensor(frames[0], constants.size_bytes)))
+        return whole
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def _send_open(self) -> None:
+        assert self._open is not None
+        for k, (message, frames) in enumerate(self._open):
+            self._channels[k].send([codec.encode(message), *frames])
+
+    def _take(self, patience_s: float) -> m.Variables:
+        """Waits for the answer of every ps task to the open request and loads it. Returns shard 0's."""
+        while True:
+            assert self._open is not None
+            answers = [self._answer(k, patience_s) for k in range(len(self._ps))]
+            whole = all([self._load(k, message, frames) for k, (message, frames) in enumerate(answers)])
+            versions = {message.version for message, _ in answers}
+            self._open = None
+            if whole and len(versions) == 1:
+                break
+            self._request += 1  # frozen for so long that a version was reused: take the current one
+            self._open = [(m.Pull(self.index, self.incarnation, self._request), []) for _ in self._ps]
+            self._send_open()
+        first = answers[0][0]
+        self.version, self.lr = first.version, first.lr
+        self.stopped = self.stopped or first.stop
+        return first
+
+    def _answer(self, k: int, patience_s: float) -> tuple[m.Variables, list[Frame]]:
+        assert self._open is not None
+        message, frames = self._open[k]
+        found, tensors = self._wait(k, message, frames, (m.Variables,), patience_s, "its turn", self._request)
+        assert isinstance(found, m.Variables)
+        return found, tensors
+
+    def _ask(
+        self, k: int, message: m.Message, frames: list[Frame], kinds: tuple[type, ...], patience_s: float, what: str
+    ) -> tuple[m.AnyMessage, list[Frame]]:
+        self._channels[k].send([codec.encode(message), *frames])
+        return self._wait(k, message, frames, kinds, patience_s, what, None)
+
+    def _wait(
+        self,
+        k: int,
+        message: m.Message,
+        frames: list[Frame],
+        kinds: tuple[type, ...],
+        patience_s: float,
+        what: str,
+        request: int | None,
+    ) -> tuple[m.AnyMessage, list[Frame]]:
+        """Waits for one of `kinds` from ps k; asks again every `probe_s`."""
+        started = heard = told = asked = time.monotonic()
+        starting = not isinstance(message, m.Push | m.Pull)
+        while True:
+            received = self._channels[k].receive(self.patience.probe_s)
+            now = time.monotonic()
+            if received is not None:
+                heard = now
+                answer, tensors = codec.split(received)
+                if isinstance(answer, kinds) and getattr(answer, "request", request) == request:
+                    return answer, tensors
+                if isinstance(answer, m.Fault) and answer.request in (-1, request if request is not None else -1):
+                    raise _error(answer)
+                if isinstance(answer, m.Held) and answer.request == request:
+                    what = self._who(answer)
+                if isinstance(answer, m.Unknown) and answer.request == request:
+                    self._channels[k].send([codec.encode(message), *frames])
+            if now - asked >= self.patience.probe_s:
+                asked = now
+                again = m.Probe(self.index, self.incarnation, request) if request is not None else message
+                self._channels[k].send([codec.encode(again), *(frames if request is None else [])])
+            self._check(k, now - started, now - heard, patience_s, what, starting)
+            if now - told >= self.patience.say_s:
+                told = now
+                self._say(f"{self.task}: waiting for {what}: {now - started:.0f} s")
+
+    def _who(self, held: m.Held) -> str:
+        names = [f"/job:worker/task:{i} ({self.cluster.address(TaskId('worker', i))})" for i in held.missing]
+        missing = f"; missing {', '.join(names)}" if names else ""
+        return f"{held.what} ({held.have} of {held.need}{missing})"
+
+    def _check(self, k: int, waited_s: float, silent_s: float, patience_s: float, what: str, starting: bool) -> None:
+        ps = self._ps[k]
+        where = f"{ps} ({self.cluster.address(ps)})"
+        if not starting and silent_s > self.patience.silence_s:
+            raise TaskLostError(
+                f"{self.task}: {where} has not answered for {silent_s:.0f} s while this worker waited for {what}. "
+                "Look at that task's output; if it is gone, start it again."
+            )
+        if waited_s > patience_s:
+            raise DeadlineError(
+                f"{self.task}: waited {waited_s:.0f} s for {what} at {where} and gave up. Check that the task runs, that "
+                "host and port are the same in --ps_hosts of every task, and that no firewall stands between."
+            )
+
+
+def _error(fault: m.Fault) -> Exception:
+    kinds: dict[str, type[Exception]] = {"ConfigError": ConfigError, "SegmentError": SegmentError}
+    return kinds.get(fault.kind, RefusedError)(fault.text)
+
+
+def make_layout(plan: m.Plan) -> Layout:
+    """Returns the placement that a plan describes."""
+    return place(plan.variables, plan.num_shards, strategy=plan.placement, slice_bytes=plan.slice_bytes)

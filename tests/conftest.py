@@ -13,6 +13,11 @@ from pathlib import Path
 
 import pytest
 
+# Before torch is imported: one thread per operation, in every thread of a test and in the processes that it starts, so
+# that sums are always made in the same order and the cores are not fought over.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+
 GRACE_S = 2.0
 POLL_S = 0.02
 SHM = Path("/dev/shm")

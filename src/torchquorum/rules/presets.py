@@ -64,8 +64,11 @@ class Rule:
 
 
 def _check(name: str, value: object, least: int, otherwise: str) -> None:
-    if value is None:
-        return
+    if value is not None:
+        _check_number(name, value, least, otherwise)
+
+
+def _check_number(name: str, value: object, least: int, otherwise: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ConfigError(f"{name}={value!r}: must be a whole number, {least} or more; {otherwise}")
     if value < least:
@@ -88,11 +91,13 @@ def Sync(aggregate: int | None = None) -> Rule:
 
 def Bounded(max_lead: int) -> Rule:
     """Async, but nobody runs more than `max_lead` local steps ahead: stale synchronous parallel (Ho et al. 2013)."""
+    _check_number("max_lead", max_lead, 0, "for no bound use Async()")
     return Rule(name="Bounded", aggregate=1, max_lead=max_lead)
 
 
 def Buffered(aggregate: int) -> Rule:
     """Async in batches: every `aggregate` gradients, whoever sent them, their mean is an update (FedBuff, 2021)."""
+    _check_number("aggregate", aggregate, 1, "for an update per gradient use Async()")
     return Rule(name="Buffered", aggregate=aggregate)
 
 
@@ -112,7 +117,7 @@ def parse_rule(text: str) -> Rule:
     if name == "async" and argument in ("", "pipeline"):
         return Async(pipeline=argument == "pipeline")
     if name == "sync":
-        return Sync(_number(text, argument.partition("of")[0]) if argument else None)
+        return Sync(_backup(text, argument) if argument else None)
     if name == "bounded" and argument:
         return Bounded(_number(text, argument))
     if name == "buffered" and argument:
@@ -120,6 +125,15 @@ def parse_rule(text: str) -> Rule:
     near = difflib.get_close_matches(name, ["async", "sync", "bounded", "buffered"], 1)
     hint = f"; did you mean {near[0]}?" if near and near[0] != name else ""
     raise ConfigError(f"rule {text!r}: allowed are {_FORMS}{hint}")
+
+
+def _backup(text: str, argument: str) -> int:
+    """Reads K or KofN; N only says how many workers the writer has in mind."""
+    aggregate, of, workers = argument.partition("of")
+    needed = _number(text, aggregate)
+    if of and needed > _number(text, workers):
+        raise ConfigError(f"rule {text!r}: {needed} of {workers} is more than all; allowed are {_FORMS}")
+    return needed
 
 
 def _number(text: str, digits: str) -> int:

@@ -9,11 +9,13 @@ What always holds:
 - every gradient is accepted or refused exactly once, and an accepted one is in exactly one `Applied` or, when the run
   ends before its round closed, in `Discarded`;
 - a worker that waits is released as soon as what it waits for has happened: among the live workers at least one is
-  always computing, unless the run is over.
+  always computing, unless the run is over;
+- an event costs about as much as what follows from it, not as much as there are workers.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
@@ -125,8 +127,9 @@ class Wait:
 class Worker:
     """What the quorum knows of one worker.
 
-    `clock` measures its lead: it counts its gradients, but starts level with the slowest live worker when it joins, so
-    that nobody waits for a newcomer to repeat history. `gave_at` is the version whose round it has given a gradient to.
+    `clock` measures its lead: it counts its gradients, but starts level with the slowest live worker when it joins or
+    comes back to life, so that nobody waits for it to repeat history. `gave_at` is the version whose round it has given
+    a gradient to.
     """
 
     incarnation: int
@@ -134,7 +137,7 @@ class Worker:
     local_step: int = 0
     clock: int = 0
     gave_at: int = -1
-    alive: bool = True
+    alive: bool = False
     held: bool = False
     fenced: bool = False
     left: bool = False
@@ -155,6 +158,8 @@ class Quorum:
         round: The gradients of the open round, as they came.
         held: The workers that have pushed and not been released.
         live: How many workers are alive.
+        idle: How many live workers are held; the other live ones compute.
+        replaced: Earlier incarnations, as (worker, incarnation), and the last local step of each that was decided on.
     """
 
     rule: Rule
@@ -167,6 +172,11 @@ class Quorum:
     round: list[Key] = field(default_factory=list)
     held: set[int] = field(default_factory=set)
     live: int = 0
+    idle: int = 0
+    replaced: dict[tuple[int, int], int] = field(default_factory=dict)
+    _clocks: Counter[int] = field(default_factory=Counter)  # how many live workers stand at each clock
+    _slowest: int = 0  # the slowest clock when waiting workers were last looked through
+    _came_back: bool = False  # somebody came back to life and nothing has been settled since
 
     def __post_init__(self) -> None:
         self.stopped = self.stopped or self._finished()
@@ -174,39 +184,48 @@ class Quorum:
     # -- what happens -------------------------------------------------------------------------------------------------
 
     def join(self, worker: int, incarnation: int, now: float) -> list[Action]:
-        """A worker is ready to compute; a new incarnation replaces the old one. Joining again repeats the release."""
+        """A worker is ready to compute; a new incarnation replaces the old one, for good.
+
+        Joining again repeats the release; an incarnation that was replaced, or that has left, is not let in again.
+        """
         known = self.workers.get(worker)
+        if (worker, incarnation) in self.replaced:
+            return []
         if known is not None and known.incarnation == incarnation:
+            if known.left:
+                return []
             self.seen(worker, incarnation, now)
             known.fenced = False
-            return [] if known.held else [self._release(worker)]
+            return self._settle() if known.held else [self._release(worker), *self._settle()]
         if known is not None:
-            self._set_alive(known, False)
-        others = [w.clock for w in self.workers.values() if w.alive]
+            self._mark(worker, alive=False, held=False)
+            self.replaced[worker, known.incarnation] = known.local_step
         self.workers[worker] = Worker(
-            incarnation=incarnation,
-            last_seen=now,
-            clock=min(others) if others else (known.clock if known else 0),
-            gave_at=known.gave_at if known else -1,
+            incarnation=incarnation, last_seen=now, clock=self._level(), gave_at=known.gave_at if known else -1
         )
-        self.live += 1
+        self._mark(worker, alive=True, held=False)
         return [self._release(worker), *self._settle()]
 
     def seen(self, worker: int, incarnation: int, now: float) -> None:
-        """A sign of life. A worker that was declared dead is alive again, but what it was computing is fenced off."""
+        """A sign of life. A worker that was declared dead is alive again, but what it was computing is fenced off.
+
+        What follows for those who wait comes with the next event, at the latest with the next `expire`.
+        """
         known = self.workers.get(worker)
         if known is None or known.incarnation != incarnation or known.left:
             return
         known.last_seen = max(known.last_seen, now)
-        self._set_alive(known, True)
+        if not known.alive:
+            known.clock = max(known.clock, self._level())
+            self._mark(worker, alive=True, held=known.held)
+            self._came_back = True
 
     def leave(self, worker: int, incarnation: int) -> list[Action]:
         """A worker goes for good; gradients that it gave still count."""
         known = self.workers.get(worker)
         if known is None or known.incarnation != incarnation or known.left:
             return []
-        self._set_alive(known, False)
-        self._set_held(worker, False)
+        self._mark(worker, alive=False, held=False)
         known.left = True
         return self._settle()
 
@@ -215,37 +234,36 @@ class Quorum:
         known = self.workers.get(worker)
         if known is None or known.incarnation != incarnation or not known.alive:
             return []
-        self._set_alive(known, False)
-        known.fenced = True
-        return [Died(worker, incarnation, why), *self._settle()]
+        return [self._bury(worker, why), *self._settle()]
 
     def expire(self, now: float) -> list[Action]:
         """Time has passed: whoever has not been heard of for `liveness_s` is declared dead."""
-        actions: list[Action] = []
-        for index, worker in sorted(self.workers.items()):
-            silent_s = now - worker.last_seen
-            if worker.alive and silent_s > self.liveness_s:
-                actions += self.lost(index, worker.incarnation, f"not heard of for {silent_s:.1f} s")
-        return actions
+        silent_s = {i: now - w.last_seen for i, w in self.workers.items() if w.alive}
+        died: list[Action] = [
+            self._bury(i, f"not heard of for {s:.1f} s") for i, s in sorted(silent_s.items()) if s > self.liveness_s
+        ]
+        return [*died, *self._settle()] if died or self._came_back else []
 
     def push(self, key: Key, version: int, now: float, *, finite: bool = True) -> list[Action]:
         """A gradient, computed at `version`, has arrived in full."""
         worker = self.workers.get(key.worker)
-        if worker is None or worker.incarnation != key.incarnation or worker.left:
-            return [Refused(key, version, self.version, Reason.OLD_INCARNATION, now)]
+        if worker is None or worker.incarnation != key.incarnation:
+            return [self._turn_away(key, version, now)]
         self.seen(key.worker, key.incarnation, now)
         if key.local_step <= worker.local_step:
             return [Repeated(key)]
         worker.local_step = key.local_step
-        worker.clock += 1
-        reason = self._verdict(key, worker, version, finite)
+        if worker.left:
+            return [Refused(key, version, self.version, Reason.OLD_INCARNATION, now)]
+        self._tick(worker)
+        reason = self._verdict(worker, version, finite)
         worker.fenced = False
-        self._set_held(key.worker, True)
+        self._mark(key.worker, alive=True, held=True)
         if reason in (Reason.FRESH, Reason.WITHIN_BOUND):
             self.round.append(key)
             worker.gave_at = self.version
-            return [Accepted(key, version, self.version, reason, now), *self._settle()]
-        return [Refused(key, version, self.version, reason, now), *self._settle()]
+            return [Accepted(key, version, self.version, reason, now), *self._settle(key.worker)]
+        return [Refused(key, version, self.version, reason, now), *self._settle(key.worker)]
 
     def stop(self) -> list[Action]:
         """The run is over now: everyone who waits is released and told so."""
@@ -253,7 +271,7 @@ class Quorum:
         return self._settle()
 
     def close(self) -> list[Action]:
-        """The server ends: gradients in an open round will never be applied, and that is said."""
+        """The server ends, and this is its last call: gradients in an open round will never be applied, and that is said."""
         keys, self.round = tuple(self.round), []
         return [Discarded(keys)] if keys else []
 
@@ -276,7 +294,8 @@ class Quorum:
             return None
         if self._counted_in_round(known):
             given = {key.worker for key in self.round}
-            missing = tuple(i for i in self.alive if i not in given)
+            short = self.live < self.needed  # then those who gave have been asked again
+            missing = tuple(i for i in self.alive if (not self.workers[i].held if short else i not in given))
             return Wait("the quorum", len(self.round), self.needed, missing)
         slowest = self._slowest_clock()
         missing = tuple(i for i in self.alive if self.workers[i].clock == slowest)
@@ -284,7 +303,16 @@ class Quorum:
 
     # -- how it is decided --------------------------------------------------------------------------------------------
 
-    def _verdict(self, key: Key, worker: Worker, version: int, finite: bool) -> Reason:
+    def _turn_away(self, key: Key, version: int, now: float) -> Action:
+        """Answers a gradient whose sender has been replaced, or has never joined."""
+        past = key.worker, key.incarnation
+        if key.local_step <= self.replaced.get(past, key.local_step - 1):
+            return Repeated(key)
+        if past in self.replaced:
+            self.replaced[past] = key.local_step
+        return Refused(key, version, self.version, Reason.OLD_INCARNATION, now)
+
+    def _verdict(self, worker: Worker, version: int, finite: bool) -> Reason:
         staleness = self.version - version
         bound = self.rule.max_staleness
         if self.stopped:
@@ -299,8 +327,12 @@ class Quorum:
             return Reason.ALREADY_IN_ROUND
         return Reason.FRESH if staleness <= 0 else Reason.WITHIN_BOUND
 
-    def _settle(self) -> list[Action]:
-        """Closes the round if it is full, then releases everyone who has no more reason to wait."""
+    def _settle(self, pushed: int | None = None) -> list[Action]:
+        """Closes the round if it is full, then releases everyone who has no more reason to wait.
+
+        After a push that changed nothing for the others only the pusher is looked at, so that a round costs as much as
+        it has gradients, not the square of that.
+        """
         actions: list[Action] = []
         while len(self.round) >= self.needed and not self.stopped:
             keys = tuple(sorted(self.round[: self.needed]))
@@ -308,8 +340,11 @@ class Quorum:
             self.version += 1
             actions.append(Applied(keys, self.version))
             self.stopped = self._finished()
-        slowest = self._slowest_clock() if self.held and self.rule.max_lead is not None else 0
-        actions += [self._release(i) for i in sorted(self.held) if not self._must_wait(self.workers[i], slowest)]
+        slowest = self._slowest_clock() if self.rule.max_lead is not None else 0
+        all_stand = not (actions or self.stopped or self._came_back or slowest != self._slowest)
+        looked_at = [pushed] if pushed is not None and all_stand else sorted(self.held)
+        self._slowest, self._came_back = slowest, False
+        actions += [self._release(i) for i in looked_at if not self._must_wait(self.workers[i], slowest)]
         return actions + self._ask_for_more()
 
     def _must_wait(self, worker: Worker, slowest: int) -> bool:
@@ -324,32 +359,60 @@ class Quorum:
         return self.rule.once_per_round and worker.gave_at == self.version
 
     def _ask_for_more(self) -> list[Action]:
-        """Fewer workers live than the quorum needs: whoever gave least gives again, as many as are wanted."""
-        if self.stopped or not self.rule.once_per_round or self.live >= self.needed:
+        """The round cannot fill by itself: whoever gave least goes on, as many as are wanted.
+
+        That is so when fewer workers live than the quorum needs, and when everyone waits: some because they have been
+        counted, the rest because those are too far behind them.
+        """
+        computing = self.live - self.idle
+        if self.stopped or not self.rule.once_per_round or (self.live >= self.needed and computing):
             return []
-        given = dict.fromkeys(self.workers, 0)
-        for key in self.round:
-            given[key.worker] += 1
-        idle = sorted((i for i in self.held if self.workers[i].alive), key=lambda i: (given[i], i))
-        computing = self.live - len(idle)
         wanted = self.needed - len(self.round) - computing
-        return [self._release(i) for i in idle[: max(0, wanted)]]
+        if wanted <= 0:
+            return []
+        idle = sorted(i for i in self.held if self.workers[i].alive)
+        if len(idle) > wanted:
+            given = Counter(key.worker for key in self.round)
+            idle.sort(key=lambda i: (given[i], self.workers[i].clock))
+        return [self._release(i) for i in idle[:wanted]]
 
     def _slowest_clock(self) -> int:
-        return min((w.clock for w in self.workers.values() if w.alive), default=0)
+        return min(self._clocks, default=0)
+
+    def _level(self) -> int:
+        """Returns where the clock of somebody who comes now starts: level with the slowest, or with those who were."""
+        return self._slowest_clock() if self.live else max((w.clock for w in self.workers.values()), default=0)
+
+    def _bury(self, index: int, why: str) -> Died:
+        worker = self.workers[index]
+        worker.fenced = not worker.held  # one that waited was not computing anything that could be out of date
+        self._mark(index, alive=False, held=worker.held)
+        return Died(index, worker.incarnation, why)
 
     def _release(self, index: int) -> Released:
-        self._set_held(index, False)
         worker = self.workers[index]
+        self._mark(index, alive=worker.alive, held=False)
         return Released(index, worker.incarnation, worker.local_step, self.version, self.stopped)
 
-    def _set_alive(self, worker: Worker, alive: bool) -> None:
-        self.live += alive - worker.alive
-        worker.alive = alive
+    def _tick(self, worker: Worker) -> None:
+        self._count_clock(worker.clock, -1)
+        worker.clock += 1
+        self._count_clock(worker.clock, 1)
 
-    def _set_held(self, index: int, held: bool) -> None:
-        self.workers[index].held = held
+    def _mark(self, index: int, *, alive: bool, held: bool) -> None:
+        """The only place where a worker's state changes, so that the counts follow it."""
+        worker = self.workers[index]
+        if alive != worker.alive:
+            self._count_clock(worker.clock, 1 if alive else -1)
+        self.live += alive - worker.alive
+        self.idle += (alive and held) - (worker.alive and worker.held)
+        worker.alive, worker.held = alive, held
         (self.held.add if held else self.held.discard)(index)
+
+    def _count_clock(self, clock: int, change: int) -> None:
+        self._clocks[clock] += change
+        if not self._clocks[clock]:
+            del self._clocks[clock]
 
     def _finished(self) -> bool:
         return self.last_step is not None and self.version >= self.last_step

@@ -10,6 +10,7 @@ import json
 import os
 import secrets
 import select
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +21,10 @@ from torchquorum.cluster import ClusterSpec, TaskId
 from torchquorum.errors import DeadlineError, TaskLostError
 from torchquorum.server.service import LEADER, Me, Service
 from torchquorum.server.shard import Reply
+from torchquorum.server.update import warm_up
 from torchquorum.transport import codec
 from torchquorum.transport.channel import Channel, Listener
+from torchquorum.transport.door import DoorListener
 from torchquorum.transport.memory import host_id
 from torchquorum.transport.zmq_channel import ZmqChannel, ZmqListener
 
@@ -64,9 +67,16 @@ class Server:
     ) -> None:
         incarnation = new_incarnation()
         started = time.time() if started_at is None else started_at
-        me = Me(cluster=cluster, index=index, incarnation=incarnation, host=host_id(), started_at=started)
         self.task = TaskId("ps", index)
-        self._listener = listener or ZmqListener(cluster.address(self.task), listen_fd)
+        self._listener = listener or _open(cluster.address(self.task), listen_fd)
+        me = Me(
+            cluster=cluster,
+            index=index,
+            incarnation=incarnation,
+            host=host_id(),
+            started_at=started,
+            door=self._listener.name if isinstance(self._listener, DoorListener) else "",
+        )
         self._leader = leader
         if index > 0 and leader is None:
             self._leader = ZmqChannel(cluster.address(TaskId("ps", 0)), f"ps/{index}/{incarnation:016x}".encode())
@@ -84,6 +94,7 @@ class Server:
         Raises:
             DeadlineError: The chief never came.
         """
+        warm_up()
         started = told = ticked = time.monotonic()
         while self.service.ended is None:
             self._receive()
@@ -206,6 +217,11 @@ class Server:
                 partial.replace(path)
             except OSError as error:
                 self._say(f"{self.task}: the report {place} could not be written: {error.strerror}")
+
+
+def _open(address: str, listen_fd: int | None) -> Listener:
+    outside = ZmqListener(address, listen_fd)
+    return DoorListener(outside) if sys.platform == "linux" else outside
 
 
 def serve(

@@ -38,6 +38,7 @@ class Me:
     incarnation: int
     host: str
     started_at: float
+    door: str = ""
 
     @property
     def task(self) -> TaskId:
@@ -96,7 +97,7 @@ class Service:
             case m.Pull():
                 replies = self._pull(peer, message)
             case m.Leave():
-                replies = self._leave(peer, message, wall)
+                replies = self._leave(peer, message, now, wall)
             case m.StatusRequest():
                 replies = [Reply(peer, m.Status(self.status()))]
             case _:
@@ -144,7 +145,7 @@ class Service:
         if hello.host == self.me.host and self.me.host and task.job == "worker":
             self.pids[(task.index, hello.incarnation)] = hello.pid
         created = self.shard is not None
-        welcome = m.Welcome(m.PROTOCOL, str(self.me.task), self.me.incarnation, self.me.host, os.getpid(), created)
+        welcome = m.Welcome(m.PROTOCOL, str(self.me.task), self.me.incarnation, self.me.host, os.getpid(), created, self.me.door)
         return [Reply(peer, welcome)]
 
     def _create(self, peer: Peer, create: m.Create, frames: list[Frame], now: float, wall: float) -> list[Reply]:
@@ -198,6 +199,7 @@ class Service:
         shard = self._ready()
         if not shard.knows(push.worker, push.incarnation):
             return [Reply(peer, self._not_joined(push.worker, push.request))]
+        shard.heard_from(push.worker, peer)
         again = shard.answer(push.worker, push.incarnation, push.request)
         if again:
             return again
@@ -219,6 +221,8 @@ class Service:
 
     def _pull(self, peer: Peer, pull: m.Pull) -> list[Reply]:
         shard = self._ready()
+        if shard.knows(pull.worker, pull.incarnation):
+            shard.heard_from(pull.worker, peer)
         again = shard.answer(pull.worker, pull.incarnation, pull.request)
         if again or self.leader is None:
             return again
@@ -252,7 +256,7 @@ class Service:
         self.leader.quorum.seen(beat.worker, beat.incarnation, now)
         return [Reply(peer, m.Alive(self.leader.quorum.version, self.leader.quorum.stopped))]
 
-    def _leave(self, peer: Peer, leave: m.Leave, wall: float) -> list[Reply]:
+    def _leave(self, peer: Peer, leave: m.Leave, now: float, wall: float) -> list[Reply]:
         if self.leader is not None:
             tally = self.tally.worker(leave.worker)
             tally.final_loss = leave.loss if leave.loss is not None else tally.final_loss
@@ -261,6 +265,7 @@ class Service:
             if known is not None and known.incarnation == leave.incarnation and not known.left:
                 self._failed |= not leave.finished
             self.leader.leave(leave.worker, leave.incarnation, wall)
+            self._check_end(now)
         if self.shard is not None:
             self.shard.forget(leave.worker, leave.incarnation)
         return [Reply(peer, m.Bye())]

@@ -47,10 +47,14 @@ class Reply:
 
 @dataclass(slots=True)
 class Gradient:
-    """This shard's part of a gradient: its sections, and the variables that have none in it."""
+    """This shard's part of a gradient: its sections, and the variables that have none in it.
+
+    While `borrowed` it lies in the worker's shared memory, which is the worker's again once it is released.
+    """
 
     sections: list[torch.Tensor]
     absent: frozenset[int]
+    borrowed: bool
 
 
 @dataclass(slots=True)
@@ -129,6 +133,10 @@ class Shard:
         guest = self._guests.get(worker)
         return guest is not None and guest.incarnation == incarnation
 
+    def heard_from(self, worker: int, peer: Peer) -> None:
+        """A known worker's answers go to where its last request came from."""
+        self._guests[worker].peer = peer
+
     def forget(self, worker: int, incarnation: int) -> None:
         """Ends the lease of a worker that is gone; it may come back."""
         if self.knows(worker, incarnation):
@@ -150,7 +158,7 @@ class Shard:
             if len(frames) != 1:
                 raise ValueError(f"{len(frames)} tensor frames, expected 1")
             sections = section_views(self.region, frame_tensor(frames[0], self.region.size_bytes))
-        self._gradients[key] = Gradient(sections, frozenset(push.absent))
+        self._gradients[key] = Gradient(sections, frozenset(push.absent), push.slot >= 0)
         self._stored[push.worker] = (push.request, key)
         return key
 
@@ -176,6 +184,7 @@ class Shard:
                     self._gradients.pop(Key(*key), None)
             case Release(worker, incarnation, request, version, stop):
                 assert version == self.version, f"release at {version} while the shard is at {self.version}"
+                self._keep_undecided(worker)
                 self._answers[worker] = Answer(incarnation, request, version, stop, outcome)
                 self.versions.lease(worker)
                 return self.answer(worker, incarnation, request)
@@ -214,6 +223,13 @@ class Shard:
             lr=self.update.lr,
         )
         return [Reply(guest.peer, message, frames, uncopied)]
+
+    def _keep_undecided(self, worker: int) -> None:
+        """A worker goes on while its gradient still waits for a round: what lies in its memory is copied."""
+        for key, gradient in self._gradients.items():
+            if key.worker == worker and gradient.borrowed:
+                gradient.sections = [section.clone() for section in gradient.sections]
+                gradient.borrowed = False
 
     def _apply(self, keys: Sequence[Key], version: int) -> None:
         parts = [self._gradients.pop(key) for key in keys]

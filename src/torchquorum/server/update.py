@@ -56,6 +56,13 @@ def optimizer_class(name: str) -> Callable[[list[dict[str, Any]]], torch.optim.O
     return cast(Any, found)
 
 
+def warm_up() -> None:
+    """Makes torch.optim load what it loads at its first step, which takes a second, before anybody waits for it."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.SGD([parameter], lr=0.0).step()
+
+
 class Update:
     """The optimizer of one shard."""
 
@@ -86,8 +93,14 @@ class Update:
             warnings.simplefilter("ignore")  # a shard may hold no variable of some group
             self._optimizer = optimizer_class(optimizer.name)(groups)
         self._schedule = schedules.build(schedule, self._optimizer) if schedule else None
+        self._plain_sgd = optimizer.name == "SGD" and not any(
+            group[option]
+            for group in self._optimizer.param_groups
+            for option in ("momentum", "weight_decay", "maximize", "fused", "foreach", "differentiable")
+        )
+        if self._plain_sgd:
+            self._optimizer.step()  # nothing has a gradient: only tells the schedule that steps are being made
         self._scratch = [torch.empty_like(v) for v in values]
-        self._mean_of = 0
 
     @property
     def _segments(self) -> list[Segment]:
@@ -116,6 +129,21 @@ class Update:
         mean = gradients[0] if len(gradients) == 1 else self._mean(gradients)
         if absent:
             self._split(absent)
+        if self._plain_sgd:
+            self._step_plainly(old, new, mean, absent)
+        else:
+            self._step(old, new, mean, absent)
+        if self._schedule is not None:
+            self._schedule.step()
+
+    def _step(
+        self,
+        old: Sequence[torch.Tensor],
+        new: Sequence[torch.Tensor],
+        mean: Sequence[torch.Tensor],
+        absent: frozenset[int],
+    ) -> None:
+        """Any optimizer: the old version is copied and updated in place."""
         for source, target in zip(old, new, strict=True):
             target.copy_(source)
         for segment in self._segments:
@@ -125,8 +153,21 @@ class Update:
         self._optimizer.step()
         for segment in self._segments:
             segment.parameter.grad = None
-        if self._schedule is not None:
-            self._schedule.step()
+
+    def _step_plainly(
+        self,
+        old: Sequence[torch.Tensor],
+        new: Sequence[torch.Tensor],
+        mean: Sequence[torch.Tensor],
+        absent: frozenset[int],
+    ) -> None:
+        """SGD without state: new = old - lr * mean in one pass, the same operation as torch.optim's, so the same bits."""
+        for segments, group in zip(self._groups, self._optimizer.param_groups, strict=True):
+            for segment in segments:
+                if absent and segment.pieces[0].variable in absent:
+                    segment.view(new).copy_(segment.view(old))
+                else:
+                    torch.add(segment.view(old), segment.view(mean), alpha=-group["lr"], out=segment.view(new))
 
     def _mean(self, gradients: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """The sum in order, then one division, in the gradients' own precision."""
@@ -139,7 +180,7 @@ class Update:
 
     def _segment(self, section: int, pieces: Sequence[Piece]) -> Segment:
         first, last = pieces[0], pieces[-1]
-        start, stop = first.offset, last.offset + last.numel
+        start, stop = first.offset, last.offset + last.numel  # the padding between pieces is zero and stays so
         variable = self._variables[first.variable]
         if self._elementwise or len(pieces) > 1:
             shape: tuple[int, ...] = (stop - start,)

@@ -1,6 +1,6 @@
 """A network inside one process: queues instead of sockets. For tests, and for a program that runs alone with its ps.
 
-Frames are handed over as they are, without copies, exactly as shared memory would.
+Frames are copied on their way, as any network does, so that the sender may use its memory again.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class InProcessListener:
 
     def send(self, peer: Peer, frames: Sequence[Frame]) -> None:
         """Sends a message."""
-        self._network._outbox(self._address, peer).put(list(frames))
+        self._network._outbox(self._address, peer).put([bytes(f) for f in frames])
 
     def close(self) -> None:
         """Does nothing: there is nothing to close."""
@@ -74,7 +74,7 @@ class InProcessChannel:
 
     def send(self, frames: Sequence[Frame]) -> None:
         """Sends a message."""
-        self._there.put((self._identity, list(frames)))
+        self._there.put((self._identity, [bytes(f) for f in frames]))
 
     def receive(self, timeout_s: float) -> list[Frame] | None:
         """Returns the next message, or None when none came in time."""

@@ -142,7 +142,7 @@ class StatusRequest(Message):
 
 
 class Welcome(Message):
-    """The ps task introduces itself; `created` says whether it holds variables."""
+    """The ps task introduces itself; `created` says whether it holds variables, `door` where its own host may come in."""
 
     protocol: int
     task: str
@@ -150,6 +150,7 @@ class Welcome(Message):
     host: str
     pid: int
     created: bool
+    door: str
 
 
 class Created(Message):

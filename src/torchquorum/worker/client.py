@@ -22,6 +22,7 @@ from torchquorum.placement.layout import Layout, place
 from torchquorum.transport import codec
 from torchquorum.transport.channel import Channel
 from torchquorum.transport.codec import Frame
+from torchquorum.transport.door import DoorChannel
 from torchquorum.transport.memory import SegmentError, frame_tensor, host_id, tensor_frame
 from torchquorum.transport.slots import Slots, section_views
 from torchquorum.worker.flat import FlatParameters, Puller, Pusher
@@ -97,6 +98,7 @@ class Client:
         self._connect = connect
         self._channels = [connect(cluster.address(ps), self._identity) for ps in self._ps]
         self._shared = [False] * len(self._ps)
+        self._doors = [""] * len(self._ps)
         self._gradients: list[Slots | None] = [None] * len(self._ps)
         self._buffers: list[torch.Tensor | None] = [None] * len(self._ps)
         self._pushers: list[Pusher] = []
@@ -134,6 +136,7 @@ class Client:
                     "memory; use --transport=auto or tcp"
                 )
             self._shared[k] = same_host and self.transport != "tcp"
+            self._doors[k] = answer[0].door if self._shared[k] else ""
         return created
 
     def create(self, plan: m.Plan, flat: FlatParameters) -> bool:
@@ -170,6 +173,10 @@ class Client:
         self._open = [(message, []) for message in messages]
         self._send_open()
         self._take(self.patience.start_s)
+        for k, door in enumerate(self._doors):
+            if door:
+                self._channels[k].close()
+                self._channels[k] = DoorChannel(door)
 
     def push(self, loss: float | None = None) -> Step:
         """Sends the gradients; waits until they count and takes the version that follows (pipelined: the one before)."""

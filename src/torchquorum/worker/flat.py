@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from torchquorum.errors import ConfigError
-from torchquorum.placement.layout import CONSTANT, Layout, Region, Variable
+from torchquorum.placement.layout import CONSTANT, Layout, Region, Variable, padded
 
 
 def describe(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[Variable], list[nn.Parameter]]:
@@ -51,14 +51,15 @@ class FlatParameters:
         self._place: dict[int, tuple[torch.Tensor, int]] = {}
         for dtype, device in {(p.dtype, p.device): None for p in parameters}:
             chosen = [i for i in order if (parameters[i].dtype, parameters[i].device) == (dtype, device)]
-            buffer = torch.empty(sum(parameters[i].numel() for i in chosen), dtype=dtype, device=device)
+            room = [padded(parameters[i].numel(), layout.variables[i].dtype) for i in chosen]
+            buffer = torch.zeros(sum(room), dtype=dtype, device=device)
             offset = 0
-            for i in chosen:
+            for i, taken in zip(chosen, room, strict=True):
                 view = buffer[offset : offset + parameters[i].numel()]
                 view.copy_(parameters[i].detach().reshape(-1))
                 parameters[i].data = view.view(parameters[i].shape)
                 self._place[i] = (buffer, offset)
-                offset += parameters[i].numel()
+                offset += taken
 
     def check(self) -> None:
         """Raises ConfigError if the module's parameters were moved or replaced since."""
@@ -88,10 +89,12 @@ class FlatParameters:
             for piece in section.pieces:
                 buffer, offset = self._place[piece.variable]
                 here = offset + piece.start
+                whole = piece.numel == self.parameters[piece.variable].numel()
+                room = padded(piece.numel, section.dtype) if whole else piece.numel
                 if merged and buffers[-1] is buffer and merged[-1][0] + merged[-1][2] == here:
-                    merged[-1][2] += piece.numel
+                    merged[-1][2] += room
                 else:
-                    merged.append([here, piece.offset, piece.numel])
+                    merged.append([here, piece.offset, room])
                     buffers.append(buffer)
             for buffer, (here, there, count) in zip(buffers, merged, strict=True):
                 runs.append((buffer[here : here + count], theirs[there : there + count]))

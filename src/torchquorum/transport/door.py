@@ -1,0 +1,190 @@
+"""The way to a ps task on the same host: a Unix socket, beside ZeroMQ's TCP, for the small messages of shared memory.
+
+ZeroMQ passes every message through a thread of its own on each side; between processes of one host that costs more than the
+message. A door is a SEQPACKET socket in the abstract namespace: it keeps message boundaries, has no file, and is gone with
+its process. Only processes of the same user are let in. What always holds: neither side ever blocks on a peer that does
+not read; a message that does not fit is lost, as on any channel.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import zmq
+
+from torchquorum.transport.channel import Channel, Peer, Sent
+from torchquorum.transport.codec import Frame
+from torchquorum.transport.zmq_channel import ZmqChannel, ZmqListener
+
+MAX_PACKET_BYTES = 128 << 10
+SPIN_S = 0.0003
+_PREFIX = b"door/"
+_CREDENTIALS = struct.Struct("3i")
+
+
+def _pack(frames: Sequence[Frame]) -> bytes:
+    sizes = [len(f) for f in frames]
+    return b"".join([struct.pack(f"<I{len(sizes)}I", len(sizes), *sizes), *frames])
+
+
+def _unpack(packet: bytes) -> list[Frame]:
+    """Returns the frames of a packet; of one that makes no sense, what there is, for the codec to refuse."""
+    view = memoryview(packet)
+    if len(view) < 4:
+        return [view]
+    (count,) = struct.unpack_from("<I", view)
+    if count > 16 or len(view) < 4 + 4 * count:
+        return [view]
+    sizes = struct.unpack_from(f"<{count}I", view, 4)
+    frames: list[Frame] = []
+    at = 4 + 4 * count
+    for size in sizes:
+        frames.append(view[at : at + size])
+        at += size
+    return frames
+
+
+class DoorChannel:
+    """A worker's connection to a ps task on this host."""
+
+    def __init__(self, name: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(5.0)
+        self._socket.connect("\0" + name)
+        self._socket.setblocking(False)
+        self._poll = select.poll()
+        self._poll.register(self._socket, select.POLLIN)
+
+    def send(self, frames: Sequence[Frame]) -> None:
+        """Sends a message, or loses it."""
+        try:
+            self._socket.send(_pack(frames))
+        except OSError:
+            return  # the ps is gone, or does not read: whoever waits for the answer will notice
+
+    def receive(self, timeout_s: float) -> list[Frame] | None:
+        """Returns the next message; the first moments are spent awake, giving the core to whoever wants it."""
+        awake_until = time.perf_counter() + min(SPIN_S, timeout_s)
+        while True:
+            try:
+                packet = self._socket.recv(MAX_PACKET_BYTES)
+            except BlockingIOError:
+                if time.perf_counter() < awake_until:
+                    os.sched_yield()
+                    continue
+            except OSError:
+                packet = b""
+            else:
+                if packet:
+                    return _unpack(packet)
+            break
+        if timeout_s <= 0 or not self._poll.poll(timeout_s * 1000):
+            return None
+        try:
+            packet = self._socket.recv(MAX_PACKET_BYTES)
+        except OSError:
+            packet = b""
+        if not packet:
+            time.sleep(min(timeout_s, 0.05))  # closed by the ps: do not turn every wait into a busy loop
+            return None
+        return _unpack(packet)
+
+    def close(self) -> None:
+        """Closes this end."""
+        self._socket.close()
+
+
+class DoorListener:
+    """A ps task's listener with both ways in: ZeroMQ for everybody, a door for its own host."""
+
+    def __init__(self, outside: ZmqListener) -> None:
+        self._outside = outside
+        self.name = f"torchquorum/{secrets.token_hex(16)}"
+        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._door.bind("\0" + self.name)
+        self._door.listen(128)
+        self._door.setblocking(False)
+        self._guests: dict[int, socket.socket] = {}
+        self._received: deque[tuple[Peer, list[Frame]]] = deque()
+        self._poller = zmq.Poller()
+        self._poller.register(outside.socket, zmq.POLLIN)
+        self._poller.register(self._door, zmq.POLLIN)
+        self._watched: ZmqChannel | None = None
+
+    def receive(self, timeout_s: float) -> tuple[Peer, list[Frame]] | None:
+        """Returns the next message with its sender, or None when none came in time."""
+        if not self._received:
+            self._collect(timeout_s)
+        return self._received.popleft() if self._received else None
+
+    def wait(self, others: Sequence[Channel], timeout_s: float) -> None:
+        """Returns when something has come here or on one of the other channels, or when the time is up."""
+        for other in others:
+            if isinstance(other, ZmqChannel) and other is not self._watched:
+                self._poller.register(other.socket, zmq.POLLIN)
+                self._watched = other
+        if not self._received:
+            self._collect(timeout_s)
+
+    def _collect(self, timeout_s: float) -> None:
+        for ready, _ in self._poller.poll(max(0, int(timeout_s * 1000))):
+            if ready is self._outside.socket:
+                while len(self._received) < 64 and (message := self._outside.receive(0.0)) is not None:
+                    self._received.append(message)
+            elif ready == self._door.fileno():
+                self._let_in()
+            elif ready in self._guests:
+                self._read(ready)
+
+    def _let_in(self) -> None:
+        try:
+            guest, _ = self._door.accept()
+        except OSError:
+            return
+        credentials = guest.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(credentials)[1] not in (os.getuid(), 0):
+            guest.close()
+            return
+        guest.setblocking(False)
+        self._guests[guest.fileno()] = guest
+        self._poller.register(guest.fileno(), zmq.POLLIN)
+
+    def _read(self, fd: int) -> None:
+        try:
+            packet = self._guests[fd].recv(MAX_PACKET_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet = b""
+        if packet:
+            self._received.append((_PREFIX + str(fd).encode(), _unpack(packet)))
+            return
+        self._poller.unregister(fd)
+        self._guests.pop(fd).close()
+
+    def send(self, peer: Peer, frames: Sequence[Frame]) -> Sent | None:
+        """Sends a message by the way its receiver came in; a peer that is gone is no error."""
+        if not peer.startswith(_PREFIX):
+            return self._outside.send(peer, frames)
+        guest = self._guests.get(int(peer[len(_PREFIX) :]))
+        if guest is not None:
+            try:
+                guest.send(_pack(frames))
+            except OSError:
+                return None  # it does not read, or is gone: it will ask again
+        return None
+
+    def close(self) -> None:
+        """Closes both ways in."""
+        for guest in self._guests.values():
+            guest.close()
+        self._guests.clear()
+        self._door.close()
+        self._outside.close()

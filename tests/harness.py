@@ -1,0 +1,147 @@
+"""A whole cluster in one process for tests: ps tasks and workers are threads, the network is queues."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+import torchquorum as tq
+from torchquorum.cluster import ClusterSpec, TaskId
+from torchquorum.server.serve import Server
+from torchquorum.session.join import Task
+from torchquorum.transport.channel import Channel
+from torchquorum.transport.inprocess import InProcessNetwork
+from torchquorum.worker.client import Patience
+
+PATIENCE = Patience(start_s=30.0, round_s=30.0, silence_s=20.0, probe_s=0.2, say_s=60.0)
+Connect = Callable[[str, bytes], Channel]
+
+
+class Cluster:
+    """Starts ps tasks as threads; `run` runs one function per worker, each in a thread of its own."""
+
+    def __init__(self, *, ps: int = 1, workers: int = 1, transport: str = "auto", wrap: Any = None) -> None:
+        self.spec = ClusterSpec(
+            {
+                "ps": [f"localhost:{1000 + i}" for i in range(ps)],
+                "worker": [f"localhost:{2000 + i}" for i in range(workers)],
+            }
+        )
+        self.transport = transport
+        self.network = InProcessNetwork()
+        self.wrap = wrap
+        self.said: list[str] = []
+        self.servers = [self._server(i) for i in range(ps)]
+        self._threads = [threading.Thread(target=self._serve, args=(s,), name="torchquorum-test-ps") for s in self.servers]
+        for thread in self._threads:
+            thread.start()
+
+    def _server(self, index: int) -> Server:
+        leader = None
+        if index > 0:
+            leader = self._connect(self.spec.address(TaskId("ps", 0)), f"ps/{index}".encode())
+        listener = self.network.listen(self.spec.address(TaskId("ps", index)))
+        return Server(self.spec, index, listener=listener, leader=leader, say=self.said.append)
+
+    def _serve(self, server: Server) -> None:
+        try:
+            server.serve()
+        finally:
+            server.close()
+
+    def _connect(self, address: str, identity: bytes) -> Channel:
+        channel: Channel = self.network.connect(address, identity)
+        return self.wrap(channel, identity) if self.wrap is not None else channel
+
+    def task(self, index: int) -> Task:
+        """Returns the task of a worker."""
+        return Task(cluster=self.spec, id=TaskId("worker", index), transport=self.transport, connect=self._connect)
+
+    def run(self, *functions: Callable[[Task], Any], timeout_s: float = 60.0) -> list[Any]:
+        """Runs a function per worker, waits for all of them and for the ps tasks, and returns their results."""
+        results: list[Any] = [None] * len(functions)
+        errors: list[BaseException] = []
+
+        def work(index: int) -> None:
+            try:
+                results[index] = functions[index](self.task(index))
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=work, args=(i,), name="torchquorum-test-worker") for i in range(len(functions))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout_s)
+            assert not thread.is_alive(), f"a worker hangs; the ps said {self.said}"
+        if errors:
+            self.stop()
+            raise errors[0]
+        self.wait(timeout_s)
+        return results
+
+    def wait(self, timeout_s: float = 30.0) -> None:
+        """Waits for the ps tasks to end by themselves."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+            assert not thread.is_alive(), f"a ps does not end; it said {self.said}"
+
+    def stop(self) -> None:
+        """Ends ps tasks that would not end by themselves."""
+        import torchquorum.transport.messages as m
+
+        for server, thread in zip(self.servers, self._threads, strict=True):
+            if thread.is_alive():
+                server.service.__class__ = _Ended
+                server.service.end_with = m.End(False, "test")  # type: ignore[attr-defined]
+        self.wait()
+
+
+from torchquorum.server.service import Service  # noqa: E402
+
+
+class _Ended(Service):
+    """A service that is over."""
+
+    end_with: Any
+
+    @property
+    def ended(self) -> Any:
+        return self.end_with
+
+
+Grads = Callable[[nn.Module, int, int], None]
+
+
+def train(
+    make_model: Callable[[], nn.Module],
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    backward: Grads,
+    *,
+    steps: int,
+    ps: int = 1,
+    workers: int = 1,
+    rule: Any = None,
+    transport: str = "auto",
+    **options: Any,
+) -> tuple[list[torch.Tensor], list[Any]]:
+    """Trains on a cluster; `backward(model, worker, step)` makes the gradients. Returns worker 0's parameters, its steps."""
+    cluster = Cluster(ps=ps, workers=workers, transport=transport)
+
+    def work(task: Task) -> Any:
+        model = make_model()
+        optimizer = tq.Optimizer(make_optimizer(model), rule=rule or tq.Sync(), **options)
+        seen = []
+        with tq.Session(task, model, optimizer, last_step=steps, patience=PATIENCE) as session:
+            while not session.should_stop():
+                optimizer.zero_grad()
+                backward(model, task.index, session.local_step)
+                seen.append(optimizer.step())
+            session.pull()
+        return [p.detach().clone() for p in model.parameters()], seen
+
+    return cluster.run(*[work] * workers)[0]

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import pytest
+
+from torchquorum.errors import ConfigError
+from torchquorum.rules import Async, Bounded, Buffered, Rule, Sync, parse_rule
+
+
+def options(rule: Rule) -> tuple[int | None, int | None, int | None, bool]:
+    return rule.aggregate, rule.max_staleness, rule.max_lead, rule.pipeline
+
+
+@pytest.mark.parametrize(
+    ("rule", "aggregate", "max_staleness", "max_lead", "pipeline"),
+    [
+        (Async(), 1, None, None, False),
+        (Async(pipeline=True), 1, None, None, True),
+        (Sync(), None, 0, None, False),
+        (Sync(aggregate=2), 2, 0, None, False),
+        (Sync(2), 2, 0, None, False),
+        (Bounded(3), 1, None, 3, False),
+        (Bounded(0), 1, None, 0, False),
+        (Buffered(4), 4, None, None, False),
+    ],
+    ids=str,
+)
+def test_a_preset_has_the_options_of_the_table(rule, aggregate, max_staleness, max_lead, pipeline):
+    assert options(rule) == (aggregate, max_staleness, max_lead, pipeline)
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        (Async(), "Async()"),
+        (Async(pipeline=True), "Async(pipeline=True)"),
+        (Sync(), "Sync()"),
+        (Sync(aggregate=2), "Sync(aggregate=2)"),
+        (Bounded(3), "Bounded(3)"),
+        (Buffered(4), "Buffered(4)"),
+        (Rule(aggregate=2, max_staleness=1, max_lead=3), "Rule(aggregate=2, max_staleness=1, max_lead=3)"),
+    ],
+)
+def test_a_rule_is_shown_as_it_is_written(rule, text):
+    assert str(rule) == text
+
+
+def test_sync_needs_as_many_gradients_as_the_cluster_has_workers():
+    assert [Sync().needed(n) for n in (1, 2, 7)] == [1, 2, 7]
+
+
+def test_sync_of_a_cluster_without_workers_still_needs_a_gradient():
+    assert Sync().needed(0) == 1
+
+
+@pytest.mark.parametrize("num_workers", [1, 3, 9])
+def test_a_given_aggregate_does_not_depend_on_the_number_of_workers(num_workers):
+    assert Sync(aggregate=3).needed(num_workers) == 3
+    assert Buffered(4).needed(num_workers) == 4
+    assert Async().needed(num_workers) == Bounded(2).needed(num_workers) == 1
+
+
+@pytest.mark.parametrize(
+    ("rule", "once"), [(Async(), False), (Bounded(2), False), (Buffered(3), False), (Sync(), True), (Sync(2), True)]
+)
+def test_a_worker_counts_once_per_round_where_staleness_is_bounded(rule, once):
+    assert rule.once_per_round is once
+    assert Rule(aggregate=2, max_staleness=3).once_per_round
+
+
+def test_rules_are_equal_by_value_and_frozen():
+    rule = Sync(aggregate=2)
+    assert rule == Sync(2) and hash(rule) == hash(Sync(2)) and rule != Sync()
+    with pytest.raises(FrozenInstanceError):
+        rule.aggregate = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"aggregate": 0}, "aggregate=0: must be 1 or more; leave it out for all workers"),
+        ({"aggregate": -2}, "aggregate=-2: must be 1 or more; leave it out for all workers"),
+        ({"max_staleness": -1}, "max_staleness=-1: must be 0 or more; leave it out for no bound"),
+        ({"max_lead": -1}, "max_lead=-1: must be 0 or more; leave it out for no bound"),
+        ({"aggregate": 1.5}, "aggregate=1.5: must be a whole number, 1 or more; leave it out for all workers"),
+        ({"max_staleness": "0"}, "max_staleness='0': must be a whole number, 0 or more; leave it out for no bound"),
+        ({"max_lead": True}, "max_lead=True: must be a whole number, 0 or more; leave it out for no bound"),
+    ],
+)
+def test_a_senseless_option_is_an_error_that_says_what_is_allowed(arguments: dict[str, Any], message):
+    with pytest.raises(ConfigError) as error:
+        Rule(**arguments)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("preset", "value", "message"),
+    [
+        (Sync, 0, "aggregate=0: must be 1 or more; leave it out for all workers"),
+        (Bounded, -1, "max_lead=-1: must be 0 or more; for no bound use Async()"),
+        (Bounded, None, "max_lead=None: must be a whole number, 0 or more; for no bound use Async()"),
+        (Buffered, 0, "aggregate=0: must be 1 or more; for an update per gradient use Async()"),
+        (Buffered, None, "aggregate=None: must be a whole number, 1 or more; for an update per gradient use Async()"),
+        (Buffered, 2.0, "aggregate=2.0: must be a whole number, 1 or more; for an update per gradient use Async()"),
+    ],
+)
+def test_a_preset_refuses_what_it_cannot_mean(preset, value, message):
+    with pytest.raises(ConfigError) as error:
+        preset(value)
+    assert str(error.value) == message
+
+
+def test_a_pipeline_with_bounded_staleness_is_an_error():
+    with pytest.raises(ConfigError, match=r"pipeline=True with max_staleness=0: .*use Async\(pipeline=True\)"):
+        Rule(max_staleness=0, pipeline=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("async", Async()),
+        ("async:pipeline", Async(pipeline=True)),
+        ("sync", Sync()),
+        ("sync:2", Sync(2)),
+        ("sync:2of3", Sync(2)),
+        ("sync:3of3", Sync(3)),
+        ("bounded:0", Bounded(0)),
+        ("bounded:3", Bounded(3)),
+        ("buffered:4", Buffered(4)),
+        (" Sync : 2 of 3 ", Sync(2)),
+        ("ASYNC", Async()),
+        ("'sync'", Sync()),
+        ('"bounded:3"', Bounded(3)),
+    ],
+)
+def test_a_rule_is_read_as_the_command_line_writes_it(text, rule):
+    assert parse_rule(text) == rule
+
+
+@pytest.mark.parametrize(
+    ("text", "near"),
+    [("asinc", "async"), ("snyc", "sync"), ("bound:3", "bounded"), ("bufered:2", "buffered"), ("synch:2", "sync")],
+)
+def test_a_misspelt_rule_is_answered_with_the_nearest(text, near):
+    with pytest.raises(ConfigError) as error:
+        parse_rule(text)
+    assert str(error.value).startswith(f"rule {text!r}: allowed are async, async:pipeline, sync,")
+    assert str(error.value).endswith(f"; did you mean {near}?")
+
+
+@pytest.mark.parametrize("text", ["", "hogwild", "bounded", "buffered", "bounded:", "async:3", "async:pipelined", ":2"])
+def test_a_rule_that_is_like_no_other_gets_the_list_without_a_suggestion(text):
+    with pytest.raises(ConfigError) as error:
+        parse_rule(text)
+    assert f"rule {text!r}: allowed are" in str(error.value)
+    assert "did you mean" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("sync:two", "'two' is not a whole number"),
+        ("sync:of3", "'' is not a whole number"),
+        ("sync:2of", "'' is not a whole number"),
+        ("sync:2ofmany", "'many' is not a whole number"),
+        ("sync:4of3", "4 of 3 is more than all"),
+        ("bounded:1.5", "'1.5' is not a whole number"),
+        ("buffered:k", "'k' is not a whole number"),
+        ("sync:0", "aggregate=0: must be 1 or more"),
+        ("bounded:-1", "max_lead=-1: must be 0 or more"),
+    ],
+)
+def test_a_rule_with_a_senseless_number_says_which(text, what):
+    with pytest.raises(ConfigError) as error:
+        parse_rule(text)
+    assert what in str(error.value)

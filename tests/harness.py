@@ -114,6 +114,7 @@ class _Ended(Service):
         return self.end_with
 
 
+_ONE_AT_A_TIME = threading.Lock()
 Grads = Callable[[nn.Module, int, int], None]
 
 
@@ -131,12 +132,15 @@ def train(
 ) -> tuple[list[torch.Tensor], list[Any]]:
     """Trains on a cluster; `backward(model, worker, step)` makes the gradients. Returns worker 0's parameters, its steps."""
     cluster = Cluster(ps=ps, workers=workers, transport=transport)
+    all_in = threading.Barrier(workers)
 
     def work(task: Task) -> Any:
-        model = make_model()
+        with _ONE_AT_A_TIME:  # threads share torch's random state
+            model = make_model()
         optimizer = tq.Optimizer(make_optimizer(model), rule=rule or tq.Sync(), **options)
         seen = []
         with tq.Session(task, model, optimizer, last_step=steps, patience=PATIENCE) as session:
+            all_in.wait(20)  # otherwise the first one in fills the quorum alone, as it should
             while not session.should_stop():
                 optimizer.zero_grad()
                 backward(model, task.index, session.local_step)

@@ -108,6 +108,7 @@ class Client:
         self._layout: Layout | None = None
         self._request = 0
         self._open: list[tuple[m.Message, list[Frame]]] | None = None
+        self._pushed_at = 0
         self.version = 0
         self.local_step = 0
         self.stopped = False
@@ -182,8 +183,10 @@ class Client:
         """Sends the gradients; waits until they count and takes the version that follows (pipelined: the one before)."""
         computed_at = self.version
         previous = self._take(self.patience.round_s) if self._open is not None else None
+        before = self._pushed_at
         if self.stopped:
-            return self._step(previous, computed_at)
+            return self._step(previous, before)
+        self._pushed_at = computed_at
         self.local_step += 1
         self._request += 1
         absent = self._fill()
@@ -199,7 +202,7 @@ class Client:
             self._open.append((message, [tensor_frame(buffer)] if buffer is not None else []))
         self._send_open()
         if self.pipeline:
-            return self._step(previous, computed_at)
+            return self._step(previous, before)
         return self._step(self._take(self.patience.round_s), computed_at)
 
     def pull(self) -> int:

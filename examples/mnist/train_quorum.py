@@ -6,7 +6,7 @@ import torch
 
 import torchquorum as tq
 from torchquorum.data import Batches, load_mnist
-from torchquorum.jobs import MLP, evaluate
+from torchquorum.jobs.models import MLP, evaluate
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ import argparse
 import torch
 
 from torchquorum.data import Batches, load_mnist
-from torchquorum.jobs import MLP, evaluate
+from torchquorum.jobs.models import MLP, evaluate
 
 
 def main() -> None:

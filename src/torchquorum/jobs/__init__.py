@@ -1,8 +1,1 @@
-"""The built-in jobs: the models that `torchquorum train` offers and how they are judged.
-
-Called by the command line, examples and tests. What is here is ordinary PyTorch and knows nothing of clusters.
-"""
-
-from torchquorum.jobs.models import CNN, MLP, MODELS, Softmax, evaluate, make_model
-
-__all__ = ["CNN", "MLP", "MODELS", "Softmax", "evaluate", "make_model"]
+"""The built-in jobs: the models that `torchquorum train` offers, how they are judged, and the program that trains them."""

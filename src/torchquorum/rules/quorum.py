@@ -341,7 +341,7 @@ class Quorum:
             actions.append(Applied(keys, self.version))
             self.stopped = self._finished()
         slowest = self._slowest_clock() if self.rule.max_lead is not None else 0
-        all_stand = not (actions or self.stopped or self._came_back or slowest != self._slowest)
+        all_stand = not (actions or self.stopped or slowest != self._slowest)
         looked_at = [pushed] if pushed is not None and all_stand else sorted(self.held)
         self._slowest, self._came_back = slowest, False
         actions += [self._release(i) for i in looked_at if not self._must_wait(self.workers[i], slowest)]

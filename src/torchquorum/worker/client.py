@@ -127,7 +127,7 @@ class Client:
         created = True
         for k, ps in enumerate(self._ps):
             greeting = m.Hello(m.PROTOCOL, str(self.task), self.incarnation, host, os.getpid())
-            answer = self._ask(k, greeting, [], (m.Welcome,), self.patience.start_s, f"{ps} to answer")
+            answer = self._ask(k, greeting, [], (m.Welcome,), self.patience.start_s, f"{ps} ({self.cluster.address(ps)}) to answer")
             assert isinstance(answer[0], m.Welcome)
             created = created and answer[0].created
             same_host = bool(host) and answer[0].host == host
@@ -342,7 +342,7 @@ class Client:
     ) -> tuple[m.AnyMessage, list[Frame]]:
         """Waits for one of `kinds` from ps k; asks again every `probe_s`."""
         started = heard = told = asked = time.monotonic()
-        starting = not isinstance(message, m.Push | m.Pull)
+        starting = isinstance(message, m.Hello | m.Create)  # a ps that is not up yet, or busy with a large model
         while True:
             received = self._channels[k].receive(self.patience.probe_s)
             now = time.monotonic()

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from torchquorum.data import Batches, Split, load_mnist
 from torchquorum.errors import ConfigError
-from torchquorum.jobs import CNN, MLP, MODELS, Softmax, evaluate, make_model
+from torchquorum.jobs.models import CNN, MLP, MODELS, Softmax, evaluate, make_model
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,124 @@
+"""Starts tasks as real processes, one per terminal as it were, and waits for what they print."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+PROGRAM = Path(__file__).parent / "program.py"
+DEADLINE_S = 60.0
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports that are free now."""
+    held = [socket.socket() for _ in range(count)]
+    for s in held:
+        s.bind(("127.0.0.1", 0))
+    ports = [s.getsockname()[1] for s in held]
+    for s in held:
+        s.close()
+    return ports
+
+
+class Started:
+    """A process whose output is read as it comes."""
+
+    def __init__(self, command: Sequence[str], env: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            list(command),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
+        )
+        self.lines: list[str] = []
+        self._queue: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._queue.put(line.rstrip("\n"))
+        self._queue.put(None)
+
+    def until(self, text: str, timeout_s: float = DEADLINE_S) -> str:
+        """Waits for a line that contains a text, and returns it."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                line = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"{text!r} did not come within {timeout_s} s; came:\n{self.tail()}") from None
+            if line is None:
+                raise AssertionError(f"ended before {text!r} came; came:\n{self.tail()}")
+            self.lines.append(line)
+            if text in line:
+                return line
+
+    def wait(self, timeout_s: float = DEADLINE_S) -> int:
+        """Waits for the end and returns the exit code."""
+        code = self.process.wait(timeout_s)
+        self._reader.join(5)
+        while (line := self._queue.get()) is not None:
+            self.lines.append(line)
+        return code
+
+    def tail(self) -> str:
+        """Returns the last lines, for a failing test."""
+        return "\n".join(self.lines[-30:])
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.process.send_signal(signal.SIGKILL)
+
+    def end(self) -> None:
+        """Makes sure that nothing is left."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10)
+        self._reader.join(5)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+class ByHand:
+    """A cluster started by hand: every task gets the same host lists and its own name."""
+
+    def __init__(self, *, ps: int = 1, workers: int = 2, program: Path = PROGRAM, hosts: Sequence[str] | None = None) -> None:
+        ports = free_ports(ps + workers)
+        names = [f"localhost:{p}" for p in ports] if hosts is None else list(hosts)
+        self.ps_hosts, self.worker_hosts = ",".join(names[:ps]), ",".join(names[ps:])
+        self.program = program
+        self.started: list[Started] = []
+
+    def command(self, job: str, index: int, *arguments: str) -> list[str]:
+        """Returns the command line of a task."""
+        flags = [f"--job_name={job}", f"--task_id={index}", f"--ps_hosts={self.ps_hosts}"]
+        return [sys.executable, str(self.program), *flags, f"--worker_hosts={self.worker_hosts}", *arguments]
+
+    def start(self, job: str, index: int, *arguments: str, prefix: Sequence[str] = ()) -> Started:
+        """Starts a task."""
+        task = Started([*prefix, *self.command(job, index, *arguments)])
+        self.started.append(task)
+        return task
+
+
+@contextmanager
+def by_hand(**options: object) -> Iterator[ByHand]:
+    """A cluster that is cleaned up whatever happens."""
+    cluster = ByHand(**options)  # type: ignore[arg-type]
+    try:
+        yield cluster
+    finally:
+        for task in cluster.started:
+            task.end()

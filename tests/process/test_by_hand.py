@@ -1,0 +1,201 @@
+"""Tasks started by hand, one process each: in any order, late, killed, wrong."""
+
+import json
+import socket
+import sys
+import time
+
+import pytest
+
+from tests.process.tasks import ByHand, Started, by_hand, free_ports
+from torchquorum.formats.ledger import read_ledger
+
+
+def ends_well(*tasks: Started) -> None:
+    for task in tasks:
+        assert task.wait() == 0, task.tail()
+
+
+@pytest.mark.parametrize(
+    ("order", "transport", "over"),
+    [
+        ([("ps", 0), ("worker", 0), ("worker", 1)], "auto", "shm"),
+        ([("worker", 1), ("worker", 0), ("ps", 0)], "tcp", "tcp"),
+        ([("worker", 0), ("ps", 0), ("worker", 1)], "shm", "shm"),
+    ],
+)
+def test_tasks_come_in_any_order_and_all_end_by_themselves(order: list, transport: str, over: str) -> None:
+    with by_hand() as cluster:
+        tasks = {}
+        for job, index in order:
+            tasks[job, index] = cluster.start(job, index, "--steps=40", f"--transport={transport}")
+            time.sleep(0.3)  # so that the order is one
+        ends_well(*tasks.values())
+        for index in (0, 1):
+            assert f"over {over}" in "\n".join(tasks["worker", index].lines)
+            assert "done at 40" in tasks["worker", index].lines[-1]
+            assert tasks["worker", index].lines[-1].endswith(": 40")
+
+
+def test_two_ps_tasks_and_three_workers_agree_on_every_version() -> None:
+    with by_hand(ps=2, workers=3) as cluster:
+        tasks = [cluster.start("ps", i) for i in (0, 1)]
+        tasks += [cluster.start("worker", i, "--steps=60", "--rule=async") for i in range(3)]
+        ends_well(*tasks)
+        assert all(task.lines[-1].endswith(": 60") for task in tasks[2:])
+
+
+def test_a_worker_that_comes_late_joins_the_running_job() -> None:
+    with by_hand() as cluster:
+        ps, chief = cluster.start("ps", 0), cluster.start("worker", 0, "--steps=200", "--pause=0.02")
+        chief.until("local 20 global 10 ")  # alone it gives both gradients of an update
+        late = cluster.start("worker", 1, "--steps=200", "--pause=0.02")
+        ends_well(ps, chief, late)
+        assert "started at 0" not in late.lines[0]
+        assert int(late.lines[-1].split()[2]) == 200
+
+
+def test_a_worker_waits_visibly_for_the_chief() -> None:
+    with by_hand() as cluster:
+        ps, early = cluster.start("ps", 0), cluster.start("worker", 1, "--steps=10")
+        line = early.until("waiting for the chief to create the variables")
+        assert "/job:worker/task:0 (localhost:" in line
+        chief = cluster.start("worker", 0, "--steps=10")
+        ends_well(ps, chief, early)
+
+
+def test_tf_config_says_who_a_task_is() -> None:
+    ports = free_ports(3)
+    cluster = {"ps": [f"localhost:{ports[0]}"], "worker": [f"localhost:{p}" for p in ports[1:]]}
+    tasks = []
+    try:
+        for job, index in (("ps", 0), ("worker", 0), ("worker", 1)):
+            config = json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
+            tasks.append(Started([sys.executable, str(ByHand().program), "--steps=20"], {"TF_CONFIG": config}))
+        ends_well(*tasks)
+    finally:
+        for task in tasks:
+            task.end()
+
+
+def test_a_program_without_a_cluster_trains_alone() -> None:
+    task = Started([sys.executable, str(ByHand().program), "--steps=20"])
+    try:
+        assert task.wait() == 0, task.tail()
+        assert "training alone" in task.lines[0]
+        assert task.lines[-1] == "done at 20 after 20 local steps: 20"
+    finally:
+        task.end()
+
+
+@pytest.mark.parametrize("rule", ["sync", "async", "bounded:2"])
+def test_a_killed_worker_is_noticed_and_the_others_go_on(rule: str) -> None:
+    with by_hand() as cluster:
+        options = ("--steps=150", f"--rule={rule}", "--pause=0.01")
+        ps = cluster.start("ps", 0)
+        chief, victim = cluster.start("worker", 0, *options), cluster.start("worker", 1, *options)
+        victim.until("local 5 ")
+        victim.kill()
+        ps.until("/job:worker/task:1 counts as dead (its process ended)", 5.0)
+        ends_well(ps, chief)
+        assert chief.lines[-1].endswith(": 150")
+
+
+def test_a_killed_worker_comes_back_as_a_new_incarnation() -> None:
+    with by_hand() as cluster:
+        options = ("--steps=300", "--pause=0.01")
+        ps = cluster.start("ps", 0)
+        chief, victim = cluster.start("worker", 0, *options), cluster.start("worker", 1, *options)
+        victim.until("local 5 ")
+        victim.kill()
+        back = cluster.start("worker", 1, *options)
+        ps.until("/job:worker/task:1 came back")
+        ends_well(ps, chief, back)
+        assert int(back.lines[0].split()[2]) > 0
+        assert back.lines[-1].endswith(": 300")
+
+
+def test_a_killed_worker_over_tcp_is_noticed_within_the_liveness_timeout() -> None:
+    with by_hand() as cluster:
+        options = ("--steps=100000", "--pause=0.01", "--transport=tcp", "--liveness=1.5")
+        ps = cluster.start("ps", 0)
+        chief, victim = cluster.start("worker", 0, *options), cluster.start("worker", 1, *options)
+        victim.until("local 5 ")
+        victim.kill()
+        ps.until("/job:worker/task:1 counts as dead", 5.0)
+        chief.until("accepted True", 5.0)
+
+
+def test_a_dead_ps_is_named_within_the_deadline() -> None:
+    with by_hand() as cluster:
+        options = ("--steps=100000", "--pause=0.01", "--silence=2")
+        ps, chief = cluster.start("ps", 0), cluster.start("worker", 0, *options)
+        chief.until("local 5 ")
+        ps.kill()
+        assert chief.wait(20) == 1
+        assert any("/job:ps/task:0 (localhost:" in line and "has not answered for" in line for line in chief.lines), chief.tail()
+        assert not any("Traceback" in line for line in chief.lines)
+
+
+def test_a_failing_program_ends_its_worker_and_the_job_says_so() -> None:
+    with by_hand(workers=1) as cluster:
+        ps, chief = cluster.start("ps", 0), cluster.start("worker", 0, "--steps=1000", "--fail-at=5")
+        assert chief.wait() == 1
+        assert "told to fail" in chief.tail()
+        assert ps.wait() == 1
+        assert any("a worker failed" in line for line in ps.lines)
+
+
+def test_a_worker_with_another_model_is_refused_with_the_difference() -> None:
+    with by_hand() as cluster:
+        ps = cluster.start("ps", 0)
+        chief = cluster.start("worker", 0, "--steps=200", "--pause=0.02")
+        other = cluster.start("worker", 1, "--steps=200", "--size=7")
+        assert other.wait() == 1
+        shown = "\n".join(other.lines)
+        assert "- the ps tasks hold count [1000] float32" in shown and "+ /job:worker/task:1 brings count [7] float32" in shown
+        assert chief.wait() == 0 and ps.wait() == 0
+
+
+def test_a_port_in_use_is_named_with_its_holder() -> None:
+    with by_hand() as cluster, socket.socket() as holder:
+        holder.bind(("127.0.0.1", int(cluster.ps_hosts.split(":")[1])))
+        holder.listen()
+        ps = cluster.start("ps", 0)
+        assert ps.wait() == 1
+        shown = ps.tail()
+        assert f"cannot listen on {cluster.ps_hosts}: the port is in use, held by process" in shown
+        assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--job_nam=ps"], "did you mean --job_name"),
+        (["--job_name=pss", "--task_id=0", "--ps_hosts=a:1", "--worker_hosts=b:2"], "pss"),
+        (["--job_name=worker", "--task_id=5", "--ps_hosts=a:1", "--worker_hosts=b:2"], "5"),
+        (["--job_name=worker", "--task_id=0", "--ps_hosts=a", "--worker_hosts=b:2"], "port"),
+    ],
+)
+def test_wrong_flags_end_at_once_with_a_message(arguments: list[str], expected: str) -> None:
+    task = Started([sys.executable, str(ByHand().program), *arguments])
+    try:
+        assert task.wait() == 1
+        assert expected in task.tail() and "Traceback" not in task.tail()
+    finally:
+        task.end()
+
+
+def test_the_ledger_holds_every_gradient(tmp_path: object) -> None:
+    with by_hand() as cluster:
+        options = ("--steps=60", "--rule=async", f"--logdir={tmp_path}")
+        tasks = [cluster.start("ps", 0), *(cluster.start("worker", i, *options) for i in (0, 1))]
+        ends_well(*tasks)
+        entries = list(read_ledger(tmp_path))  # type: ignore[arg-type]
+        assert sum(e.accepted for e in entries) == 60
+        assert all(e.staleness == e.met - e.version >= 0 for e in entries)
+        assert [e.met for e in entries if e.accepted] == list(range(60))
+        local = sum(int(t.lines[-1].split()[4]) for t in tasks[1:])
+        assert len(entries) == local
+        report = json.loads((tmp_path / "report.json").read_text())  # type: ignore[operator]
+        assert report["updates"] == 60 and report["batches"] == len(entries)

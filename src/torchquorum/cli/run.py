@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 from rich.console import Console
+from rich.text import Text
 
 from torchquorum.cluster import TaskId
 from torchquorum.launch.local import LocalCluster, Options, python_command
@@ -46,8 +47,7 @@ def run(script: str, arguments: tuple[str, ...], quiet: bool, **given: Any) -> i
     def output(task: TaskId, line: str) -> None:
         if not quiet:
             colour = "dim" if task.job == "ps" else COLOURS[task.index % len(COLOURS)]
-            console.print(f"[{task.job} {task.index}]", style=colour, end=" ", markup=False)
-            console.print(line, markup=False)
+            console.print(Text.assemble((f"[{task.job} {task.index}]", colour), " ", line), soft_wrap=True)
 
     cluster = LocalCluster(Options(command=python_command(script, arguments), **given), output)
     cluster.start()

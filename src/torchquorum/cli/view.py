@@ -51,7 +51,7 @@ class View:
     def line(self, text: str) -> None:
         """Prints a line above the live part."""
         if not self._quiet:
-            self.console.print(text, highlight=False, markup=False)
+            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def show(self, status: dict[str, Any]) -> None:
         """Shows the newest status."""
@@ -90,11 +90,11 @@ def worker_table(status: dict[str, Any], rate: Any = None) -> Table:
     """Returns a table with a row per worker."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("worker", "state", "local step", "batches/s", "loss", "staleness", "refused", "waited"):
-        table.add_column(name, justify="left" if name in ("worker", "state") else "right")
+        table.add_column(name, justify="left" if name in ("worker", "state") else "right", no_wrap=True)
     for index, worker in status["per_worker"].items():
         speed = rate(index, worker["batches"]) if rate is not None else worker["batches_per_s"]
         table.add_row(
-            f"/job:worker/task:{index}",
+            f"worker {index}",
             worker["state"],
             str(worker["batches"]),
             f"{speed or worker['batches_per_s']:.0f}",

@@ -6,6 +6,7 @@ public API alone, as anybody's program would be.
 
 from __future__ import annotations
 
+import difflib
 import sys
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -14,6 +15,9 @@ import msgspec
 
 from torchquorum.errors import ConfigError
 from torchquorum.rules import parse_rule
+
+
+MODEL_NAMES = ("softmax", "mlp", "cnn")  # those of jobs.models, known here without torch
 
 
 @dataclass(kw_only=True)
@@ -58,6 +62,10 @@ class MnistOptions:
 
     def __post_init__(self) -> None:
         parse_rule(self.rule)
+        if self.model not in MODEL_NAMES:
+            near = difflib.get_close_matches(self.model.lower(), MODEL_NAMES, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise ConfigError(f"--model {self.model}: must be one of {', '.join(MODEL_NAMES)}{hint}")
         for name in ("steps", "batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be 1 or more")

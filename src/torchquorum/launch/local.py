@@ -24,6 +24,7 @@ from torchquorum.cluster import ClusterSpec, TaskId, launcher_task
 from torchquorum.errors import ConfigError
 
 PS_GRACE_S = 20.0
+WORKER_GRACE_S = 5.0
 STOP_GRACE_S = 5.0
 POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
@@ -148,6 +149,7 @@ class LocalCluster:
             The exit code of the run: 0 if it reached its end.
         """
         workers_gone_at: float | None = None
+        ps_gone_at: float | None = None
         told: set[TaskId] = set()
         try:
             while True:
@@ -162,8 +164,10 @@ class LocalCluster:
                         self.messages.append("the workers are gone before the run was over: ending the ps tasks")
                         break
                 if any(t.task.job == "ps" and t.code for t in self.tasks):
-                    self.messages.append("a ps task is gone: ending the other tasks")
-                    break
+                    ps_gone_at = ps_gone_at or time.monotonic()
+                    if time.monotonic() - ps_gone_at > WORKER_GRACE_S:
+                        self.messages.append("a ps task is gone: ending the other tasks")
+                        break
                 if each is not None:
                     each()
                 time.sleep(POLL_S)

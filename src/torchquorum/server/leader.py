@@ -50,6 +50,8 @@ class Leader:
 
     def join(self, worker: int, incarnation: int, request: int, now: float, wall: float, transport: str) -> None:
         """A worker is ready to compute."""
+        if (worker, incarnation) in self.quorum.replaced:
+            return
         self._requests[worker] = (incarnation, request)
         known = self.quorum.workers.get(worker)
         tally = self.tally.worker(worker)
@@ -76,9 +78,11 @@ class Leader:
         """A shard holds its part of a gradient; `push` comes with our own part and says what it was computed at."""
         arrival = self._arrivals.setdefault(key, Arrival())
         arrival.shards.add(shard)
+        known = self.quorum.workers.get(key.worker)
         if push is not None:
             arrival.version, arrival.loss = push.version, push.loss
-            self._requests[key.worker] = (key.incarnation, request)
+            if known is not None and known.incarnation == key.incarnation:
+                self._requests[key.worker] = (key.incarnation, request)
         while len(self._arrivals) > REMEMBERED_ARRIVALS:
             self._arrivals.popitem(last=False)
         if len(arrival.shards) < self.plan.num_shards or arrival.version is None:

@@ -204,6 +204,8 @@ class Service:
         if again:
             return again
         key = Key(push.worker, push.incarnation, push.local_step)
+        if shard.decided(key):
+            return []
         if not shard.holds(key):
             shard.store(push, frames)
         if self.leader is None:

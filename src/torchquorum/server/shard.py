@@ -101,6 +101,7 @@ class Shard:
         self._guests: dict[int, Guest] = {}
         self._answers: dict[int, Answer] = {}
         self._stored: dict[int, tuple[int, Key]] = {}
+        self._decided: dict[tuple[int, int], int] = {}
 
     @property
     def version(self) -> int:
@@ -167,6 +168,10 @@ class Shard:
         stored, key = self._stored.get(worker, (-1, Key(-1, -1, -1)))
         return key if (stored, key.incarnation) == (request, incarnation) and self.holds(key) else None
 
+    def decided(self, key: Key) -> bool:
+        """Whether the log has spoken of this gradient, or of a later one of its worker: it is a late duplicate."""
+        return key.local_step <= self._decided.get((key.worker, key.incarnation), 0)
+
     def holds(self, key: Key) -> bool:
         """Whether this gradient is here and undecided."""
         return key in self._gradients
@@ -182,6 +187,7 @@ class Shard:
             case Drop(keys):
                 for key in keys:
                     self._gradients.pop(Key(*key), None)
+                    self._decide(Key(*key))
             case Release(worker, incarnation, request, version, stop):
                 assert version == self.version, f"release at {version} while the shard is at {self.version}"
                 self._keep_undecided(worker)
@@ -224,6 +230,10 @@ class Shard:
         )
         return [Reply(guest.peer, message, frames, uncopied)]
 
+    def _decide(self, key: Key) -> None:
+        life = key.worker, key.incarnation
+        self._decided[life] = max(key.local_step, self._decided.get(life, 0))
+
     def _keep_undecided(self, worker: int) -> None:
         """A worker goes on while its gradient still waits for a round: what lies in its memory is copied."""
         for key, gradient in self._gradients.items():
@@ -233,6 +243,8 @@ class Shard:
 
     def _apply(self, keys: Sequence[Key], version: int) -> None:
         parts = [self._gradients.pop(key) for key in keys]
+        for key in keys:
+            self._decide(key)
         absent = frozenset.intersection(*(p.absent for p in parts))
         slots = self.versions.slots
         slot = self.versions.next_slot()

@@ -1,0 +1,160 @@
+"""`torchquorum train`, `run` and `status` as a user runs them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.process.tasks import PROGRAM, Started, by_hand
+from torchquorum.formats.ledger import read_ledger
+
+TORCHQUORUM = [sys.executable, "-m", "torchquorum.cli.main"]
+REPORT = (
+    "rule ps workers transport updates batches seconds batches_per_s loss accuracy refused staleness_mean staleness_max "
+    "start_up_s per_worker"
+).split()
+
+
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*TORCHQUORUM, *arguments], capture_output=True, text=True, timeout=100, cwd=cwd, check=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "rule", "transport"),
+    [
+        (["--rule=sync"], "Sync()", "shm"),
+        (["--rule=async", "--transport=tcp", "--model=softmax", "--decay_rate=0.99", "--l2=1e-4"], "Async()", "tcp"),
+        (["--rule=sync:2", "--ps=2", "--workers=3", "--optimizer=Adam", "--lr=0.001"], "Sync(aggregate=2)", "shm"),
+        (["--rule=bounded:2", "--model=cnn", "--batch-size=20", "--lr=0.05", "--steps=12"], "Bounded(2)", "shm"),
+    ],
+)
+def test_train_learns_and_reports(options: list[str], rule: str, transport: str, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    done = run("train", "--steps=150", f"--report={report}", f"--logdir={tmp_path / 'run'}", *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    body = json.loads(report.read_text())
+    assert set(REPORT) <= set(body)
+    steps = 12 if "--steps=12" in options else 150
+    assert (body["rule"], body["transport"], body["updates"]) == (rule, transport, steps)
+    assert body["accuracy"] > (0.8 if steps == 150 else 0.15)
+    assert body["batches"] >= steps and body["batches_per_s"] > 0 and body["start_up_s"] > 0
+    for worker in body["per_worker"].values():
+        assert {"updates", "batches", "loss", "accuracy", "refused", "staleness_mean", "start_up_s"} <= set(worker)
+    entries = list(read_ledger(tmp_path / "run"))
+    assert len(entries) == body["batches"]
+    assert sum(not e.accepted for e in entries) == body["refused"]
+    assert f"test accuracy {100 * body['accuracy']:.2f} %" in done.stdout
+    assert "run folder" in done.stdout and "try next" in done.stdout
+
+
+def test_run_starts_anybodys_script_with_its_own_arguments(tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    done = run("run", "--ps", "2", "--workers=3", f"--report={report}", str(PROGRAM), "--steps=30", "--rule", "async")
+    assert done.returncode == 0, done.stdout + done.stderr
+    for index in range(3):
+        assert f"[worker {index}] done at 30" in done.stdout
+    assert json.loads(report.read_text())["updates"] == 30
+
+
+def test_run_fails_when_the_script_does(tmp_path: Path) -> None:
+    done = run("run", "--workers=1", str(PROGRAM), "--fail-at=3")
+    assert done.returncode == 1
+    assert "told to fail" in done.stdout and "/job:worker/task:0 failed with exit code 1" in done.stdout
+
+
+@pytest.mark.parametrize("example", ["train_quorum.py", "train_torch.py"])
+def test_the_examples_train(example: str, tmp_path: Path) -> None:
+    script = Path(__file__).parents[2] / "examples" / "mnist" / example
+    command = [sys.executable, str(script)] if "torch" in example else [*TORCHQUORUM, "run", str(script)]
+    done = subprocess.run(
+        [*command, "--steps", "120"], capture_output=True, text=True, timeout=100, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "accuracy" in done.stdout
+
+
+def test_the_two_examples_differ_by_a_handful_of_lines() -> None:
+    folder = Path(__file__).parents[2] / "examples" / "mnist"
+    plain, quorum = ({*(folder / n).read_text().split("\n")} for n in ("train_torch.py", "train_quorum.py"))
+    stripped = {line.strip() for line in plain}
+    assert len([line for line in quorum if line.strip() not in stripped]) <= 14
+
+
+def test_status_shows_a_running_cluster_and_says_when_there_is_none() -> None:
+    with by_hand() as cluster:
+        nobody = run("status", cluster.ps_hosts, "--timeout=0.5")
+        assert nobody.returncode == 2 and "no answer from" in nobody.stderr
+        ps = cluster.start("ps", 0)
+        chief = cluster.start("worker", 0, "--steps=100000", "--pause=0.01")
+        chief.until("local 5 ")
+        shown = run("status", f" '{cluster.ps_hosts}' ")
+        assert "worker 0  computing" in shown.stdout or "worker 0  waiting" in shown.stdout and "of 100000" in shown.stdout, shown.stderr
+        body = json.loads(run("status", cluster.ps_hosts, "--json").stdout)
+        assert body["live"] == [0] and body["rule"] == "Sync()"
+        assert ps.process.poll() is None
+
+
+def test_interrupting_the_launcher_ends_every_task() -> None:
+    started = Started([*TORCHQUORUM, "run", str(PROGRAM), "--steps=1000000"])
+    try:
+        started.until("[worker 1] local 5 ")
+        started.process.send_signal(signal.SIGINT)
+        assert started.wait(20) == 130, started.tail()
+    finally:
+        started.end()
+
+
+def test_killing_the_launcher_leaves_no_task_behind() -> None:
+    started = Started([*TORCHQUORUM, "run", str(PROGRAM), "--steps=1000000"])
+    try:
+        started.until("[worker 1] local 5 ")
+        children = _children(started.process.pid)
+        assert len(children) == 3
+        started.kill()
+        deadline = time.monotonic() + 5
+        while any(_alive(pid) for pid in children) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not any(_alive(pid) for pid in children)
+    finally:
+        started.end()
+
+
+def _children(parent: int) -> list[int]:
+    text = Path(f"/proc/{parent}/task/{parent}/children").read_text()
+    return [int(pid) for pid in text.split()]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["trian"], "Did you mean 'train'"),
+        (["train", "--rul=sync"], "--rule"),
+        (["train", "--rule=asink"], "did you mean async"),
+        (["train", "--model=mpl"], "mlp"),
+        (["train", "--steps=0"], "must be 1 or more"),
+        (["train", "--transport=carrier-pigeon"], "auto, shm, tcp"),
+        (["train", "--data=/nowhere"], "no such folder"),
+        (["train", "--placement=random"], "round_robin, greedy"),
+        (["run", "nothing.py"], "no such file"),
+        (["run", "--ps=0", str(PROGRAM)], "must be 1 or more"),
+        (["status", "localhost"], "port"),
+    ],
+)
+def test_mistakes_get_a_message_and_no_traceback(arguments: list[str], expected: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == 2
+    shown = done.stdout + done.stderr
+    assert expected in shown and "Traceback" not in shown

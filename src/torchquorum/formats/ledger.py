@@ -51,7 +51,9 @@ class LedgerWriter:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / NAME).open("ab", buffering=1 << 16)
+        path = folder / NAME
+        _mend(path)
+        self._file = path.open("ab", buffering=1 << 16)
 
     def write(self, entry: Entry) -> None:
         """Appends one entry."""
@@ -64,6 +66,22 @@ class LedgerWriter:
     def close(self) -> None:
         """Flushes and closes."""
         self._file.close()
+
+
+def _mend(path: Path) -> None:
+    """Cuts off the torn last line of a run that was killed, so that the next line does not become a part of it."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        size = start = file.seek(0, 2)
+        while start > 0:
+            start = max(0, start - (1 << 16))
+            file.seek(start)
+            newline = file.read(size - start).rfind(b"\n")
+            if newline >= 0:
+                file.truncate(start + newline + 1)
+                return
+        file.truncate(0)
 
 
 def read_ledger(path: Path) -> Iterator[Entry]:

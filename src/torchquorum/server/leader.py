@@ -76,9 +76,11 @@ class Leader:
         self, shard: int, key: Key, request: int, now: float, wall: float, *, push: Arrival | None = None
     ) -> None:
         """A shard holds its part of a gradient; `push` comes with our own part and says what it was computed at."""
+        known = self.quorum.workers.get(key.worker)
+        if known is not None and known.incarnation == key.incarnation and key.local_step <= known.local_step:
+            return  # it has been decided on: what its worker was told, or waits for, stands
         arrival = self._arrivals.setdefault(key, Arrival())
         arrival.shards.add(shard)
-        known = self.quorum.workers.get(key.worker)
         if push is not None:
             arrival.version, arrival.loss = push.version, push.loss
             if known is not None and known.incarnation == key.incarnation:
@@ -94,6 +96,9 @@ class Leader:
 
     def leave(self, worker: int, incarnation: int, wall: float) -> None:
         """A worker goes for good."""
+        known = self.quorum.workers.get(worker)
+        if known is None or known.incarnation != incarnation:
+            return
         self.tally.worker(worker).release(wall)
         self._follow(self.quorum.leave(worker, incarnation), wall)
 

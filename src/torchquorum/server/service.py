@@ -14,7 +14,7 @@ from typing import Any
 
 import torchquorum.transport.messages as m
 from torchquorum.cluster import ClusterSpec, TaskId
-from torchquorum.errors import TorchQuorumError
+from torchquorum.errors import RefusedError, TorchQuorumError
 from torchquorum.formats.ledger import LedgerWriter
 from torchquorum.rules.quorum import Key
 from torchquorum.server.leader import Arrival, Leader
@@ -24,7 +24,9 @@ from torchquorum.transport import codec
 from torchquorum.transport.channel import Peer
 from torchquorum.transport.codec import Frame
 
-LEADER = b"leader"  # the peer name that stands for shard 0 in replies of the other shards
+LEADER = (
+    b"\0leader"  # stands for shard 0 as the peer of another shard; nobody may give himself a name with a zero in front
+)
 LATE_S = 10.0
 IDLE_S = 600.0
 
@@ -72,7 +74,9 @@ class Service:
             return [Reply(peer, m.Fault("wire", str(error)))]
         try:
             return self._route(peer, message, tensors, now, wall)
-        except (TorchQuorumError, ValueError, KeyError, IndexError, TypeError) as error:
+        except AssertionError:
+            raise  # a mistake of our own
+        except Exception as error:  # whatever a stranger may have sent, the others are served on
             kind = type(error).__name__
             return [Reply(peer, m.Fault(kind, f"{self.me.task}: {error}", getattr(message, "request", -1)))]
 
@@ -87,7 +91,7 @@ class Service:
             case m.Have() | m.ShardHello():
                 replies = self._heard_of_shard(peer, message, now, wall)
             case m.Log():
-                replies = self._log(message)
+                replies = self._log(peer, message)
             case m.Hello():
                 replies = self._hello(peer, message)
             case m.Create():
@@ -100,6 +104,8 @@ class Service:
                 replies = self._leave(peer, message, now, wall)
             case m.StatusRequest():
                 replies = [Reply(peer, m.Status(self.status()))]
+            case m.Fault():
+                replies = []  # two ps tasks would answer each other for ever
             case _:
                 replies = [Reply(peer, m.Fault("wire", f"{type(message).__name__} is not for a ps task"))]
         return replies + self._advance()
@@ -139,13 +145,16 @@ class Service:
 
     def _hello(self, peer: Peer, hello: m.Hello) -> list[Reply]:
         if hello.protocol != m.PROTOCOL:
-            text = f"{hello.task} speaks protocol {hello.protocol}, {self.me.task} speaks {m.PROTOCOL}; install the same torchquorum on both"
-            return [Reply(peer, m.Fault("protocol", text))]
+            spoken = f"{hello.task} speaks protocol {hello.protocol}, {self.me.task} speaks {m.PROTOCOL}"
+            return [Reply(peer, m.Fault("protocol", f"{spoken}; install the same torchquorum on both"))]
         task = TaskId.parse(hello.task)
-        if hello.host == self.me.host and self.me.host and task.job == "worker":
+        self.me.cluster.check_task(task)
+        if hello.host == self.me.host and self.me.host and task.job == "worker" and 0 < hello.pid < 1 << 31:
             self.pids[(task.index, hello.incarnation)] = hello.pid
         created = self.shard is not None
-        welcome = m.Welcome(m.PROTOCOL, str(self.me.task), self.me.incarnation, self.me.host, os.getpid(), created, self.me.door)
+        welcome = m.Welcome(
+            m.PROTOCOL, str(self.me.task), self.me.incarnation, self.me.host, os.getpid(), created, self.me.door
+        )
         return [Reply(peer, welcome)]
 
     def _create(self, peer: Peer, create: m.Create, frames: list[Frame], now: float, wall: float) -> list[Reply]:
@@ -154,6 +163,12 @@ class Service:
             return [Reply(peer, m.Created(self.shard.version, True))]
         if len(frames) != 2:
             raise ValueError(f"{len(frames)} tensor frames, expected 2")
+        num_ps = self.me.cluster.num_tasks("ps")
+        if create.plan.num_shards != num_ps or create.plan.num_workers < 1:
+            raise RefusedError(
+                f"the chief's cluster has {create.plan.num_shards} ps tasks and {create.plan.num_workers} workers, that of "
+                f"{self.me.task} has {num_ps} ps tasks. Give every task the same --ps_hosts and --worker_hosts."
+            )
         self.shard = Shard(self.me.index, create.plan, *frames)
         if self.me.index == 0:
             self.ledger = self._open_ledger(create.plan.logdir)
@@ -181,8 +196,12 @@ class Service:
             raise ValueError(f"worker {join.worker}: the cluster has {self.shard.plan.num_workers} workers")
         if join.plan is not None:
             self.shard.check_plan(join.plan, f"/job:worker/task:{join.worker}")
+        if self.shard.replaced(join.worker, join.incarnation):
+            return [Reply(peer, self._not_joined(join.worker, join.request))]
         if not self.shard.knows(join.worker, join.incarnation):
             self.shard.welcome(peer, join)
+        if not self.shard.heard_from(join.worker, peer, join.request):
+            return []
         if self.leader is not None:
             again = self.shard.answer(join.worker, join.incarnation, join.request)
             if again:
@@ -199,7 +218,8 @@ class Service:
         shard = self._ready()
         if not shard.knows(push.worker, push.incarnation):
             return [Reply(peer, self._not_joined(push.worker, push.request))]
-        shard.heard_from(push.worker, peer)
+        if not shard.heard_from(push.worker, peer, push.request):
+            return []
         again = shard.answer(push.worker, push.incarnation, push.request)
         if again:
             return again
@@ -223,8 +243,10 @@ class Service:
 
     def _pull(self, peer: Peer, pull: m.Pull) -> list[Reply]:
         shard = self._ready()
-        if shard.knows(pull.worker, pull.incarnation):
-            shard.heard_from(pull.worker, peer)
+        if not shard.knows(pull.worker, pull.incarnation):
+            return [Reply(peer, self._not_joined(pull.worker, pull.request))]
+        if not shard.heard_from(pull.worker, peer, pull.request):
+            return []
         again = shard.answer(pull.worker, pull.incarnation, pull.request)
         if again or self.leader is None:
             return again
@@ -260,11 +282,11 @@ class Service:
 
     def _leave(self, peer: Peer, leave: m.Leave, now: float, wall: float) -> list[Reply]:
         if self.leader is not None:
-            tally = self.tally.worker(leave.worker)
-            tally.final_loss = leave.loss if leave.loss is not None else tally.final_loss
-            tally.accuracy = leave.accuracy if leave.accuracy is not None else tally.accuracy
             known = self.leader.quorum.workers.get(leave.worker)
             if known is not None and known.incarnation == leave.incarnation and not known.left:
+                tally = self.tally.worker(leave.worker)
+                tally.final_loss = leave.loss if leave.loss is not None else tally.final_loss
+                tally.accuracy = leave.accuracy if leave.accuracy is not None else tally.accuracy
                 self._failed |= not leave.finished
             self.leader.leave(leave.worker, leave.incarnation, wall)
             self._check_end(now)
@@ -275,6 +297,10 @@ class Service:
     def _heard_of_shard(self, peer: Peer, message: m.Have | m.ShardHello, now: float, wall: float) -> list[Reply]:
         if self.me.index != 0:
             raise ValueError("only shard 0 hears of other shards")
+        if not 0 < message.shard < self.me.cluster.num_tasks("ps"):
+            raise ValueError(f"shard {message.shard}: the cluster has {self.me.cluster.num_tasks('ps')} ps tasks")
+        if not 0 <= message.followed <= (self.shard.followed if self.shard else 0):
+            raise ValueError(f"shard {message.shard} has followed {message.followed} entries, more than the log has")
         self._shard_peers[message.shard] = peer
         if self.leader is None:
             return []
@@ -309,7 +335,9 @@ class Service:
         self.leader.followed(0, end)
         return replies
 
-    def _log(self, log: m.Log) -> list[Reply]:
+    def _log(self, peer: Peer, log: m.Log) -> list[Reply]:
+        if peer != LEADER:
+            raise ValueError("only shard 0 writes the log")
         shard = self._ready()
         replies: list[Reply] = []
         for number, entry in enumerate(log.entries, log.first):

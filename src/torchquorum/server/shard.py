@@ -59,12 +59,16 @@ class Gradient:
 
 @dataclass(slots=True)
 class Guest:
-    """A worker as this shard knows it; `memory` is its gradient slots, None if it sends frames."""
+    """A worker as this shard knows it; `memory` is its gradient slots, None if it sends frames.
+
+    `newest` is its latest request heard of here: an older one that comes now was late or doubled on its way.
+    """
 
     incarnation: int
     peer: Peer
     memory: Slots | None
     join_request: int
+    newest: int
 
 
 @dataclass(slots=True)
@@ -92,15 +96,20 @@ class Shard:
         self.versions = Versions(self.region, plan.num_workers)
         slot = self.versions.slots.bytes[self.versions.current]
         slot.copy_(initial)
-        self.update = Update(
-            self.region, plan.variables, plan.optimizer, plan.schedule, section_views(self.region, slot)
-        )
+        try:
+            self.update = Update(
+                self.region, plan.variables, plan.optimizer, plan.schedule, section_views(self.region, slot)
+            )
+        except Exception:
+            self.versions.close()
+            raise
         self.followed = 0
         self.ended: End | None = None
         self._gradients: dict[Key, Gradient] = {}
         self._guests: dict[int, Guest] = {}
         self._answers: dict[int, Answer] = {}
         self._stored: dict[int, tuple[int, Key]] = {}
+        self._replaced: set[tuple[int, int]] = set()
         self._decided: dict[tuple[int, int], int] = {}
 
     @property
@@ -124,7 +133,10 @@ class Shard:
     def welcome(self, peer: Peer, join: Join) -> None:
         """Notes a worker and opens its gradient memory."""
         memory = self._open(join.gradients) if join.gradients is not None else None
-        self._guests[join.worker] = Guest(join.incarnation, peer, memory, join.request)
+        before = self._guests.get(join.worker)
+        if before is not None:
+            self._replaced.add((join.worker, before.incarnation))
+        self._guests[join.worker] = Guest(join.incarnation, peer, memory, join.request, join.request)
 
     def _open(self, ref: MemoryRef) -> Slots:
         return Slots.open(ref, self.region)
@@ -134,9 +146,21 @@ class Shard:
         guest = self._guests.get(worker)
         return guest is not None and guest.incarnation == incarnation
 
-    def heard_from(self, worker: int, peer: Peer) -> None:
-        """A known worker's answers go to where its last request came from."""
-        self._guests[worker].peer = peer
+    def replaced(self, worker: int, incarnation: int) -> bool:
+        """Whether this incarnation of a worker was here and a newer one has taken its place."""
+        return (worker, incarnation) in self._replaced
+
+    def heard_from(self, worker: int, peer: Peer, request: int) -> bool:
+        """A known worker's answers go to where its last request came from.
+
+        Returns:
+            False if the request is older than its newest: the worker has its answer and has gone on.
+        """
+        guest = self._guests[worker]
+        if request < guest.newest:
+            return False
+        guest.peer, guest.newest = peer, request
+        return True
 
     def forget(self, worker: int, incarnation: int) -> None:
         """Ends the lease of a worker that is gone; it may come back."""

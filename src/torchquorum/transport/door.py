@@ -25,7 +25,7 @@ from torchquorum.transport.zmq_channel import ZmqChannel, ZmqListener
 
 MAX_PACKET_BYTES = 128 << 10
 SPIN_S = 0.0003
-_PREFIX = b"door/"
+_PREFIX = b"\0door/"  # nobody may give himself a ZeroMQ identity with a zero in front
 _CREDENTIALS = struct.Struct("3i")
 
 
@@ -111,7 +111,9 @@ class DoorListener:
         self._door.bind("\0" + self.name)
         self._door.listen(128)
         self._door.setblocking(False)
-        self._guests: dict[int, socket.socket] = {}
+        self._guests: dict[int, tuple[Peer, socket.socket]] = {}
+        self._peers: dict[Peer, socket.socket] = {}
+        self._entered = 0
         self._received: deque[tuple[Peer, list[Frame]]] = deque()
         self._poller = zmq.Poller()
         self._poller.register(outside.socket, zmq.POLLIN)
@@ -153,27 +155,32 @@ class DoorListener:
             guest.close()
             return
         guest.setblocking(False)
-        self._guests[guest.fileno()] = guest
+        self._entered += 1  # a number is never used again, as that of a file is: late answers go to nobody else
+        peer = _PREFIX + str(self._entered).encode()
+        self._guests[guest.fileno()] = peer, guest
+        self._peers[peer] = guest
         self._poller.register(guest.fileno(), zmq.POLLIN)
 
     def _read(self, fd: int) -> None:
+        peer, guest = self._guests[fd]
         try:
-            packet = self._guests[fd].recv(MAX_PACKET_BYTES)
+            packet = guest.recv(MAX_PACKET_BYTES)
         except BlockingIOError:
             return
         except OSError:
             packet = b""
         if packet:
-            self._received.append((_PREFIX + str(fd).encode(), _unpack(packet)))
+            self._received.append((peer, _unpack(packet)))
             return
         self._poller.unregister(fd)
-        self._guests.pop(fd).close()
+        del self._guests[fd], self._peers[peer]
+        guest.close()
 
     def send(self, peer: Peer, frames: Sequence[Frame]) -> Sent | None:
         """Sends a message by the way its receiver came in; a peer that is gone is no error."""
         if not peer.startswith(_PREFIX):
             return self._outside.send(peer, frames)
-        guest = self._guests.get(int(peer[len(_PREFIX) :]))
+        guest = self._peers.get(peer)
         if guest is not None:
             try:
                 guest.send(_pack(frames))
@@ -183,8 +190,9 @@ class DoorListener:
 
     def close(self) -> None:
         """Closes both ways in."""
-        for guest in self._guests.values():
+        for _, guest in self._guests.values():
             guest.close()
         self._guests.clear()
+        self._peers.clear()
         self._door.close()
         self._outside.close()

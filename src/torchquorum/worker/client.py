@@ -108,6 +108,7 @@ class Client:
         self._layout: Layout | None = None
         self._request = 0
         self._open: list[tuple[m.Message, list[Frame]]] | None = None
+        self._early: dict[int, tuple[m.Variables, list[Frame]]] = {}
         self._pushed_at = 0
         self.version = 0
         self.local_step = 0
@@ -127,7 +128,9 @@ class Client:
         created = True
         for k, ps in enumerate(self._ps):
             greeting = m.Hello(m.PROTOCOL, str(self.task), self.incarnation, host, os.getpid())
-            answer = self._ask(k, greeting, [], (m.Welcome,), self.patience.start_s, f"{ps} ({self.cluster.address(ps)}) to answer")
+            answer = self._ask(
+                k, greeting, [], (m.Welcome,), self.patience.start_s, f"{ps} ({self.cluster.address(ps)}) to answer"
+            )
             assert isinstance(answer[0], m.Welcome)
             created = created and answer[0].created
             same_host = bool(host) and answer[0].host == host
@@ -304,10 +307,11 @@ class Client:
         while True:
             assert self._open is not None
             answers = [self._answer(k, patience_s) for k in range(len(self._ps))]
-            whole = all([self._load(k, message, frames) for k, (message, frames) in enumerate(answers)])
+            loaded = [self._load(k, message, frames) for k, (message, frames) in enumerate(answers)]
             versions = {message.version for message, _ in answers}
             self._open = None
-            if whole and len(versions) == 1:
+            self._early.clear()
+            if all(loaded) and len(versions) == 1:
                 break
             self._request += 1  # frozen for so long that a version was reused: take the current one
             self._open = [(m.Pull(self.index, self.incarnation, self._request), []) for _ in self._ps]
@@ -319,6 +323,8 @@ class Client:
 
     def _answer(self, k: int, patience_s: float) -> tuple[m.Variables, list[Frame]]:
         assert self._open is not None
+        if k in self._early:
+            return self._early.pop(k)
         message, frames = self._open[k]
         found, tensors = self._wait(k, message, frames, (m.Variables,), patience_s, "its turn", self._request)
         assert isinstance(found, m.Variables)
@@ -359,12 +365,34 @@ class Client:
                     self._channels[k].send([codec.encode(message), *frames])
             if now - asked >= self.patience.probe_s:
                 asked = now
-                again = m.Probe(self.index, self.incarnation, request) if request is not None else message
-                self._channels[k].send([codec.encode(again), *(frames if request is None else [])])
+                if request is None:
+                    self._channels[k].send([codec.encode(message), *frames])
+                else:
+                    self._probe(k, request)
             self._check(k, now - started, now - heard, patience_s, what, starting)
             if now - told >= self.patience.say_s:
                 told = now
                 self._say(f"{self.task}: waiting for {what}: {now - started:.0f} s")
+
+    def _probe(self, k: int, request: int) -> None:
+        """Asks ps k and those after it, whose answers are still to come: what k waits for may be lost on its way to them."""
+        assert self._open is not None
+        probe = codec.encode(m.Probe(self.index, self.incarnation, request))
+        self._channels[k].send([probe])
+        for other in range(k + 1, len(self._ps)):
+            while other not in self._early and (received := self._channels[other].receive(0.0)) is not None:
+                answer, tensors = codec.split(received)
+                if getattr(answer, "request", None) != request:
+                    continue
+                if isinstance(answer, m.Variables):
+                    self._early[other] = answer, tensors
+                elif isinstance(answer, m.Fault):
+                    raise _error(answer)
+                elif isinstance(answer, m.Unknown):
+                    message, frames = self._open[other]
+                    self._channels[other].send([codec.encode(message), *frames])
+            if other not in self._early:
+                self._channels[other].send([probe])
 
     def _who(self, held: m.Held) -> str:
         names = [f"/job:worker/task:{i} ({self.cluster.address(TaskId('worker', i))})" for i in held.missing]

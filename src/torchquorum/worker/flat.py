@@ -91,8 +91,9 @@ class FlatParameters:
                 here = offset + piece.start
                 whole = piece.numel == self.parameters[piece.variable].numel()
                 room = padded(piece.numel, section.dtype) if whole else piece.numel
-                if merged and buffers[-1] is buffer and merged[-1][0] + merged[-1][2] == here:
-                    merged[-1][2] += room
+                last = merged[-1] if merged and buffers[-1] is buffer else [-1, -1, 0]
+                if (last[0] + last[2], last[1] + last[2]) == (here, piece.offset):
+                    last[2] += room
                 else:
                     merged.append([here, piece.offset, room])
                     buffers.append(buffer)

@@ -28,7 +28,9 @@ def rates(commands: list[list[str]], expected: int) -> float:
             task.wait()
     found = [float(r) for out, _ in printed for r in re.findall(r"rate (\d+\.\d+)", out)]
     if len(found) != expected:
-        raise SystemExit(f"{' '.join(commands[0])}: {len(found)} of {expected} rates\n" + "\n".join(o + e for o, e in printed))
+        raise SystemExit(
+            f"{' '.join(commands[0])}: {len(found)} of {expected} rates\n" + "\n".join(o + e for o, e in printed)
+        )
     return sum(found)
 
 
@@ -40,7 +42,17 @@ def measures(seconds: float) -> dict[str, Callable[[], float]]:
         command = [python, "-m", "torchquorum.cli.main", "run", "--transport", transport]
         return rates([[*command, "quorum_loop.py", rule, length]], 2)
 
-    ddp = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "torch_loop.py", "ddp", length]
+    ddp = [
+        python,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "torch_loop.py",
+        "ddp",
+        length,
+    ]
     return {
         "independent": lambda: rates([[python, "torch_loop.py", "alone", length]] * 2, 2),
         "async shm": lambda: quorum("async", "shm"),
@@ -69,7 +81,9 @@ def main() -> None:
     limit = statistics.median(seen["independent"])
     for name, values in seen.items():
         middle = statistics.median(values)
-        print(f"{name:20} {middle:7.1f} batches/s   {min(values):7.1f} .. {max(values):7.1f}   {middle / limit:.2f} of independent")
+        print(
+            f"{name:20} {middle:7.1f} batches/s   {min(values):7.1f} .. {max(values):7.1f}   {middle / limit:.2f} of independent"
+        )
     print(json.dumps({name: round(statistics.median(values), 1) for name, values in seen.items()}))
 
 

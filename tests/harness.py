@@ -36,7 +36,9 @@ class Cluster:
         self.wrap = wrap
         self.said: list[str] = []
         self.servers = [self._server(i) for i in range(ps)]
-        self._threads = [threading.Thread(target=self._serve, args=(s,), name="torchquorum-test-ps") for s in self.servers]
+        self._threads = [
+            threading.Thread(target=self._serve, args=(s,), name="torchquorum-test-ps") for s in self.servers
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -72,7 +74,9 @@ class Cluster:
             except BaseException as error:
                 errors.append(error)
 
-        threads = [threading.Thread(target=work, args=(i,), name="torchquorum-test-worker") for i in range(len(functions))]
+        threads = [
+            threading.Thread(target=work, args=(i,), name="torchquorum-test-worker") for i in range(len(functions))
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

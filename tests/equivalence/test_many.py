@@ -52,7 +52,10 @@ def test_a_gradient_that_one_worker_lacks_counts_as_zero() -> None:
     for step in range(6):
         x, y = batch(step, 16)
         optimizer.zero_grad()
-        losses = [nn.functional.cross_entropy(model(x[:8], True), y[:8]), nn.functional.cross_entropy(model(x[8:], False), y[8:])]
+        losses = [
+            nn.functional.cross_entropy(model(x[:8], True), y[:8]),
+            nn.functional.cross_entropy(model(x[8:], False), y[8:]),
+        ]
         (sum(losses) / 2).backward()
         optimizer.step()
     for a, b in zip(ours, model.parameters(), strict=True):

@@ -94,7 +94,9 @@ class Started:
 class ByHand:
     """A cluster started by hand: every task gets the same host lists and its own name."""
 
-    def __init__(self, *, ps: int = 1, workers: int = 2, program: Path = PROGRAM, hosts: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, *, ps: int = 1, workers: int = 2, program: Path = PROGRAM, hosts: Sequence[str] | None = None
+    ) -> None:
         ports = free_ports(ps + workers)
         names = [f"localhost:{p}" for p in ports] if hosts is None else list(hosts)
         self.ps_hosts, self.worker_hosts = ",".join(names[:ps]), ",".join(names[ps:])

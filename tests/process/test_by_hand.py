@@ -1,6 +1,7 @@
 """Tasks started by hand, one process each: in any order, late, killed, wrong."""
 
 import json
+import signal
 import socket
 import sys
 import time
@@ -101,6 +102,46 @@ def test_a_killed_worker_is_noticed_and_the_others_go_on(rule: str) -> None:
         assert chief.lines[-1].endswith(": 150")
 
 
+def test_a_killed_chief_is_survived() -> None:
+    with by_hand(workers=3) as cluster:
+        options = ("--steps=200", "--pause=0.01")
+        ps = cluster.start("ps", 0)
+        chief, *others = (cluster.start("worker", i, *options) for i in range(3))
+        others[0].until("local 5 ")
+        others[1].until("local 5 ")
+        chief.kill()
+        ps.until("/job:worker/task:0 counts as dead (its process ended)", 5.0)
+        ends_well(ps, *others)
+
+
+def test_a_frozen_worker_counts_as_dead_and_is_welcomed_back() -> None:
+    with by_hand() as cluster:
+        options = ("--steps=700", "--pause=0.01", "--liveness=1")
+        ps = cluster.start("ps", 0)
+        chief, frozen = cluster.start("worker", 0, *options), cluster.start("worker", 1, *options)
+        frozen.until("local 5 ")
+        frozen.process.send_signal(signal.SIGSTOP)
+        ps.until("/job:worker/task:1 counts as dead (not heard of for", 5.0)
+        chief.until("accepted True", 5.0)
+        frozen.process.send_signal(signal.SIGCONT)
+        ends_well(ps, chief, frozen)
+        assert frozen.lines[-1].endswith(": 700")
+
+
+def test_a_killed_second_ps_is_named_and_the_others_end() -> None:
+    with by_hand(ps=2, workers=1) as cluster:
+        options = ("--steps=100000", "--pause=0.01", "--silence=2")
+        first, second = cluster.start("ps", 0), cluster.start("ps", 1)
+        chief = cluster.start("worker", 0, *options)
+        chief.until("local 5 ")
+        second.kill()
+        assert chief.wait(20) == 1
+        assert any("/job:ps/task:1 (localhost:" in line and "has not answered" in line for line in chief.lines), (
+            chief.tail()
+        )
+        assert first.wait(20) == 1
+
+
 def test_a_killed_worker_comes_back_as_a_new_incarnation() -> None:
     with by_hand() as cluster:
         options = ("--steps=300", "--pause=0.01")
@@ -133,7 +174,9 @@ def test_a_dead_ps_is_named_within_the_deadline() -> None:
         chief.until("local 5 ")
         ps.kill()
         assert chief.wait(20) == 1
-        assert any("/job:ps/task:0 (localhost:" in line and "has not answered for" in line for line in chief.lines), chief.tail()
+        assert any("/job:ps/task:0 (localhost:" in line and "has not answered for" in line for line in chief.lines), (
+            chief.tail()
+        )
         assert not any("Traceback" in line for line in chief.lines)
 
 
@@ -153,7 +196,10 @@ def test_a_worker_with_another_model_is_refused_with_the_difference() -> None:
         other = cluster.start("worker", 1, "--steps=200", "--size=7")
         assert other.wait() == 1
         shown = "\n".join(other.lines)
-        assert "- the ps tasks hold count [1000] float32" in shown and "+ /job:worker/task:1 brings count [7] float32" in shown
+        assert (
+            "- the ps tasks hold count [1000] float32" in shown
+            and "+ /job:worker/task:1 brings count [7] float32" in shown
+        )
         assert chief.wait() == 0 and ps.wait() == 0
 
 

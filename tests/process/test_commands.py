@@ -93,7 +93,9 @@ def test_status_shows_a_running_cluster_and_says_when_there_is_none() -> None:
         chief = cluster.start("worker", 0, "--steps=100000", "--pause=0.01")
         chief.until("local 5 ")
         shown = run("status", f" '{cluster.ps_hosts}' ")
-        assert "worker 0  computing" in shown.stdout or "worker 0  waiting" in shown.stdout and "of 100000" in shown.stdout, shown.stderr
+        assert (
+            "worker 0  computing" in shown.stdout or "worker 0  waiting" in shown.stdout and "of 100000" in shown.stdout
+        ), shown.stderr
         body = json.loads(run("status", cluster.ps_hosts, "--json").stdout)
         assert body["live"] == [0] and body["rule"] == "Sync()"
         assert ps.process.poll() is None

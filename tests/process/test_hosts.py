@@ -53,7 +53,10 @@ def test_tasks_on_different_hosts_train_together(hosts: list[str], rule: str) ->
         prefixes = [["ip", "netns", "exec", name] for name in hosts]
         tasks = [
             cluster.start("ps", 0, prefix=prefixes[0]),
-            *(cluster.start("worker", i, "--steps=60", f"--rule={rule}", "--size=400000", prefix=prefixes[i + 1]) for i in (0, 1)),
+            *(
+                cluster.start("worker", i, "--steps=60", f"--rule={rule}", "--size=400000", prefix=prefixes[i + 1])
+                for i in (0, 1)
+            ),
         ]
         for task in tasks:
             assert task.wait() == 0, task.tail()

@@ -24,9 +24,8 @@ class Group(click.Group):
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
             near = difflib.get_close_matches(args[0], self.list_commands(ctx), 1)
-            if near:
-                error.message += f" Did you mean {near[0]!r}?"
-            raise
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise click.UsageError(error.message + hint, ctx) from None
 
 
 def _normalise(name: str) -> str:
@@ -44,7 +43,7 @@ SETTINGS: dict[str, Any] = {
 @click.group(cls=Group, context_settings=SETTINGS)
 @click.version_option(torchquorum.__version__, prog_name="torchquorum")
 def commands() -> None:
-    """A parameter server for PyTorch.
+    r"""A parameter server for PyTorch.
 
     \b
     Examples:

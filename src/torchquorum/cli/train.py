@@ -58,7 +58,7 @@ DEFAULTS = MnistOptions()
 @click.option("--ps-hosts", "--ps-host", "ps_hosts", help="host:port,... of the ps tasks.")
 @click.option("--worker-hosts", "--worker-host", "worker_hosts", help="host:port,... of the workers.")
 def train(**given: Any) -> int:
-    """Train MNIST on a local cluster, with live progress; or be one task of a cluster started by hand.
+    r"""Train MNIST on a local cluster, with live progress; or be one task of a cluster started by hand.
 
     \b
     Examples:
@@ -72,7 +72,7 @@ def train(**given: Any) -> int:
     options = MnistOptions(**given)
     _check(options, transport)
     if any(value is not None for value in place.values()):
-        return _one_task(options, place, transport)
+        return _one_task(options, place, transport, report)
     options.logdir = options.logdir or f"runs/mnist-{time.strftime('%Y%m%d-%H%M%S')}"
     return _cluster(options, ps, workers, transport, report, quiet)
 
@@ -88,11 +88,11 @@ def _check(options: MnistOptions, transport: str) -> None:
         raise ConfigError(f"--data {options.data}: there is no such folder; give one with MNIST's idx files")
 
 
-def _one_task(options: MnistOptions, place: dict[str, Any], transport: str) -> int:
+def _one_task(options: MnistOptions, place: dict[str, Any], transport: str, report: str | None) -> int:
     from torchquorum.jobs.mnist import train as train_task
 
     argv = [f"--{name}={value}" for name, value in place.items() if value is not None]
-    train_task(options, [*argv, f"--transport={transport}"])
+    train_task(options, [*argv, f"--transport={transport}"], report)
     return 0
 
 

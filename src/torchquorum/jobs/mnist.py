@@ -16,7 +16,6 @@ import msgspec
 from torchquorum.errors import ConfigError
 from torchquorum.rules import parse_rule
 
-
 MODEL_NAMES = ("softmax", "mlp", "cnn")  # those of jobs.models, known here without torch
 
 
@@ -86,7 +85,7 @@ class MnistOptions:
         return cls(**{f.name: given[f.name] for f in fields(cls) if f.name in given})
 
 
-def train(options: MnistOptions, argv: list[str] | None = None) -> None:
+def train(options: MnistOptions, argv: list[str] | None = None, report: str | None = None) -> None:
     """Runs one task of the job."""
     import torch
     from torch.nn.functional import cross_entropy
@@ -94,7 +93,7 @@ def train(options: MnistOptions, argv: list[str] | None = None) -> None:
     import torchquorum as tq
     from torchquorum.jobs.models import evaluate, make_model
 
-    task = tq.join(argv)
+    task = tq.join(argv, report=report)
     torch.manual_seed(options.seed + 1000 * task.index)
     data = tq.load_mnist(options.data)
     batches = tq.Batches(data.train, options.batch_size, worker=task.index, workers=task.num_workers, seed=options.seed)

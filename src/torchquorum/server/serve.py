@@ -32,6 +32,7 @@ TICK_S = 0.25
 SAY_EVERY_S = 15.0
 WAIT_FOR_CHIEF_S = 3600.0
 FAREWELL_S = 3.0
+LEADER_SILENCE_S = 30.0
 TAKE_AT_ONCE = 64
 
 
@@ -102,6 +103,7 @@ class Server:
             if now - ticked >= TICK_S:
                 ticked = now
                 self._tick(now)
+            self._check_leader(now)
             if self.service.shard is None and now - told >= SAY_EVERY_S:
                 told = now
                 self._wait_for_chief(now - started)
@@ -188,6 +190,15 @@ class Server:
                 f"Start it with the same --ps_hosts and --worker_hosts, and check that it can reach this task."
             )
         self._say(f"{self.task}: waiting for {chief} ({where}) to create the variables: {waited_s:.0f} s")
+
+    def _check_leader(self, now: float) -> None:
+        heard = self.service.leader_heard_at
+        if heard is not None and now - heard > LEADER_SILENCE_S:
+            first = TaskId("ps", 0)
+            raise TaskLostError(
+                f"{self.task}: {first} ({self.service.me.cluster.address(first)}), which decides for all ps tasks, has not "
+                f"answered for {now - heard:.0f} s. The job cannot go on; look at that task's output and start the job again."
+            )
 
     def _farewell(self) -> None:
         """Answers a little longer, so that workers hear their Bye and shards the end of the log; then the report."""

@@ -63,6 +63,7 @@ class Service:
         self._sent: dict[int, int] = {}
         self._idle_since: float | None = None
         self._failed = False
+        self.leader_heard_at: float | None = None
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -198,7 +199,7 @@ class Service:
             self.shard.check_plan(join.plan, f"/job:worker/task:{join.worker}")
         if self.shard.replaced(join.worker, join.incarnation):
             return [Reply(peer, self._not_joined(join.worker, join.request))]
-        if not self.shard.knows(join.worker, join.incarnation):
+        if not self.shard.joined_by(join):
             self.shard.welcome(peer, join)
         if not self.shard.heard_from(join.worker, peer, join.request):
             return []
@@ -310,7 +311,7 @@ class Service:
             self.leader.arrived(message.shard, key, message.request, now, wall)
         else:
             self._sent[message.shard] = message.followed  # a heartbeat: what it has not followed is sent again
-        return []
+        return [Reply(peer, m.Alive(self.leader.quorum.version, self.leader.quorum.stopped))]
 
     # -- the log ------------------------------------------------------------------------------------------------------
 

@@ -141,6 +141,11 @@ class Shard:
     def _open(self, ref: MemoryRef) -> Slots:
         return Slots.open(ref, self.region)
 
+    def joined_by(self, join: Join) -> bool:
+        """Whether this very join has been noted; a worker may join again with other memory."""
+        guest = self._guests.get(join.worker)
+        return guest is not None and (guest.incarnation, guest.join_request) == (join.incarnation, join.request)
+
     def knows(self, worker: int, incarnation: int) -> bool:
         """Whether this incarnation of a worker has joined here."""
         guest = self._guests.get(worker)
@@ -272,9 +277,12 @@ class Shard:
         absent = frozenset.intersection(*(p.absent for p in parts))
         slots = self.versions.slots
         slot = self.versions.next_slot()
-        self.update.apply(
-            slots.sections[self.versions.current], slots.sections[slot], [p.sections for p in parts], absent
-        )
+        try:
+            self.update.apply(
+                slots.sections[self.versions.current], slots.sections[slot], [p.sections for p in parts], absent
+            )
+        except Exception as error:  # a shard that cannot follow its log must not go on as if it had
+            raise AssertionError(f"the update to version {version} failed: {error}") from error
         self.versions.publish(slot, version)
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from torchquorum.errors import ConfigError
 from torchquorum.placement.layout import Piece, Region, Variable
 from torchquorum.server import schedules
 from torchquorum.transport.messages import OptimizerSpec, ScheduleSpec
+from torchquorum.transport.slots import DTYPES
 
 # These update every element by itself, so they may run over flat memory and over slices of a variable.
 ELEMENTWISE = frozenset(
@@ -98,6 +99,7 @@ class Update:
             for group in self._optimizer.param_groups
             for option in ("momentum", "weight_decay", "maximize", "fused", "foreach", "differentiable")
         )
+        self._plain_sgd &= not any(isinstance(group["lr"], torch.Tensor) for group in self._optimizer.param_groups)
         if self._plain_sgd:
             self._optimizer.step()  # nothing has a gradient: only tells the schedule that steps are being made
         self._scratch = [torch.empty_like(v) for v in values]
@@ -226,4 +228,7 @@ def _slice(value: Any, whole: Segment, part: Segment) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    """Makes an argument what it was before it travelled: a tuple, a tensor, or itself."""
+    if isinstance(value, dict):
+        return torch.tensor(value["tensor"], dtype=DTYPES[value["dtype"]])
+    return tuple(_plain(v) for v in value) if isinstance(value, list) else value

@@ -73,7 +73,8 @@ class Task:
 class Alone:
     """A ps inside this process, for a program that was given no cluster."""
 
-    def __init__(self) -> None:
+    def __init__(self, report: str | None) -> None:
+        self._report = report or env.report()
         self.cluster = ClusterSpec({"ps": ["localhost:1"], "worker": ["localhost:2"]})
         self.network = InProcessNetwork()
         self._thread: threading.Thread | None = None
@@ -81,7 +82,7 @@ class Alone:
     def start(self) -> None:
         """Starts the ps for one session."""
         listener = self.network.listen(self.cluster.address(TaskId("ps", 0)))
-        server = Server(self.cluster, 0, listener=listener, say=say, report=env.report(), started_at=env.started_at())
+        server = Server(self.cluster, 0, listener=listener, say=say, report=self._report, started_at=env.started_at())
 
         def run() -> None:
             try:
@@ -111,6 +112,7 @@ def join(
     job_name: str | None = None,
     task_index: int | None = None,
     transport: str | None = None,
+    report: str | None = None,
 ) -> Task:
     """Finds this process's place in the cluster; a ps task serves here and never returns.
 
@@ -121,6 +123,7 @@ def join(
         job_name: ps or worker, given directly.
         task_index: The task's number, given directly.
         transport: auto, shm or tcp, given directly.
+        report: Where ps task 0 writes the report as JSON when the job ends.
 
     Returns:
         The task. Without any cluster in sight, a task that trains alone with a ps inside this process.
@@ -132,7 +135,7 @@ def join(
     _show_errors_without_traceback()
     found = resolve(argv, cluster, job_name, task_index, transport)
     if found is None:
-        alone = Alone()
+        alone = Alone(report)
         say("torchquorum: no cluster given (flags, launcher or TF_CONFIG): training alone, with a ps in this process")
         return Task(
             cluster=alone.cluster, id=TaskId("worker", 0), source="alone", connect=alone.network.connect, alone=alone
@@ -140,11 +143,11 @@ def join(
     if argv is None:
         sys.argv[1:] = found.remaining
     if found.task.job == "ps":
-        _serve(found.cluster, found.task, found.listen_fd)
+        _serve(found.cluster, found.task, found.listen_fd, report)
     return Task(cluster=found.cluster, id=found.task, transport=found.transport, source=found.source)
 
 
-def _serve(cluster: ClusterSpec, task: TaskId, listen_fd: int | None) -> None:
+def _serve(cluster: ClusterSpec, task: TaskId, listen_fd: int | None, report: str | None) -> None:
     say(f"{task}: serving on {cluster.address(task)} (process {os.getpid()})")
     try:
         serve(
@@ -152,7 +155,7 @@ def _serve(cluster: ClusterSpec, task: TaskId, listen_fd: int | None) -> None:
             task.index,
             listen_fd=listen_fd,
             say=say,
-            report=env.report() if task.index == 0 else None,
+            report=(report or env.report()) if task.index == 0 else None,
             started_at=env.started_at(),
         )
     except KeyboardInterrupt:

@@ -11,7 +11,9 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -28,6 +30,8 @@ from torchquorum.transport.slots import Slots, section_views
 from torchquorum.worker.flat import FlatParameters, Puller, Pusher
 
 Connect = Callable[[str, bytes], Channel]
+GOODBYE_S = 2.0
+_Kind = TypeVar("_Kind", bound=m.Message)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,29 @@ class Patience:
     silence_s: float = 10.0
     probe_s: float = 1.0
     say_s: float = 10.0
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """An open request: what the ps tasks have said about it so far."""
+
+    num_ps: int
+    started: float
+    what: str = "its turn"
+    found: dict[int, tuple[m.Variables, list[Frame]]] = field(default_factory=dict)
+    heard: list[float] = field(init=False)
+    asked: float = field(init=False)
+    told: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.heard = [self.started] * self.num_ps
+        self.asked = self.told = self.started
+
+    def missing(self) -> list[int]:
+        return [k for k in range(self.num_ps) if k not in self.found]
+
+    def next_missing(self) -> int | None:
+        return next((k for k in range(self.num_ps) if k not in self.found), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +132,8 @@ class Client:
         self._rings: list[Slots | None] = [None] * len(self._ps)
         self._pullers: list[dict[int, Puller]] = [{} for _ in self._ps]
         self._flat: FlatParameters | None = None
-        self._layout: Layout | None = None
         self._request = 0
         self._open: list[tuple[m.Message, list[Frame]]] | None = None
-        self._early: dict[int, tuple[m.Variables, list[Frame]]] = {}
         self._pushed_at = 0
         self.version = 0
         self.local_step = 0
@@ -129,18 +154,17 @@ class Client:
         for k, ps in enumerate(self._ps):
             greeting = m.Hello(m.PROTOCOL, str(self.task), self.incarnation, host, os.getpid())
             answer = self._ask(
-                k, greeting, [], (m.Welcome,), self.patience.start_s, f"{ps} ({self.cluster.address(ps)}) to answer"
+                k, greeting, [], m.Welcome, self.patience.start_s, f"{ps} ({self.cluster.address(ps)}) to answer"
             )
-            assert isinstance(answer[0], m.Welcome)
-            created = created and answer[0].created
-            same_host = bool(host) and answer[0].host == host
+            created = created and answer.created
+            same_host = bool(host) and answer.host == host
             if self.transport == "shm" and not same_host:
                 raise ClusterError(
                     f"--transport=shm: {ps} ({self.cluster.address(ps)}) is not on this host, or this system has no shared "
                     "memory; use --transport=auto or tcp"
                 )
             self._shared[k] = same_host and self.transport != "tcp"
-            self._doors[k] = answer[0].door if self._shared[k] else ""
+            self._doors[k] = answer.door if self._shared[k] else ""
         return created
 
     def create(self, plan: m.Plan, flat: FlatParameters) -> bool:
@@ -157,30 +181,38 @@ class Client:
                 flat.store(region, section_views(region, values))
                 frames.append(tensor_frame(values))
             answer = self._ask(
-                k, m.Create(plan), frames, (m.Created,), self.patience.start_s, "the variables to be created"
+                k, m.Create(plan), frames, m.Created, self.patience.start_s, "the variables to be created"
             )
-            assert isinstance(answer[0], m.Created)
-            existing = existing or answer[0].existing
+            existing = existing or answer.existing
         return existing
 
     def join(self, plan: m.Plan, flat: FlatParameters) -> None:
         """Joins the run, once the chief has created the variables, and takes the current version."""
-        self._flat, self._layout = flat, flat.layout
+        self._flat = flat
         self.pipeline = plan.rule.pipeline
-        self._make_gradient_memory()
-        refs = [slots.ref if slots is not None else None for slots in self._gradients]
-        self._request += 1
-        messages = [
-            m.Join(self.index, self.incarnation, self._request, ref, plan if k == 0 else None)
-            for k, ref in enumerate(refs)
-        ]
-        self._open = [(message, []) for message in messages]
-        self._send_open()
-        self._take(self.patience.start_s)
+        try:
+            self._join(plan)
+        except SegmentError as error:
+            if self.transport == "shm":
+                raise
+            self._say(f"{self.task}: {error}; using TCP instead")
+            self._shared, self._doors = [False] * len(self._ps), [""] * len(self._ps)
+            self._join(plan)
         for k, door in enumerate(self._doors):
             if door:
                 self._channels[k].close()
                 self._channels[k] = DoorChannel(door)
+
+    def _join(self, plan: m.Plan) -> None:
+        self._make_gradient_memory()
+        self._request += 1
+        self._open = []
+        for k, slots in enumerate(self._gradients):
+            ref = slots.ref if slots is not None else None
+            join = m.Join(self.index, self.incarnation, self._request, ref, plan if k == 0 else None)
+            self._open.append((join, []))
+        self._send_open()
+        self._take(self.patience.start_s)
 
     def push(self, loss: float | None = None) -> Step:
         """Sends the gradients; waits until they count and takes the version that follows (pipelined: the one before)."""
@@ -221,11 +253,9 @@ class Client:
     def leave(self, *, finished: bool, loss: float | None = None, accuracy: float | None = None) -> None:
         """Says goodbye; a ps that is gone is no error."""
         goodbye = m.Leave(self.index, self.incarnation, loss, accuracy, finished)
-        try:
-            for k in reversed(range(len(self._ps))):
-                self._ask(k, goodbye, [], (m.Bye,), 2.0, "goodbye")
-        except (DeadlineError, TaskLostError, RefusedError):
-            pass
+        for k in reversed(range(len(self._ps))):
+            with suppress(DeadlineError, TaskLostError, RefusedError):
+                self._ask(k, goodbye, [], m.Bye, GOODBYE_S, "goodbye")
 
     def close(self) -> None:
         """Gives sockets and memory up."""
@@ -257,6 +287,7 @@ class Client:
         assert self._flat is not None
         self._pushers = []
         for k, region in enumerate(self._flat.layout.trained):
+            self._gradients[k] = self._buffers[k] = None
             if self._shared[k]:
                 slots = Slots.create("gradients", region, 1)
                 self._gradients[k] = slots
@@ -268,6 +299,8 @@ class Client:
             self._pushers.append(Pusher(self._flat, region, sections))
 
     def _fill(self) -> list[list[int]]:
+        assert self._flat is not None
+        self._flat.check()
         with torch.no_grad():
             return [pusher() for pusher in self._pushers]
 
@@ -305,12 +338,10 @@ class Client:
     def _take(self, patience_s: float) -> m.Variables:
         """Waits for the answer of every ps task to the open request and loads it. Returns shard 0's."""
         while True:
-            assert self._open is not None
-            answers = [self._answer(k, patience_s) for k in range(len(self._ps))]
+            answers = self._answers(patience_s)
             loaded = [self._load(k, message, frames) for k, (message, frames) in enumerate(answers)]
             versions = {message.version for message, _ in answers}
             self._open = None
-            self._early.clear()
             if all(loaded) and len(versions) == 1:
                 break
             self._request += 1  # frozen for so long that a version was reused: take the current one
@@ -321,85 +352,83 @@ class Client:
         self.stopped = self.stopped or first.stop
         return first
 
-    def _answer(self, k: int, patience_s: float) -> tuple[m.Variables, list[Frame]]:
+    def _answers(self, patience_s: float) -> list[tuple[m.Variables, list[Frame]]]:
+        """Waits for the answers of all ps tasks to the open request; probes those that owe one every `probe_s`."""
+        waiting = _Waiting(len(self._ps), time.monotonic())
+        probe = codec.encode(m.Probe(self.index, self.incarnation, self._request))
+        while (k := waiting.next_missing()) is not None:
+            self._hear(waiting, k, self._channels[k].receive(self.patience.probe_s))
+            now = time.monotonic()
+            if now - waiting.asked < self.patience.probe_s:
+                continue
+            waiting.asked = now
+            for missing in waiting.missing():
+                while missing not in waiting.found and self._hear(
+                    waiting, missing, self._channels[missing].receive(0.0)
+                ):
+                    pass
+            for missing in waiting.missing():
+                self._channels[missing].send([probe])
+                silent_s = now - waiting.heard[missing]
+                self._check(missing, now - waiting.started, silent_s, patience_s, waiting.what, starting=False)
+            if now - waiting.told >= self.patience.say_s:
+                waiting.told = now
+                self._say(f"{self.task}: waiting for {waiting.what}: {now - waiting.started:.0f} s")
+        return [waiting.found[k] for k in range(len(self._ps))]
+
+    def _hear(self, waiting: _Waiting, k: int, received: list[Frame] | None) -> bool:
+        """Takes what ps k said about the open request; False if it said nothing."""
+        if received is None:
+            return False
         assert self._open is not None
-        if k in self._early:
-            return self._early.pop(k)
-        message, frames = self._open[k]
-        found, tensors = self._wait(k, message, frames, (m.Variables,), patience_s, "its turn", self._request)
-        assert isinstance(found, m.Variables)
-        return found, tensors
+        waiting.heard[k] = time.monotonic()
+        answer, tensors = codec.split(received)
+        match answer:
+            case m.Fault() if answer.request in (-1, self._request):
+                raise _error(answer)
+            case m.Variables() if answer.request == self._request:
+                waiting.found[k] = answer, tensors
+            case m.Held() if answer.request == self._request:
+                waiting.what = self._who(answer)
+            case m.Unknown() if answer.request == self._request:
+                message, frames = self._open[k]
+                self._channels[k].send([codec.encode(message), *frames])
+            case _:
+                pass  # an answer to something older
+        return True
 
     def _ask(
-        self, k: int, message: m.Message, frames: list[Frame], kinds: tuple[type, ...], patience_s: float, what: str
-    ) -> tuple[m.AnyMessage, list[Frame]]:
-        self._channels[k].send([codec.encode(message), *frames])
-        return self._wait(k, message, frames, kinds, patience_s, what, None)
-
-    def _wait(
-        self,
-        k: int,
-        message: m.Message,
-        frames: list[Frame],
-        kinds: tuple[type, ...],
-        patience_s: float,
-        what: str,
-        request: int | None,
-    ) -> tuple[m.AnyMessage, list[Frame]]:
-        """Waits for one of `kinds` from ps k; asks again every `probe_s`."""
+        self, k: int, message: m.Message, frames: list[Frame], kind: type[_Kind], patience_s: float, what: str
+    ) -> _Kind:
+        """Sends a message to one ps task until it answers with one of `kind`."""
         started = heard = told = asked = time.monotonic()
         starting = isinstance(message, m.Hello | m.Create)  # a ps that is not up yet, or busy with a large model
+        packet = [codec.encode(message), *frames]
+        self._channels[k].send(packet)
         while True:
             received = self._channels[k].receive(self.patience.probe_s)
             now = time.monotonic()
             if received is not None:
                 heard = now
-                answer, tensors = codec.split(received)
-                if isinstance(answer, kinds) and getattr(answer, "request", request) == request:
-                    return answer, tensors
-                if isinstance(answer, m.Fault) and answer.request in (-1, request if request is not None else -1):
+                answer, _ = codec.split(received)
+                if isinstance(answer, kind):
+                    return answer
+                if isinstance(answer, m.Fault) and answer.request == -1:
                     raise _error(answer)
-                if isinstance(answer, m.Held) and answer.request == request:
-                    what = self._who(answer)
-                if isinstance(answer, m.Unknown) and answer.request == request:
-                    self._channels[k].send([codec.encode(message), *frames])
             if now - asked >= self.patience.probe_s:
                 asked = now
-                if request is None:
-                    self._channels[k].send([codec.encode(message), *frames])
-                else:
-                    self._probe(k, request)
-            self._check(k, now - started, now - heard, patience_s, what, starting)
+                self._channels[k].send(packet)
+            self._check(k, now - started, now - heard, patience_s, what, starting=starting)
             if now - told >= self.patience.say_s:
                 told = now
                 self._say(f"{self.task}: waiting for {what}: {now - started:.0f} s")
-
-    def _probe(self, k: int, request: int) -> None:
-        """Asks ps k and those after it, whose answers are still to come: what k waits for may be lost on its way to them."""
-        assert self._open is not None
-        probe = codec.encode(m.Probe(self.index, self.incarnation, request))
-        self._channels[k].send([probe])
-        for other in range(k + 1, len(self._ps)):
-            while other not in self._early and (received := self._channels[other].receive(0.0)) is not None:
-                answer, tensors = codec.split(received)
-                if getattr(answer, "request", None) != request:
-                    continue
-                if isinstance(answer, m.Variables):
-                    self._early[other] = answer, tensors
-                elif isinstance(answer, m.Fault):
-                    raise _error(answer)
-                elif isinstance(answer, m.Unknown):
-                    message, frames = self._open[other]
-                    self._channels[other].send([codec.encode(message), *frames])
-            if other not in self._early:
-                self._channels[other].send([probe])
 
     def _who(self, held: m.Held) -> str:
         names = [f"/job:worker/task:{i} ({self.cluster.address(TaskId('worker', i))})" for i in held.missing]
         missing = f"; missing {', '.join(names)}" if names else ""
         return f"{held.what} ({held.have} of {held.need}{missing})"
 
-    def _check(self, k: int, waited_s: float, silent_s: float, patience_s: float, what: str, starting: bool) -> None:
+    def _check(self, k: int, waited_s: float, silent_s: float, patience_s: float, what: str, *, starting: bool) -> None:
         ps = self._ps[k]
         where = f"{ps} ({self.cluster.address(ps)})"
         if not starting and silent_s > self.patience.silence_s:

@@ -1,8 +1,8 @@
 """The worker's parameters as views of flat buffers, and the copies between those and the shards' memory.
 
-Owned by the worker's thread. A module's parameters keep their identity; only their storage moves, once, into one buffer per
-dtype and device. What always holds: neighbours in a shard that are neighbours here are copied as one piece, so with one ps
-a pull is one copy per dtype.
+Owned by the worker's thread. A module's parameters keep their identity; only their storage moves, once, into one buffer
+per dtype and device. Those with a memory format of their own (channels_last) stay where they are. What always holds:
+neighbours in a shard that are neighbours here are copied as one piece, so with one ps a pull is one copy per dtype.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ def describe(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     variables, parameters = [], []
     for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ConfigError(
+                f"parameter {name} of a lazy module has no shape yet; run one batch through the model before"
+            )
         group = group_of.pop(id(parameter), CONSTANT)
         dtype = str(parameter.dtype).removeprefix("torch.")
         variables.append(Variable(name=name, shape=tuple(parameter.shape), dtype=dtype, group=group))
@@ -49,8 +53,12 @@ class FlatParameters:
             key=lambda i: (layout.variables[i].group == CONSTANT, layout.variables[i].group, i),
         )
         self._place: dict[int, tuple[torch.Tensor, int]] = {}
+        sliced = {v for parts in layout.parts for v, start, stop in parts if stop - start != layout.variables[v].numel}
+        apart = {i for i, p in enumerate(parameters) if not p.is_contiguous() and i not in sliced}
         for dtype, device in {(p.dtype, p.device): None for p in parameters}:
-            chosen = [i for i in order if (parameters[i].dtype, parameters[i].device) == (dtype, device)]
+            chosen = [
+                i for i in order if (parameters[i].dtype, parameters[i].device) == (dtype, device) and i not in apart
+            ]
             room = [padded(parameters[i].numel(), layout.variables[i].dtype) for i in chosen]
             buffer = torch.zeros(sum(room), dtype=dtype, device=device)
             offset = 0
@@ -63,8 +71,8 @@ class FlatParameters:
 
     def check(self) -> None:
         """Raises ConfigError if the module's parameters were moved or replaced since."""
-        for i, parameter in enumerate(self.parameters):
-            buffer, offset = self._place[i]
+        for i, (buffer, offset) in self._place.items():
+            parameter = self.parameters[i]
             if parameter.data_ptr() != buffer.data_ptr() + offset * buffer.element_size() and parameter.numel():
                 name = self.layout.variables[i].name
                 raise ConfigError(
@@ -87,6 +95,11 @@ class FlatParameters:
             merged: list[list[int]] = []
             buffers: list[torch.Tensor] = []
             for piece in section.pieces:
+                if piece.variable not in self._place:
+                    parameter = self.parameters[piece.variable]
+                    there = theirs[piece.offset : piece.offset + piece.numel]
+                    runs.append((parameter.data, there.view(parameter.shape)))
+                    continue
                 buffer, offset = self._place[piece.variable]
                 here = offset + piece.start
                 whole = piece.numel == self.parameters[piece.variable].numel()

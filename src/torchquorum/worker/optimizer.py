@@ -49,7 +49,7 @@ def _travels(value: Any) -> Any:
     if isinstance(value, ScheduleSpec):
         return {"name": value.name, "arguments": value.arguments}
     if isinstance(value, torch.Tensor):
-        return value.item()
+        return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
     if isinstance(value, list | tuple):
         return [_travels(v) for v in value]
     if value is None or isinstance(value, bool | int | float | str):
@@ -105,6 +105,7 @@ class Optimizer:
         self.last: Step | None = None
         self._client: Client | None = None
         self._rates: list[Any] = [group.get("lr", 0.0) for group in optimizer.param_groups]
+        self._last_lr = [float(rate) for rate in self._rates]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -114,7 +115,7 @@ class Optimizer:
     @property
     def lr(self) -> list[float]:
         """Returns the learning rate of each parameter group for the next update, as the ps tasks have it."""
-        return self._client.lr if self._client is not None else [float(r) for r in self._rates]
+        return self._client.lr if self._client is not None else self._last_lr
 
     def spec(self) -> OptimizerSpec:
         """Returns the optimizer as it travels to the ps tasks."""
@@ -128,7 +129,9 @@ class Optimizer:
         return OptimizerSpec(kind.__name__, groups)
 
     def attach(self, client: Client | None) -> None:
-        """Connects the optimizer to the ps tasks; the session calls this."""
+        """Connects the optimizer to the ps tasks, or cuts it off; the session calls this."""
+        if client is None and self._client is not None:
+            self._last_lr = self._client.lr
         self._client = client
 
     def zero_grad(self, set_to_none: bool = True) -> None:

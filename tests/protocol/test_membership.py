@@ -1,0 +1,596 @@
+"""Who is in, who is out, and what a ps task says about it: messages in, replies out, a clock that the test sets."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tests.protocol.by_hand import VARIABLES, Ps, by_peer, make_plan, name, only
+
+import torchquorum as tq
+import torchquorum.transport.messages as m
+from torchquorum.formats.ledger import read_ledger
+from torchquorum.placement.layout import Variable
+from torchquorum.server.service import IDLE_S, LATE_S
+from torchquorum.transport import codec
+
+
+@pytest.fixture
+def ps() -> Iterator[Ps]:
+    ps = Ps()
+    yield ps
+    ps.close()
+
+
+@pytest.fixture
+def running(ps: Ps) -> Ps:
+    """Two workers have joined a sync run."""
+    ps.create()
+    ps.join(0)
+    ps.join(1)
+    return ps
+
+
+# -- saying hello ---------------------------------------------------------------------------------------------------------
+
+
+def test_hello_is_answered_with_who_this_is_and_whether_variables_exist(ps: Ps) -> None:
+    hello = m.Hello(m.PROTOCOL, "/job:worker/task:1", 5, "elsewhere", 123)
+    before = only(ps.send(b"x", hello), m.Welcome)
+    ps.create()
+    after = only(ps.send(b"x", hello), m.Welcome)
+    assert (before.task, before.incarnation, before.created, after.created) == ("/job:ps/task:0", 77, False, True)
+
+
+def test_another_protocol_version_is_refused_with_both_versions(ps: Ps) -> None:
+    fault = only(ps.send(b"x", m.Hello(m.PROTOCOL + 1, "/job:worker/task:1", 5, "", 1)), m.Fault)
+    assert fault.kind == "protocol"
+    assert f"speaks protocol {m.PROTOCOL + 1}, /job:ps/task:0 speaks {m.PROTOCOL}" in fault.text
+    assert "install the same torchquorum" in fault.text
+
+
+@pytest.mark.parametrize("task", ["/job:worker/task:2", "/job:pss/task:0", "worker", ""])
+def test_hello_of_a_task_that_is_not_in_the_cluster_is_refused(ps: Ps, task: str) -> None:
+    before = ps.state()
+    only(ps.send(b"x", m.Hello(m.PROTOCOL, task, 5, "here", 123)), m.Fault)
+    assert ps.state() == before
+
+
+@pytest.mark.parametrize("pid", [0, -1, 2**31, 2**62])
+def test_a_process_number_that_cannot_be_is_not_watched(ps: Ps, pid: int) -> None:
+    only(ps.send(b"x", m.Hello(m.PROTOCOL, "/job:worker/task:1", 5, "here", pid)), m.Welcome)
+    assert ps.service.pids == {}
+
+
+# -- creating and joining -------------------------------------------------------------------------------------------------
+
+
+def test_a_join_before_the_variables_exist_waits_and_says_for_whom(ps: Ps) -> None:
+    held = only(ps.join(1), m.Held)
+    assert (held.what, held.have, held.need, held.missing) == ("the chief to create the variables", 0, 1, [0])
+    assert only(ps.send(name(1), m.Probe(1, 1, 1)), m.Held).missing == [0]
+    assert isinstance(only(ps.send(name(0), m.Probe(0, 1, 1)), m.Unknown), m.Unknown)
+    answers = by_peer(ps.create())
+    assert answers[b"chief"] == m.Created(0, False)
+    variables = answers[name(1)]
+    assert isinstance(variables, m.Variables)
+    assert (variables.request, variables.version, variables.stop) == (1, 0, False)
+
+
+def test_a_join_that_waited_twice_is_answered_once(ps: Ps) -> None:
+    ps.join(1)
+    ps.join(1)
+    assert set(by_peer(ps.create())) == {b"chief", name(1)}
+
+
+def test_the_answer_to_a_join_brings_variables_and_constants(ps: Ps) -> None:
+    ps.create()
+    [reply] = ps.join(0)
+    assert isinstance(reply.message, m.Variables)
+    assert reply.message.lr == [1.0] and reply.message.outcome is None
+    assert [len(f) for f in reply.frames] == [128 + 64, 64]
+
+
+def test_creating_again_leaves_live_variables_alone(running: Ps) -> None:
+    running.push(0, 1, 0)
+    running.push(1, 1, 0)
+    created = only(running.create(), m.Created)
+    assert (created.version, created.existing) == (1, True)
+    assert torch.equal(running.values(), torch.ones(25))
+
+
+def test_a_late_worker_starts_at_the_current_version(ps: Ps) -> None:
+    ps.create(rule=tq.Async())
+    ps.join(0)
+    for step in range(3):
+        ps.push(0, step + 1, step)
+    late = only(ps.join(1), m.Variables, name(1))
+    assert late.version == 3
+    assert "/job:worker/task:1 joined" in ps.said
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({"variables": [Variable(name="w", shape=(4, 6), dtype="float32"), *VARIABLES[1:]]}, ["w [4, 5]", "w [4, 6]"]),
+        ({"variables": VARIABLES[:2]}, ["table [3] int64 (constant)"]),
+        ({"variables": [VARIABLES[1], VARIABLES[0], VARIABLES[2]]}, ["the order"]),
+        ({"optimizer": m.OptimizerSpec("SGD", [{"lr": 0.5}])}, ["another optimizer", "0.5", "1.0"]),
+        ({"optimizer": m.OptimizerSpec("Adam", [{"lr": 1.0}])}, ["another optimizer", "Adam", "SGD"]),
+        ({"rule": tq.Async()}, ["another rule", "Async()", "Sync()"]),
+        ({"schedule": m.ScheduleSpec("ExponentialLR", {"gamma": 0.9})}, ["another schedule", "ExponentialLR"]),
+        ({"placement": "greedy"}, ["another placement", "greedy", "round_robin"]),
+        ({"slice_bytes": 10}, ["another slice_bytes", "10", "None"]),
+        ({"num_workers": 3}, ["another num_workers", "3", "2"]),
+    ],
+)
+def test_a_worker_with_another_program_is_refused_and_the_difference_is_shown(
+    ps: Ps, changes: dict, shown: list[str]
+) -> None:
+    ps.create()
+    before = ps.state()
+    fault = only(ps.join(1, plan=make_plan(**changes)), m.Fault)
+    assert fault.kind == "RefusedError" and fault.request == 1
+    assert "/job:worker/task:1" in fault.text and "same program" in fault.text
+    for words in shown:
+        assert words in fault.text
+    assert ps.state() == before
+
+
+@pytest.mark.parametrize("changes", [{"num_shards": 2}, {"num_shards": 0}, {"num_shards": -1}, {"num_workers": 0}])
+def test_a_chief_with_another_cluster_is_refused(ps: Ps, changes: dict) -> None:
+    fault = only(ps.send(b"chief", m.Create(make_plan(**changes)), bytes(192), bytes(64)), m.Fault)
+    assert "--ps_hosts" in fault.text
+    assert ps.service.shard is None
+
+
+@pytest.mark.parametrize("worker", [2, -1, 10**12])
+def test_an_index_out_of_range_is_refused(running: Ps, worker: int) -> None:
+    before = running.state()
+    fault = only(running.join(worker), m.Fault)
+    assert f"worker {worker}: the cluster has 2 workers" in fault.text
+    assert running.state() == before
+
+
+def test_a_lost_answer_to_a_join_is_given_again(ps: Ps) -> None:
+    ps.create()
+    first, again, probed = ps.join(0), ps.join(0), ps.send(name(0), m.Probe(0, 1, 1))
+    assert [only(r, m.Variables) for r in (again, probed)] == [only(first, m.Variables)] * 2
+    assert list(again[0].frames) == list(first[0].frames)
+
+
+# -- lives ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_push_before_any_variables_is_refused(ps: Ps) -> None:
+    assert "has not created them" in only(ps.push(0, 1, 0), m.Fault).text
+
+
+def test_a_push_or_pull_before_the_join_is_refused(ps: Ps) -> None:
+    ps.create()
+    before = ps.state()
+    assert only(ps.push(0, 1, 0), m.Fault).kind == "not_joined"
+    assert only(ps.send(name(0), m.Pull(0, 1, 2)), m.Fault).kind == "not_joined"
+    assert ps.state() == before
+
+
+def test_a_push_from_an_old_incarnation_is_refused(running: Ps) -> None:
+    running.join(1, incarnation=2)
+    assert "/job:worker/task:1 came back" in running.said
+    before = running.state()
+    fault = only(running.push(1, 1, 0, incarnation=1), m.Fault)
+    assert fault.kind == "not_joined" and "replaced by a newer one" in fault.text
+    assert running.state() == before
+    assert running.push(1, 1, 0, incarnation=2) == []
+    assert len(running.push(0, 1, 0)) == 2
+
+
+def test_a_late_join_of_an_old_incarnation_does_not_push_the_new_one_out(running: Ps) -> None:
+    running.join(1, incarnation=2)
+    assert only(running.join(1, incarnation=1), m.Fault).kind == "not_joined"
+    assert running.push(1, 1, 0, incarnation=2) == []
+
+
+def test_a_goodbye_of_an_old_incarnation_changes_nothing(running: Ps) -> None:
+    running.join(1, incarnation=2)
+    before = running.state()
+    only(running.leave(1, incarnation=1, finished=False, loss=9.0), m.Bye)
+    assert running.state() == before
+
+
+def test_a_goodbye_of_a_stranger_changes_nothing(running: Ps) -> None:
+    before = running.state()
+    only(running.leave(55, loss=9.0), m.Bye)
+    assert running.state() == before
+
+
+# -- duplicates -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_duplicate_push_is_answered_again_and_applied_once(running: Ps) -> None:
+    running.push(0, 1, 0)
+    first = by_peer(running.push(1, 1, 0))
+    again = only(running.push(1, 1, 0), m.Variables, name(1))
+    assert again == first[name(1)] and again.outcome == m.Outcome(True, "fresh", 0)
+    assert torch.equal(running.values(), torch.ones(25))
+    assert running.service.tally.updates == 1
+
+
+def test_a_duplicate_push_while_it_is_held_changes_nothing(running: Ps) -> None:
+    running.push(0, 1, 0)
+    before = running.state()
+    running.now += 1
+    assert running.push(0, 1, 0) == []
+    assert running.state() == before
+    answers = by_peer(running.push(1, 1, 0))
+    chief = answers[name(0)]
+    assert isinstance(chief, m.Variables) and chief.outcome == m.Outcome(True, "fresh", 0)
+
+
+@pytest.mark.parametrize("late", ["push", "join", "pull"])
+def test_a_late_duplicate_of_an_answered_request_does_not_take_the_place_of_the_open_one(
+    running: Ps, late: str
+) -> None:
+    running.push(0, 1, 0)
+    running.push(1, 1, 0)
+    running.push(0, 2, 1)
+    before = running.state()
+    match late:
+        case "push":
+            assert running.push(0, 1, 0) == []
+        case "join":
+            assert running.join(0) == []
+        case "pull":
+            assert running.send(name(0), m.Pull(0, 1, 1)) == []
+    assert running.state() == before
+    held = only(running.send(name(0), m.Probe(0, 1, 3)), m.Held)
+    assert held.missing == [1]
+    chief = by_peer(running.push(1, 2, 1))[name(0)]
+    assert isinstance(chief, m.Variables)
+    assert (chief.request, chief.version, chief.outcome) == (3, 2, m.Outcome(True, "fresh", 1))
+
+
+def test_a_late_duplicate_of_a_buffered_gradient_does_not_disturb_the_next(ps: Ps) -> None:
+    ps.create(rule=tq.Buffered(3))
+    ps.join(0)
+    assert only(ps.push(0, 1, 0), m.Variables).version == 0
+    assert only(ps.push(0, 2, 0), m.Variables).outcome == m.Outcome(True, "fresh", 0)
+    assert ps.push(0, 1, 0) == []
+    assert only(ps.send(name(0), m.Probe(0, 1, 3)), m.Variables).request == 3
+    assert only(ps.push(0, 3, 0), m.Variables).version == 1
+    assert torch.equal(ps.values(), torch.ones(25))
+
+
+# -- waiting --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_probe_while_held_names_the_missing_workers(running: Ps) -> None:
+    running.push(0, 1, 0)
+    held = only(running.send(name(0), m.Probe(0, 1, 2)), m.Held)
+    assert (held.what, held.have, held.need, held.missing) == ("the quorum", 1, 2, [1])
+
+
+def test_a_probe_about_a_request_that_never_came_says_so(running: Ps) -> None:
+    assert only(running.send(name(0), m.Probe(0, 1, 2)), m.Unknown).request == 2
+    assert only(running.send(b"x", m.Probe(7, 9, 2)), m.Unknown).request == 2
+
+
+def test_a_bounded_worker_that_is_ahead_is_told_for_whom_it_waits(ps: Ps) -> None:
+    ps.create(rule=tq.Bounded(1))
+    ps.join(0)
+    ps.join(1)
+    only(ps.push(0, 1, 0), m.Variables)
+    assert ps.push(0, 2, 1) == []
+    held = only(ps.send(name(0), m.Probe(0, 1, 3)), m.Held)
+    assert (held.what, held.missing) == ("the slowest worker", [1])
+    assert set(by_peer(ps.push(1, 1, 0))) == {name(0), name(1)}
+
+
+def test_silence_for_longer_than_liveness_frees_the_round(running: Ps) -> None:
+    running.push(0, 1, 0)
+    running.now += 3
+    running.send(b"beat", m.Beat(0, 1))
+    assert running.later(2.0) == []
+    released = only(running.later(0.5), m.Variables, name(0))
+    assert (released.version, released.outcome) == (0, m.Outcome(True, "fresh", 0))
+    assert any("/job:worker/task:1 counts as dead (not heard of for 5.5 s)" in line for line in running.said)
+    assert only(running.push(0, 2, 0), m.Variables).version == 1  # a lone worker fills the quorum
+
+
+def test_beats_and_probes_keep_a_worker_alive(running: Ps) -> None:
+    for _ in range(6):
+        running.now += 2
+        assert only(running.send(b"beat", m.Beat(0, 1)), m.Alive) == m.Alive(0, False)
+        running.send(name(1), m.Probe(1, 1, 2))
+        running.later(0)
+    assert running.service.status()["live"] == [0, 1]
+
+
+def test_the_end_of_a_process_is_known_at_once(running: Ps) -> None:
+    running.push(0, 1, 0)
+    released = running.service.process_ended(1, 1, running.now, running.wall)
+    assert only(released, m.Variables, name(0)).version == 0
+    assert any("its process ended" in line for line in running.said)
+
+
+def test_a_worker_taken_for_dead_that_speaks_again_is_told_its_gradient_expired(running: Ps) -> None:
+    running.now += 4
+    running.send(b"beat", m.Beat(0, 1))
+    running.later(2)
+    assert running.service.status()["live"] == [0]
+    answers = running.push(1, 1, 0)
+    assert only(answers, m.Variables, name(1)).outcome == m.Outcome(False, "expired", 0)
+    assert running.service.status()["live"] == [0, 1]
+
+
+# -- the end --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_job_ends_when_everybody_has_left(running: Ps) -> None:
+    only(running.leave(1), m.Bye, name(1))
+    assert running.service.ended is None
+    only(running.leave(0), m.Bye)
+    assert running.service.ended == m.End(True, "the run is over")
+
+
+def test_leaving_twice_is_answered_twice(running: Ps) -> None:
+    only(running.leave(1), m.Bye)
+    before = running.state()
+    only(running.leave(1), m.Bye)
+    assert running.state() == before
+
+
+def test_a_worker_that_failed_makes_the_job_end_badly(running: Ps) -> None:
+    running.leave(1, finished=False)
+    running.leave(0)
+    assert running.service.ended == m.End(False, "a worker failed")
+
+
+def test_workers_that_never_came_get_a_moment(ps: Ps) -> None:
+    ps.create()
+    ps.join(0)
+    ps.leave(0)
+    ps.later(LATE_S)
+    assert ps.service.ended is None
+    ps.later(0.5)
+    assert ps.service.ended == m.End(True, "the run is over")
+
+
+def test_a_worker_that_comes_in_that_moment_is_served(ps: Ps) -> None:
+    ps.create(last_step=1)
+    ps.join(0)
+    ps.push(0, 1, 0)
+    ps.push(0, 2, 0)
+    ps.leave(0)
+    ps.later(LATE_S - 1)
+    late = only(ps.join(1), m.Variables)
+    assert (late.version, late.stop) == (1, True)
+    ps.later(2)
+    assert ps.service.ended is None
+    ps.leave(1)
+    assert ps.service.ended == m.End(True, "the run is over")
+
+
+def test_a_dead_worker_does_not_keep_a_finished_run_from_ending(ps: Ps) -> None:
+    ps.create(rule=tq.Async(), last_step=1)
+    ps.join(0)
+    ps.join(1)
+    ps.push(0, 1, 0)
+    ps.leave(0)
+    assert ps.service.ended is None
+    ps.later(5.5)
+    assert ps.service.ended == m.End(True, "the run is over")
+
+
+def test_nobody_alive_for_long_ends_the_job_badly_and_names_who_is_missing(running: Ps) -> None:
+    running.later(6)
+    running.later(IDLE_S)
+    assert running.service.ended is None
+    running.later(1)
+    assert running.service.ended is not None and not running.service.ended.ok
+    assert "/job:worker/task:0, /job:worker/task:1" in running.service.ended.why
+
+
+def test_gradients_of_a_round_that_never_closed_are_spoken_of(ps: Ps) -> None:
+    ps.create(rule=tq.Buffered(3))
+    ps.join(0)
+    ps.join(1)
+    ps.push(0, 1, 0)
+    ps.leave(0)
+    ps.leave(1)
+    assert any("1 accepted gradients were not used" in line for line in ps.said)
+
+
+# -- what makes no sense --------------------------------------------------------------------------------------------------
+
+GARBAGE = [
+    [],
+    [b""],
+    [b"\xc1"],
+    [b"hello"],
+    [b"\xff" * 1000],
+    [b"\x81\xa1a\x01"],
+    [b"[" * 100_000],
+    [b"\x91" * 100_000],
+    [codec.encode(m.Pull(0, 1, 2))[:-1]],
+    [codec.encode(m.Push(0, 1, 2, 1, 0, -1, [], None))[:5]],
+    [codec.encode(m.Beat(0, 1)).replace(b"Beat", b"Boat")],
+    [b"\x93\xa4Beat\xa1x\x01"],
+    [bytes(codec.MAX_HEADER_BYTES + 1)],
+]
+
+
+@pytest.mark.parametrize("frames", GARBAGE, ids=range(len(GARBAGE)))
+def test_a_malformed_message_gets_a_fault_and_changes_nothing(running: Ps, frames: list[bytes]) -> None:
+    running.push(0, 1, 0)
+    before = running.state()
+    assert only(running.send_raw(b"stranger", frames), m.Fault, b"stranger").kind == "wire"
+    assert running.state() == before
+
+
+def test_random_and_damaged_messages_never_stop_a_ps(running: Ps) -> None:
+    draw = random.Random(3)
+    whole = [
+        codec.encode(m.Hello(m.PROTOCOL, "/job:worker/task:0", 1, "here", 5)),
+        codec.encode(m.Create(make_plan())),
+        codec.encode(m.Join(0, 1, 1, m.MemoryRef(1, 0, 4096, 1), make_plan())),
+        codec.encode(m.Push(0, 1, 2, 1, 0, -1, [0], 0.5)),
+        codec.encode(m.Log(0, [m.Apply([(0, 1, 1)], 1), m.End(True, "")])),
+        codec.encode(m.Have(1, 0, 1, 2, 1, 0)),
+    ]
+    for _ in range(3000):
+        header = bytearray(draw.choice(whole))
+        for _ in range(draw.randrange(1, 4)):
+            header[draw.randrange(len(header))] = draw.randrange(256)
+        header = header[: draw.randrange(1, len(header) + 1)] if draw.random() < 0.3 else header
+        running.send_raw(b"stranger", [bytes(header), *[draw.randbytes(draw.choice([0, 7, 192]))] * draw.randrange(3)])
+    assert running.service.ended is None
+    assert running.service.shard is not None and running.service.shard.version <= 1
+
+
+@pytest.mark.parametrize(
+    "frames", [[], [b""], [bytes(191)], [bytes(193)], [bytes(192)] * 2], ids=lambda f: str([len(x) for x in f])
+)
+def test_a_gradient_of_another_size_gets_a_fault_and_changes_nothing(running: Ps, frames: list[bytes]) -> None:
+    before = running.state()
+    push = m.Push(0, 1, 2, 1, 0, -1, [], None)
+    fault = only(running.send(name(0), push, *frames), m.Fault)
+    assert fault.request == 2 and "expected" in fault.text
+    assert running.state() == before
+    assert running.push(0, 1, 0) == []  # the right one is still welcome
+    assert len(running.push(1, 1, 0)) == 2
+
+
+def test_a_gradient_slot_that_was_never_shared_gets_a_fault(running: Ps) -> None:
+    before = running.state()
+    assert "slot 3" in only(running.send(name(0), m.Push(0, 1, 2, 1, 0, 3, [], None)), m.Fault).text
+    assert running.state() == before
+
+
+@pytest.mark.parametrize("sizes", [(), (192,), (192, 64, 0), (191, 64), (192, 63), (0, 0)])
+def test_variables_of_another_size_get_a_fault_and_change_nothing(ps: Ps, sizes: tuple[int, ...]) -> None:
+    before = ps.state()
+    only(ps.send(b"chief", m.Create(make_plan()), *(bytes(s) for s in sizes)), m.Fault)
+    assert ps.state() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"optimizer": m.OptimizerSpec("LBFGS", [{"lr": 1.0}])}, "LBFGS cannot run on a ps"),
+        ({"optimizer": m.OptimizerSpec("system", [{}])}, "only the classes of torch.optim"),
+        ({"optimizer": m.OptimizerSpec("SGD", [])}, ""),
+        ({"schedule": m.ScheduleSpec("LambdaLR", {})}, "a function cannot travel"),
+        ({"schedule": m.ScheduleSpec("StepLR", {"nonsense": 1})}, "StepLR"),
+        ({"placement": "anywhere"}, "round_robin, greedy"),
+    ],
+)
+def test_a_plan_that_cannot_be_carried_out_is_refused_and_a_better_one_accepted(
+    ps: Ps, changes: dict, said: str
+) -> None:
+    fault = only(ps.send(b"chief", m.Create(make_plan(**changes)), bytes(192), bytes(64)), m.Fault)
+    assert said in fault.text
+    assert ps.service.shard is None
+    assert only(ps.create(), m.Created) == m.Created(0, False)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [m.Alive(1, True), m.Bye(), m.Unknown(3), m.Status({}), m.Variables(1, 1, True, 0, None, None, [])],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_message_that_is_not_for_a_ps_gets_a_fault(running: Ps, message: m.Message) -> None:
+    before = running.state()
+    assert "is not for a ps task" in only(running.send(b"x", message), m.Fault).text
+    assert running.state() == before
+
+
+def test_a_fault_is_not_answered_so_that_two_ps_tasks_do_not_quarrel_for_ever(running: Ps) -> None:
+    assert running.send(b"x", m.Fault("wire", "what?")) == []
+
+
+@pytest.mark.parametrize("log", [m.Log(0, [m.End(True, "")]), m.Log(2, [m.End(True, ""), m.Drop([(0, 1, 1)])])])
+def test_nobody_but_shard_0_writes_the_log(running: Ps, log: m.Log) -> None:
+    before = running.state()
+    only(running.send(b"leader", log), m.Fault)
+    assert running.state() == before and running.service.ended is None
+
+
+# -- status and report ----------------------------------------------------------------------------------------------------
+
+REPORTED = {
+    *("rule", "ps", "workers", "transport", "updates", "batches", "seconds", "batches_per_s", "loss", "accuracy"),
+    *("refused", "staleness_mean", "staleness_max", "start_up_s"),
+}
+PER_WORKER = REPORTED - {"rule", "ps", "workers"}
+
+
+def status(ps: Ps) -> dict:
+    return only(ps.send(b"anybody", m.StatusRequest()), m.Status).body
+
+
+def test_the_status_at_each_stage(ps: Ps) -> None:
+    assert status(ps) == {"task": "/job:ps/task:0", "ready": False, "ps": 1, "workers": 2}
+    ps.create(last_step=2)
+    assert status(ps)["ready"] and status(ps)["global_step"] == 0 and status(ps)["live"] == []
+    ps.join(0)
+    ps.join(1)
+    assert [w["state"] for w in status(ps)["per_worker"].values()] == ["computing", "computing"]
+    ps.push(0, 1, 0)
+    assert [w["state"] for w in status(ps)["per_worker"].values()] == ["waiting", "computing"]
+    ps.push(1, 1, 0)
+    ps.push(0, 2, 1)
+    ps.push(1, 2, 1)
+    assert (status(ps)["global_step"], status(ps)["stopped"]) == (2, True)
+    ps.leave(0)
+    ps.now += 10
+    ps.later(0)
+    assert [w["state"] for w in status(ps)["per_worker"].values()] == ["left", "dead"]
+
+
+def test_the_report_has_every_field_and_the_same_per_worker(ps: Ps) -> None:
+    ps.create(last_step=2, rule=tq.Async())
+    ps.join(0)
+    ps.join(1)
+    ps.now += 4
+    ps.push(0, 1, 0)
+    ps.push(1, 1, 0)
+    ps.push(1, 2, 1)
+    ps.leave(0, loss=0.25, accuracy=0.975)
+    ps.leave(1)
+    report = ps.service.status()
+    assert report.keys() >= REPORTED
+    assert all(worker.keys() >= PER_WORKER for worker in report["per_worker"].values())
+    assert (report["rule"], report["ps"], report["workers"], report["transport"]) == ("Async()", 1, 2, "tcp")
+    assert (report["updates"], report["batches"], report["refused"]) == (2, 3, 1)
+    assert (report["seconds"], report["batches_per_s"], report["start_up_s"]) == (4.0, 0.75, 104.0)
+    assert (report["loss"], report["accuracy"]) == (0.25, 0.975)
+    assert (report["staleness_mean"], report["staleness_max"]) == (0.5, 1)
+    assert report["per_worker"]["1"]["refused_reasons"] == {"past last step": 1}
+
+
+def test_the_ledger_has_every_gradient_with_its_reason(ps: Ps, tmp_path: Path) -> None:
+    ps.create(last_step=2, rule=tq.Async(), logdir=str(tmp_path))
+    ps.join(0, incarnation=171)
+    ps.join(1)
+    ps.push(0, 1, 0, incarnation=171)
+    ps.push(1, 1, 0)
+    ps.push(1, 2, 1)
+    ps.later(0)
+    entries = list(read_ledger(tmp_path))
+    assert [(e.worker, e.local_step, e.version, e.met, e.staleness, e.accepted, e.reason) for e in entries] == [
+        (0, 1, 0, 0, 0, True, "fresh"),
+        (1, 1, 0, 1, 1, True, "within bound"),
+        (1, 2, 1, 2, 1, False, "past last step"),
+    ]
+    assert entries[0].incarnation == "00000000000000ab"
+    assert {e.arrived_at for e in entries} == {ps.wall}
+    assert {e.loss for e in entries} == {0.5}
+
+
+def test_a_folder_that_cannot_be_written_costs_the_ledger_and_not_the_run(ps: Ps, tmp_path: Path) -> None:
+    taken = tmp_path / "file"
+    taken.write_text("")
+    assert only(ps.create(logdir=str(taken / "run")), m.Created) == m.Created(0, False)
+    assert any("no ledger" in line and "training goes on" in line for line in ps.said)

@@ -1,0 +1,193 @@
+"""ZeroMQ over real loopback sockets."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from torchquorum.errors import AddressInUseError, ClusterError
+from torchquorum.transport.zmq_channel import COPY_BELOW_BYTES, ZmqChannel, ZmqListener, endpoint, holder_of_port
+
+WAIT_S = 10.0
+
+
+def free_port(family: socket.AddressFamily = socket.AF_INET, host: str = "127.0.0.1") -> int:
+    with socket.socket(family) as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
+def has_ipv6() -> bool:
+    try:
+        return free_port(socket.AF_INET6, "::1") > 0
+    except OSError:
+        return False
+
+
+HOSTS = ["localhost", "127.0.0.1", pytest.param("[::1]", marks=pytest.mark.skipif(not has_ipv6(), reason="no IPv6"))]
+Pair = tuple[ZmqListener, ZmqChannel]
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[[str], Pair]]:
+    made: list[ZmqListener | ZmqChannel] = []
+
+    def make(host: str) -> Pair:
+        address = f"{host}:{free_port()}"
+        listener = ZmqListener(address)
+        made.append(listener)
+        channel = ZmqChannel(address, b"worker/0")
+        made.append(channel)
+        return listener, channel
+
+    yield make
+    for end in made:
+        end.close()
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_message_goes_there_and_its_answer_comes_back(host: str, connect: Callable[[str], Pair]) -> None:
+    listener, channel = connect(host)
+    channel.send([b"header", b"tensor"])
+    received = listener.receive(WAIT_S)
+    assert received is not None
+    peer, frames = received
+    assert peer == b"worker/0" and [bytes(f) for f in frames] == [b"header", b"tensor"]
+    assert listener.send(peer, [b"answer"]) is None
+    answer = channel.receive(WAIT_S)
+    assert answer is not None and [bytes(f) for f in answer] == [b"answer"]
+
+
+def test_large_frames_are_sent_without_a_copy_and_the_handle_says_when_they_are_free(
+    connect: Callable[[str], Pair],
+) -> None:
+    listener, channel = connect("localhost")
+    large = bytearray(os.urandom(8 << 20))
+    channel.send([b"header", memoryview(large)])
+    received = listener.receive(WAIT_S)
+    assert received is not None
+    assert bytes(received[1][1]) == bytes(large)
+    sent = listener.send(received[0], [b"header", memoryview(large)])
+    assert sent is not None
+    answer = channel.receive(WAIT_S)
+    assert answer is not None and bytes(answer[1]) == bytes(large)
+    sent.wait(WAIT_S)  # pyright: ignore[reportAttributeAccessIssue]
+    assert sent.done
+
+
+def test_small_frames_are_free_at_once(connect: Callable[[str], Pair]) -> None:
+    listener, channel = connect("localhost")
+    small = bytearray(b"a" * (COPY_BELOW_BYTES - 1))
+    channel.send([small])
+    small[:] = b"b" * len(small)
+    received = listener.receive(WAIT_S)
+    assert received is not None and set(bytes(received[1][0])) == set(b"a")
+
+
+def test_receive_gives_up_when_its_time_is_over(connect: Callable[[str], Pair]) -> None:
+    for end in connect("localhost"):
+        assert end.receive(0.0) is None
+        started = time.monotonic()
+        assert end.receive(0.05) is None
+        assert 0.04 < time.monotonic() - started < 5
+
+
+def test_wait_returns_as_soon_as_something_has_come_here_or_there(connect: Callable[[str], Pair]) -> None:
+    listener, channel = connect("localhost")
+    other_listener, other = connect("localhost")
+    listener.wait([other], 0.02)
+    channel.send([b"x"])
+    started = time.monotonic()
+    listener.wait([other], WAIT_S)
+    received = listener.receive(0.0)
+    assert received is not None
+    other.send([b"hello"])
+    heard = other_listener.receive(WAIT_S)
+    assert heard is not None
+    other_listener.send(heard[0], [b"there"])
+    listener.wait([other], WAIT_S)
+    assert other.receive(0.0) is not None
+    assert time.monotonic() - started < WAIT_S
+
+
+def test_an_answer_to_a_peer_that_is_gone_is_no_error(connect: Callable[[str], Pair]) -> None:
+    listener, _ = connect("localhost")
+    assert listener.send(b"nobody", [b"x"]) is None
+    listener.send(b"nobody", [bytes(COPY_BELOW_BYTES)])
+
+
+def test_a_listener_may_come_after_its_first_caller() -> None:
+    address = f"localhost:{free_port()}"
+    channel = ZmqChannel(address, b"early")
+    channel.send([b"x"])
+    listener = ZmqListener(address)
+    try:
+        received = listener.receive(WAIT_S)
+        assert received is not None and received[0] == b"early"
+    finally:
+        channel.close()
+        listener.close()
+
+
+def test_a_port_in_use_is_an_error_that_names_the_address_and_who_holds_it(connect: Callable[[str], Pair]) -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        address = f"localhost:{holder.getsockname()[1]}"
+        with pytest.raises(AddressInUseError) as raised:
+            ZmqListener(address)
+    assert f"cannot listen on {address}" in str(raised.value)
+    assert f"process {os.getpid()} (" in str(raised.value)
+    assert "--ps_hosts" in str(raised.value)
+
+
+def test_a_port_that_is_given_up_within_a_moment_is_taken() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        timer = threading.Timer(0.3, holder.close)
+        timer.start()
+        listener = ZmqListener(f"localhost:{port}")
+        listener.close()
+        timer.join()
+
+
+def test_a_listening_socket_of_the_launcher_is_taken_over() -> None:
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        made.listen()
+        address = f"localhost:{made.getsockname()[1]}"
+        listener = ZmqListener(address, os.dup(made.fileno()))
+    channel = ZmqChannel(address, b"x")
+    try:
+        channel.send([b"hello"])
+        assert listener.receive(WAIT_S) is not None
+    finally:
+        channel.close()
+        listener.close()
+
+
+def test_a_host_that_does_not_exist_is_an_error_that_names_it() -> None:
+    with pytest.raises(ClusterError, match="no-such-host.invalid"):
+        endpoint("no-such-host.invalid:2222")
+
+
+def test_endpoints_are_resolved() -> None:
+    assert endpoint("127.0.0.1:80") == "tcp://127.0.0.1:80"
+    assert endpoint("localhost:80") in ("tcp://127.0.0.1:80", "tcp://[::1]:80")
+    assert endpoint("[::1]:80") == "tcp://[::1]:80"
+
+
+def test_the_holder_of_a_port_is_found_in_proc() -> None:
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        port = holder.getsockname()[1]
+        assert holder_of_port(port) is None  # bound, but nobody listens yet
+        holder.listen()
+        found = holder_of_port(port)
+    assert found is not None and found.startswith(f"process {os.getpid()} (")
+    assert holder_of_port(port) is None

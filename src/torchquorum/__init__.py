@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torchquorum.session.join import Task, join
     from torchquorum.session.session import Session
     from torchquorum.worker.client import Step
-    from torchquorum.worker.optimizer import ExponentialDecay, Optimizer, schedule
+    from torchquorum.worker.optimizer import ExponentialDecay, ExponentialMovingAverage, Optimizer, schedule
     from torchquorum.worker.regularizer import l2_regularizer
 
 __version__ = "0.1.0"
@@ -28,6 +28,7 @@ _HOMES = {
     "Buffered": "rules",
     "ClusterSpec": "cluster",
     "ExponentialDecay": "worker.optimizer",
+    "ExponentialMovingAverage": "worker.optimizer",
     "Optimizer": "worker.optimizer",
     "Rule": "rules",
     "Session": "session.session",
@@ -49,6 +50,7 @@ __all__ = [
     "Buffered",
     "ClusterSpec",
     "ExponentialDecay",
+    "ExponentialMovingAverage",
     "Optimizer",
     "Rule",
     "Session",

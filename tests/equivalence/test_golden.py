@@ -1,5 +1,6 @@
 """Two workers in sync mode against what TensorFlow's SyncReplicasOptimizer computed (tests/golden/README.md)."""
 
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,8 @@ import torch
 from torch import nn
 
 import torchquorum as tq
-from tests.harness import train
+from tests.harness import PATIENCE, Cluster, train
+from torchquorum.session.join import Task
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 WEIGHTS, RATE = 5e-7, 2e-9
@@ -29,6 +31,50 @@ class Golden(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(x @ self.w1 + self.b1) @ self.w2 + self.b2
+
+
+@pytest.mark.parametrize("ps", [1, 2])
+def test_moving_averages_equal_tensorflow(ps: int) -> None:
+    data, init, golden = load("data.npz"), load("init.npz"), load("ema.npz")
+    images = torch.from_numpy(data["pool_images"]).float() / 255
+    labels = torch.from_numpy(data["pool_labels"].astype(np.int64))
+    rows = torch.from_numpy(data["idx_sync"].astype(np.int64))
+    steps = rows.shape[1]
+    regularize = tq.l2_regularizer(1e-4)
+    cluster = Cluster(ps=ps, workers=2)
+    all_in = threading.Barrier(2)
+    followed: list[dict[str, np.ndarray]] = []
+
+    def work(task: Task) -> None:
+        model = Golden(init)
+        optimizer = tq.Optimizer(
+            torch.optim.SGD(model.parameters(), lr=0.01),
+            schedule=tq.ExponentialDecay(decay_steps=550, decay_rate=0.99),
+            average=tq.ExponentialMovingAverage(0.99),
+        )
+        with tq.Session(task, model, optimizer, last_step=steps, patience=PATIENCE) as session:
+            all_in.wait(20)
+            while not session.should_stop():
+                batch = rows[task.index, session.local_step]
+                optimizer.zero_grad()
+                (nn.functional.cross_entropy(model(images[batch]), labels[batch]) + regularize(model)).backward()
+                optimizer.step()
+                if task.is_chief:
+                    variables = model.w2.detach().clone()
+                    with session.averaged():
+                        followed.append({n: p.detach().numpy().copy() for n, p in model.named_parameters()})
+                    assert torch.equal(model.w2, variables)
+                all_in.wait(20)
+
+    cluster.run(work, work)
+    for k, averages in enumerate(followed, 1):
+        np.testing.assert_allclose(averages["b1"], golden["ema_b1_steps"][k], atol=WEIGHTS, rtol=0)
+        np.testing.assert_allclose(averages["b2"], golden["ema_b2_steps"][k], atol=WEIGHTS, rtol=0)
+        sample = averages["w1"].reshape(-1)[init["w1_sample_flat"]]
+        np.testing.assert_allclose(sample, golden["ema_w1_sample_steps"][k], atol=WEIGHTS, rtol=0)
+    for name in [n for n in golden if n.startswith("ema_w2_step")]:
+        step = int(name.removeprefix("ema_w2_step"))
+        np.testing.assert_allclose(followed[step - 1]["w2"], golden[name], atol=WEIGHTS, rtol=0)
 
 
 @pytest.mark.parametrize("ps", [1, 2])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.protocol.by_hand import VARIABLES, Ps, by_peer, make_plan, name, only
+from tests.protocol.by_hand import VARIABLES, Ps, by_peer, layout_of, make_plan, name, only
 
 import torchquorum as tq
 import torchquorum.transport.messages as m
@@ -14,6 +14,7 @@ from torchquorum.formats.ledger import read_ledger
 from torchquorum.placement.layout import Variable
 from torchquorum.server.service import IDLE_S, LATE_S
 from torchquorum.transport import codec
+from torchquorum.transport.slots import Slots
 
 
 @pytest.fixture
@@ -190,6 +191,23 @@ def test_a_late_join_of_an_old_incarnation_does_not_push_the_new_one_out(running
     running.join(1, incarnation=2)
     assert only(running.join(1, incarnation=1), m.Fault).kind == "not_joined"
     assert running.push(1, 1, 0, incarnation=2) == []
+
+
+def test_a_worker_may_join_again_by_another_way_and_its_first_join_is_then_too_late(ps: Ps) -> None:
+    ps.create()
+    first = Slots.create("gradients", layout_of(ps.plan).trained[0], 1)
+    shared = m.Join(0, 1, 1, first.ref, None)
+    assert only(ps.send(name(0), shared), m.Variables).slot >= 0
+    assert only(ps.join(0, request=2), m.Variables).slot == -1
+    assert ps.send(name(0), shared) == []
+    assert only(ps.join(0, request=2), m.Variables).slot == -1
+    first.close()
+
+
+def test_shared_memory_that_cannot_be_opened_is_refused_and_frames_are_welcome(ps: Ps) -> None:
+    ps.create()
+    assert only(ps.send(name(0), m.Join(0, 1, 1, m.MemoryRef(2**40, 0, 4096, 1), None)), m.Fault).kind == "SegmentError"
+    assert only(ps.join(0, request=2), m.Variables).slot == -1
 
 
 def test_a_goodbye_of_an_old_incarnation_changes_nothing(running: Ps) -> None:

@@ -32,10 +32,18 @@ class Shards:
         for reply in replies:
             if reply.peer == LEADER:
                 self.wire.append((0, f"shard/{index}".encode(), reply.message))
+            elif isinstance(reply.message, m.Alive):
+                self.alive(int(reply.peer.split(b"/")[1]), reply.message)
             elif reply.peer.startswith(b"shard/"):
                 self.wire.append((int(reply.peer.split(b"/")[1]), LEADER, reply.message))
             elif isinstance(reply.message, m.Variables):
                 self.got[reply.peer].append((index, reply.message))
+
+    def alive(self, index: int, message: m.Alive) -> None:
+        """Shard 0's sign of life arrives at once, and is not answered."""
+        ps = self.ps[index]
+        assert ps.send(LEADER, message) == []
+        assert ps.service.leader_heard_at == ps.now
 
     def deliver(self, at: int = 0) -> None:
         """Hands over one message that is on its way."""
@@ -238,8 +246,6 @@ def test_the_log_is_forgotten_once_everybody_has_followed_it(make: Callable[...,
 def test_the_log_is_kept_while_one_shard_is_behind(make: Callable[..., Shards]) -> None:
     shards = make(3, rule=tq.Async())
     shards.join(0)
-    shards.lose()
-    before = shards.log_length()
     shards.push(0, 1, 0)
     while shards.wire:
         to, _, message = shards.wire[0]
@@ -249,7 +255,7 @@ def test_the_log_is_kept_while_one_shard_is_behind(make: Callable[..., Shards]) 
             shards.deliver()
     shards.beat(1)
     shards.settle()
-    assert shards.versions == [1, 1, 0] and shards.log_length() >= before + 2
+    assert shards.versions == [1, 1, 0] and shards.log_length() == 2
     shards.beat(2)
     shards.settle()
     assert shards.versions == [1, 1, 1]
@@ -317,10 +323,11 @@ def test_lost_doubled_and_reordered_messages_between_shards_change_no_outcome(
 ) -> None:
     draw = random.Random(seed)
     shards = make(3, rule=rule, last_step=8)
-    workers = (0, 1)
+    workers: list[int] = [0, 1]
     for worker in workers:
         shards.join(worker)
-    step, version = dict.fromkeys(workers, 0), dict.fromkeys(workers, 0)
+    step: dict[int, int] = dict.fromkeys(workers, 0)
+    version: dict[int, int] = dict.fromkeys(workers, 0)
     opened: dict[int, int] = {}
     stopped: set[int] = set()
     for _ in range(20_000):

@@ -62,14 +62,14 @@ class Leader:
         self.outcomes.pop(worker, None)
         self._follow(self.quorum.join(worker, incarnation, now), wall)
 
-    def pull(self, worker: int, incarnation: int, request: int) -> bool:
+    def pull(self, worker: int, incarnation: int, request: int, *, averaged: bool = False) -> bool:
         """A worker asks for the current version, outside of a push. False if it is not one of ours."""
         known = self.quorum.workers.get(worker)
         if known is None or known.incarnation != incarnation:
             return False
         self._requests[worker] = (incarnation, request)
         self.outcomes.pop(worker, None)
-        self._append(Release(worker, incarnation, request, self.quorum.version, self.quorum.stopped))
+        self._append(Release(worker, incarnation, request, self.quorum.version, self.quorum.stopped, averaged))
         return True
 
     def arrived(

@@ -14,7 +14,7 @@ from typing import Any
 
 import torchquorum.transport.messages as m
 from torchquorum.cluster import ClusterSpec, TaskId
-from torchquorum.errors import RefusedError, TorchQuorumError
+from torchquorum.errors import ConfigError, RefusedError, TorchQuorumError
 from torchquorum.formats.ledger import LedgerWriter
 from torchquorum.rules.quorum import Key
 from torchquorum.server.leader import Arrival, Leader
@@ -69,6 +69,8 @@ class Service:
 
     def handle(self, peer: Peer, frames: Sequence[Frame], now: float, wall: float) -> list[Reply]:
         """Answers one message."""
+        if peer == LEADER:
+            self.leader_heard_at = now
         try:
             message, tensors = codec.split(frames)
         except codec.WireError as error:
@@ -105,6 +107,8 @@ class Service:
                 replies = self._leave(peer, message, now, wall)
             case m.StatusRequest():
                 replies = [Reply(peer, m.Status(self.status()))]
+            case m.Alive() if peer == LEADER:
+                replies = []
             case m.Fault():
                 replies = []  # two ps tasks would answer each other for ever
             case _:
@@ -199,10 +203,11 @@ class Service:
             self.shard.check_plan(join.plan, f"/job:worker/task:{join.worker}")
         if self.shard.replaced(join.worker, join.incarnation):
             return [Reply(peer, self._not_joined(join.worker, join.request))]
+        known = self.shard.knows(join.worker, join.incarnation)
+        if known and not self.shard.heard_from(join.worker, peer, join.request):
+            return []
         if not self.shard.joined_by(join):
             self.shard.welcome(peer, join)
-        if not self.shard.heard_from(join.worker, peer, join.request):
-            return []
         if self.leader is not None:
             again = self.shard.answer(join.worker, join.incarnation, join.request)
             if again:
@@ -244,6 +249,10 @@ class Service:
 
     def _pull(self, peer: Peer, pull: m.Pull) -> list[Reply]:
         shard = self._ready()
+        if pull.averaged and shard.averages is None:
+            raise ConfigError(
+                "no moving averages are kept; give tq.Optimizer an average=tq.ExponentialMovingAverage(0.99)"
+            )
         if not shard.knows(pull.worker, pull.incarnation):
             return [Reply(peer, self._not_joined(pull.worker, pull.request))]
         if not shard.heard_from(pull.worker, peer, pull.request):
@@ -251,7 +260,7 @@ class Service:
         again = shard.answer(pull.worker, pull.incarnation, pull.request)
         if again or self.leader is None:
             return again
-        if not self.leader.pull(pull.worker, pull.incarnation, pull.request):
+        if not self.leader.pull(pull.worker, pull.incarnation, pull.request, averaged=pull.averaged):
             return [Reply(peer, self._not_joined(pull.worker, pull.request))]
         return []
 

@@ -14,6 +14,7 @@ import torch
 from torchquorum.errors import RefusedError
 from torchquorum.placement.layout import Layout, check_same_variables, place
 from torchquorum.rules.quorum import Key
+from torchquorum.server.average import Averages
 from torchquorum.server.update import Update
 from torchquorum.server.versions import Versions
 from torchquorum.transport.channel import Peer
@@ -103,6 +104,8 @@ class Shard:
         except Exception:
             self.versions.close()
             raise
+        values_now = section_views(self.region, slot)
+        self.averages = Averages(plan.average, values_now) if plan.average is not None else None
         self.followed = 0
         self.ended: End | None = None
         self._gradients: dict[Key, Gradient] = {}
@@ -120,7 +123,16 @@ class Shard:
     def check_plan(self, plan: Plan, who: str) -> None:
         """Raises RefusedError if a task comes with another model, optimizer or rule."""
         check_same_variables(self.plan.variables, plan.variables, who)
-        for what in ("optimizer", "schedule", "rule", "placement", "slice_bytes", "num_workers", "num_shards"):
+        for what in (
+            "optimizer",
+            "schedule",
+            "average",
+            "rule",
+            "placement",
+            "slice_bytes",
+            "num_workers",
+            "num_shards",
+        ):
             ours, theirs = getattr(self.plan, what), getattr(plan, what)
             if ours != theirs:
                 raise RefusedError(
@@ -134,7 +146,7 @@ class Shard:
         """Notes a worker and opens its gradient memory."""
         memory = self._open(join.gradients) if join.gradients is not None else None
         before = self._guests.get(join.worker)
-        if before is not None:
+        if before is not None and before.incarnation != join.incarnation:
             self._replaced.add((join.worker, before.incarnation))
         self._guests[join.worker] = Guest(join.incarnation, peer, memory, join.request, join.request)
 
@@ -217,11 +229,14 @@ class Shard:
                 for key in keys:
                     self._gradients.pop(Key(*key), None)
                     self._decide(Key(*key))
-            case Release(worker, incarnation, request, version, stop):
+            case Release(worker, incarnation, request, version, stop, averaged):
                 assert version == self.version, f"release at {version} while the shard is at {self.version}"
                 self._keep_undecided(worker)
                 self._answers[worker] = Answer(incarnation, request, version, stop, outcome)
-                self.versions.lease(worker)
+                if averaged and self.averages is not None:
+                    self.versions.lease_copy(worker, self.averages.shadows)
+                else:
+                    self.versions.lease(worker)
                 return self.answer(worker, incarnation, request)
             case End():
                 self.ended = entry
@@ -284,6 +299,8 @@ class Shard:
         except Exception as error:  # a shard that cannot follow its log must not go on as if it had
             raise AssertionError(f"the update to version {version} failed: {error}") from error
         self.versions.publish(slot, version)
+        if self.averages is not None:
+            self.averages.follow(slots.sections[slot], version)
 
     def close(self) -> None:
         """Gives the memory up."""

@@ -6,6 +6,10 @@ the current version is never written. A reader that was frozen and lost its leas
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
+
 from torchquorum.placement.layout import Region
 from torchquorum.transport.channel import Sent
 from torchquorum.transport.slots import Slots
@@ -27,6 +31,14 @@ class Versions:
         """Returns the current slot and keeps it from being written until the worker leases again or is forgotten."""
         self._readers[worker] = self.current
         return self.current
+
+    def lease_copy(self, worker: int, sections: Sequence[torch.Tensor]) -> None:
+        """Puts other values than the variables, at the current version, into a slot that the worker may then read."""
+        slot = self.next_slot()
+        for target, source in zip(self.slots.sections[slot], sections, strict=True):
+            target.copy_(source)
+        self.slots.mark(slot, self.version)
+        self._readers[worker] = slot
 
     def leased(self, worker: int) -> int | None:
         """Returns the slot that a worker may be reading."""

@@ -7,6 +7,8 @@ after the block the model's parameters are ordinary tensors of this process, at 
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -112,6 +114,7 @@ class Session:
             optimizer=self.optimizer.spec(),
             rule=self.optimizer.rule,
             schedule=self.optimizer.schedule,
+            average=self.optimizer.average,
             num_shards=self.task.num_ps,
             num_workers=self.task.num_workers,
             placement=self.optimizer.placement,
@@ -171,6 +174,12 @@ class Session:
     def pull(self) -> int:
         """Takes the cluster's current version into the model's parameters; returns it."""
         return self._running().pull()
+
+    @contextmanager
+    def averaged(self) -> Iterator[int]:
+        """Inside this block the model's parameters are the moving averages; afterwards they are the variables again."""
+        yield self._running().pull(averaged=True)
+        self._running().pull()
 
     def record(self, **results: Any) -> None:
         """Notes this worker's final `loss` and `accuracy` for the report."""

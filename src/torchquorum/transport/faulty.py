@@ -66,7 +66,7 @@ class FaultyChannel:
         if cut or draw < faults.drop:
             return []
         if draw < faults.drop + faults.delay:
-            kept = [bytes(f) for f in frames]  # the sender may use its memory again, as after any send
+            kept: list[Frame] = [bytes(f) for f in frames]  # the sender may use its memory again, as after any send
             self._late.append((time.monotonic() + faults.delay_s, outgoing, kept))
             return []
         return [frames, frames] if draw < faults.drop + faults.delay + faults.duplicate else [frames]

@@ -34,6 +34,13 @@ class ScheduleSpec(msgspec.Struct):
     arguments: dict[str, Any]
 
 
+class AverageSpec(msgspec.Struct):
+    """Exponential moving averages of the variables, kept on the ps tasks."""
+
+    decay: float
+    num_updates: bool
+
+
 class Plan(msgspec.Struct, kw_only=True):
     """All that the ps tasks need to know of a run; the chief makes it."""
 
@@ -43,6 +50,7 @@ class Plan(msgspec.Struct, kw_only=True):
     num_shards: int
     num_workers: int
     schedule: ScheduleSpec | None = None
+    average: AverageSpec | None = None
     placement: str = "round_robin"
     slice_bytes: int | None = None
     last_step: int | None = None
@@ -102,11 +110,12 @@ class Push(Message):
 
 
 class Pull(Message):
-    """The worker asks for the current version. Answered by Variables."""
+    """The worker asks for the current version, or for the moving averages at it. Answered by Variables."""
 
     worker: int
     incarnation: int
     request: int
+    averaged: bool = False
 
 
 class Probe(Message):
@@ -259,13 +268,14 @@ class Drop(Message):
 
 
 class Release(Message):
-    """Log entry: answer this worker's request with the version reached at this place of the log."""
+    """Log entry: answer this worker's request with the version (or its averages) reached at this place of the log."""
 
     worker: int
     incarnation: int
     request: int
     version: int
     stop: bool
+    averaged: bool = False
 
 
 class End(Message):

@@ -240,12 +240,12 @@ class Client:
             return self._step(previous, before)
         return self._step(self._take(self.patience.round_s), computed_at)
 
-    def pull(self) -> int:
-        """Takes the current version; returns it."""
+    def pull(self, *, averaged: bool = False) -> int:
+        """Takes the current version, or the moving averages at it; returns it."""
         if self._open is not None:
             self._take(self.patience.round_s)
         self._request += 1
-        self._open = [(m.Pull(self.index, self.incarnation, self._request), []) for _ in self._ps]
+        self._open = [(m.Pull(self.index, self.incarnation, self._request, averaged), []) for _ in self._ps]
         self._send_open()
         self._take(self.patience.round_s)
         return self.version
@@ -337,6 +337,8 @@ class Client:
 
     def _take(self, patience_s: float) -> m.Variables:
         """Waits for the answer of every ps task to the open request and loads it. Returns shard 0's."""
+        first_message = self._open[0][0] if self._open else None
+        averaged = isinstance(first_message, m.Pull) and first_message.averaged
         while True:
             answers = self._answers(patience_s)
             loaded = [self._load(k, message, frames) for k, (message, frames) in enumerate(answers)]
@@ -345,7 +347,7 @@ class Client:
             if all(loaded) and len(versions) == 1:
                 break
             self._request += 1  # frozen for so long that a version was reused: take the current one
-            self._open = [(m.Pull(self.index, self.incarnation, self._request), []) for _ in self._ps]
+            self._open = [(m.Pull(self.index, self.incarnation, self._request, averaged), []) for _ in self._ps]
             self._send_open()
         first = answers[0][0]
         self.version, self.lr = first.version, first.lr

@@ -13,7 +13,7 @@ import torch
 
 from torchquorum.errors import ConfigError
 from torchquorum.rules import Rule, Sync
-from torchquorum.transport.messages import OptimizerSpec, ScheduleSpec
+from torchquorum.transport.messages import AverageSpec, OptimizerSpec, ScheduleSpec
 from torchquorum.worker.client import Client, Step
 
 Schedule = ScheduleSpec
@@ -43,6 +43,18 @@ def ExponentialDecay(*, decay_steps: float, decay_rate: float, staircase: bool =
     return ScheduleSpec(
         "ExponentialDecay", {"decay_steps": decay_steps, "decay_rate": decay_rate, "staircase": staircase}
     )
+
+
+def ExponentialMovingAverage(decay: float, *, num_updates: bool = True) -> AverageSpec:
+    """Names moving averages of the variables, kept on the ps tasks, as tf.train.ExponentialMovingAverage.
+
+    Args:
+        decay: How much of the old average stays at each update, such as 0.99.
+        num_updates: Decay less at the start: min(decay, (1 + step) / (10 + step)).
+    """
+    if not 0.0 <= decay <= 1.0:
+        raise ConfigError(f"ExponentialMovingAverage({decay}): must be between 0 and 1, such as 0.99")
+    return AverageSpec(float(decay), num_updates)
 
 
 def _travels(value: Any) -> Any:
@@ -79,6 +91,7 @@ class Optimizer:
         schedule: A learning-rate schedule by global step, see `tq.schedule` and `tq.ExponentialDecay`.
         placement: How variables are placed on ps tasks: `round_robin` or `greedy`.
         slice_bytes: A variable of more bytes is sliced over all ps tasks.
+        average: Moving averages of the variables, see `tq.ExponentialMovingAverage`; evaluate with `session.averaged()`.
     """
 
     def __init__(
@@ -89,6 +102,7 @@ class Optimizer:
         schedule: Any = None,
         placement: str = "round_robin",
         slice_bytes: int | None = None,
+        average: AverageSpec | None = None,
     ) -> None:
         if isinstance(optimizer, Optimizer):
             raise ConfigError("tq.Optimizer of a tq.Optimizer: wrap the torch.optim optimizer once")
@@ -101,11 +115,14 @@ class Optimizer:
         self.inner = optimizer
         self.rule = rule if rule is not None else Sync()
         self.schedule = _as_schedule(schedule)
-        self.placement, self.slice_bytes = placement, slice_bytes
+        self.placement, self.slice_bytes, self.average = placement, slice_bytes, average
         self.last: Step | None = None
         self._client: Client | None = None
-        self._rates: list[Any] = [group.get("lr", 0.0) for group in optimizer.param_groups]
-        self._last_lr = [float(rate) for rate in self._rates]
+        self._rates = self._given_rates()
+        self._last_lr = list(self._rates)
+
+    def _given_rates(self) -> list[float]:
+        return [float(group.get("lr", 0.0)) for group in self.inner.param_groups]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -152,7 +169,7 @@ class Optimizer:
             raise ConfigError(
                 "optimizer.step() outside of `with tq.Session(task, model, optimizer)`: there is no ps to push to"
             )
-        if [group.get("lr", 0.0) for group in self.inner.param_groups] != self._rates:
+        if self._given_rates() != self._rates:
             raise ConfigError(
                 "the learning rate was changed on the worker, where it has no effect; give tq.Optimizer a schedule="
             )

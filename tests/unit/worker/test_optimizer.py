@@ -1,0 +1,183 @@
+"""What users see of the worker: the optimizer, its schedule, and the weight decay of the seeds."""
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchquorum as tq
+from torchquorum.errors import ConfigError
+from torchquorum.transport.messages import ScheduleSpec
+from torchquorum.worker.regularizer import l2_regularizer
+
+
+def sgd(lr: Any = 0.1) -> torch.optim.SGD:
+    return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=lr)
+
+
+# -- the optimizer as it travels ------------------------------------------------------------------------------------------
+
+
+def test_an_optimizer_travels_as_its_name_and_the_arguments_of_each_group() -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    inner = torch.optim.Adam(
+        [{"params": first.parameters(), "lr": 0.5}, {"params": second.parameters(), "betas": (0.1, 0.2)}], lr=0.25
+    )
+    spec = tq.Optimizer(inner).spec()
+    assert spec.name == "Adam"
+    assert [g["lr"] for g in spec.groups] == [0.5, 0.25]
+    assert [list(g["betas"]) for g in spec.groups] == [[0.9, 0.999], [0.1, 0.2]]
+    assert all("params" not in g for g in spec.groups)
+
+
+def test_named_parameters_and_a_schedulers_marks_do_not_travel() -> None:
+    inner = torch.optim.SGD(nn.Linear(2, 2).named_parameters(), lr=0.1)
+    torch.optim.lr_scheduler.StepLR(inner, 3)
+    assert not {"params", "param_names", "initial_lr"} & set(tq.Optimizer(inner).spec().groups[0])
+
+
+def test_the_learning_rate_is_known_before_the_session_begins_also_as_a_tensor() -> None:
+    assert tq.Optimizer(sgd(0.5)).lr == [0.5]
+    assert tq.Optimizer(sgd(torch.tensor(0.5))).lr == [0.5]
+
+
+def test_an_optimizer_of_ones_own_is_refused() -> None:
+    class Mine(torch.optim.SGD):
+        pass
+
+    with pytest.raises(ConfigError, match=r"Mine: only the classes of torch\.optim can run on a ps"):
+        tq.Optimizer(Mine(nn.Linear(1, 1).parameters(), lr=0.1)).spec()
+
+
+def test_an_argument_that_cannot_travel_is_refused() -> None:
+    inner = sgd()
+    inner.param_groups[0]["secret"] = object()
+    with pytest.raises(ConfigError, match="cannot travel to a ps"):
+        tq.Optimizer(inner).spec()
+
+
+def test_what_is_no_optimizer_or_no_rule_is_refused_with_a_hint() -> None:
+    with pytest.raises(ConfigError, match="wrap the torch.optim optimizer once"):
+        tq.Optimizer(tq.Optimizer(sgd()))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="give it a torch.optim optimizer"):
+        tq.Optimizer(nn.Linear(1, 1))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="with parentheses"):
+        tq.Optimizer(sgd(), rule=tq.Sync)  # type: ignore[arg-type]
+
+
+def test_the_rule_is_sync_unless_another_is_given() -> None:
+    assert tq.Optimizer(sgd()).rule == tq.Sync()
+    assert tq.Optimizer(sgd(), tq.Async()).rule == tq.Async()
+
+
+def test_a_step_outside_of_a_session_is_refused() -> None:
+    with pytest.raises(ConfigError, match="there is no ps to push to"):
+        tq.Optimizer(sgd()).step()
+
+
+@pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
+def test_a_learning_rate_changed_on_the_worker_is_noticed(lr: Any) -> None:
+    inner = sgd(lr)
+    optimizer = tq.Optimizer(inner)
+    optimizer.attach(object())  # type: ignore[arg-type]
+    if isinstance(lr, torch.Tensor):
+        inner.param_groups[0]["lr"].fill_(0.2)
+    else:
+        inner.param_groups[0]["lr"] = 0.2
+    with pytest.raises(ConfigError, match="give tq.Optimizer a schedule="):
+        optimizer.step()
+
+
+def test_zero_grad_forgets_the_gradients() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    model.weight.grad = torch.ones(2, 2)
+    optimizer.zero_grad()
+    assert model.weight.grad is None
+
+
+def test_the_state_is_not_on_the_worker() -> None:
+    with pytest.raises(ConfigError, match="lives on the ps tasks"):
+        tq.Optimizer(sgd()).state_dict()
+
+
+# -- schedules ------------------------------------------------------------------------------------------------------------
+
+STEP = ScheduleSpec("StepLR", {"step_size": 30, "gamma": 0.5})
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        tq.schedule("StepLR", step_size=30, gamma=0.5),
+        tq.schedule(torch.optim.lr_scheduler.StepLR, step_size=30, gamma=0.5),
+        functools.partial(torch.optim.lr_scheduler.StepLR, step_size=30, gamma=0.5),
+        ("StepLR", {"step_size": 30, "gamma": 0.5}),
+        (torch.optim.lr_scheduler.StepLR, {"step_size": 30, "gamma": 0.5}),
+    ],
+    ids=["name", "class", "partial", "pair", "pair with a class"],
+)
+def test_a_schedule_may_be_given_in_several_forms(given: Any) -> None:
+    assert tq.Optimizer(sgd(), schedule=given).schedule == STEP
+
+
+def test_a_scheduler_object_is_refused() -> None:
+    inner = sgd()
+    with pytest.raises(ConfigError, match="a scheduler object belongs to one process"):
+        tq.Optimizer(inner, schedule=torch.optim.lr_scheduler.StepLR(inner, 3))
+
+
+def test_schedules_nest_as_plain_data() -> None:
+    nested = tq.schedule("SequentialLR", schedulers=[tq.schedule("ConstantLR", factor=0.5)], milestones=(3,))
+    assert nested.arguments == {
+        "schedulers": [{"name": "ConstantLR", "arguments": {"factor": 0.5}}],
+        "milestones": [3],
+    }
+
+
+def test_a_function_in_a_schedule_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a function cannot travel"):
+        tq.schedule("LambdaLR", lr_lambda=lambda step: 0.5)
+
+
+def test_exponential_decay_takes_the_seeds_arguments() -> None:
+    spec = tq.ExponentialDecay(decay_steps=100, decay_rate=0.9, staircase=True)
+    assert (spec.name, spec.arguments) == (
+        "ExponentialDecay",
+        {"decay_steps": 100, "decay_rate": 0.9, "staircase": True},
+    )
+    with pytest.raises(ConfigError, match="decay_steps=0"):
+        tq.ExponentialDecay(decay_steps=0, decay_rate=0.9)
+
+
+# -- weight decay ---------------------------------------------------------------------------------------------------------
+
+
+def test_l2_is_half_the_sum_of_squares_of_the_weights_and_its_gradient_is_scale_times_weight() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Conv1d(2, 2, 3))
+    value = l2_regularizer(0.25)(model)
+    weights = [p for p in model.parameters() if p.dim() >= 2]
+    expected = 0.25 * sum(float(w.detach().double().pow(2).sum()) for w in weights) / 2
+    assert float(value.detach()) == pytest.approx(expected, rel=1e-6)
+    value.backward()
+    for parameter in model.parameters():
+        if parameter.dim() >= 2:
+            torch.testing.assert_close(parameter.grad, 0.25 * parameter.detach())
+        else:
+            assert parameter.grad is None
+
+
+def test_l2_takes_tensors_and_leaves_frozen_ones_out() -> None:
+    trained, frozen = torch.ones(2, 2, requires_grad=True), torch.ones(5, 5)
+    assert l2_regularizer(1.0)([trained, frozen]).item() == 2.0
+    assert float(l2_regularizer(1.0)([])) == 0.0
+    assert l2_regularizer(0.0)([trained]).item() == 0.0
+
+
+@pytest.mark.parametrize("scale", [1, True, -0.1, "0.1", None, -math.inf])
+def test_a_scale_that_is_no_float_or_negative_is_refused(scale: Any) -> None:
+    with pytest.raises(ConfigError, match="must be a float, 0.0 or more"):
+        l2_regularizer(scale)

@@ -162,7 +162,9 @@ def list_checkpoints(folder: Path) -> list[CheckpointInfo]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CheckpointError(f"cannot list the checkpoints in {folder}: {error.strerror}; name a run's folder") from error
+        raise CheckpointError(
+            f"cannot list the checkpoints in {folder}: {error.strerror}; name a run's folder"
+        ) from error
     found = [(int(match[1]), folder / name) for name in names if (match := _FOLDER.fullmatch(name))]
     return [_inspect(step, path) for step, path in sorted(found)]
 

@@ -7,7 +7,8 @@ after the block the model's parameters are ordinary tensors of this process, at 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -17,10 +18,11 @@ from torch import nn
 
 from torchquorum import env
 from torchquorum.errors import ConfigError, TorchQuorumError
+from torchquorum.session.hooks import Hook, Ran, end_all
 from torchquorum.session.join import Task, say
 from torchquorum.transport.messages import Plan
 from torchquorum.worker.beat import Beat
-from torchquorum.worker.client import Client, Patience, make_layout
+from torchquorum.worker.client import Client, Patience, Step, make_layout
 from torchquorum.worker.flat import FlatParameters, describe
 from torchquorum.worker.optimizer import Optimizer
 
@@ -36,6 +38,7 @@ class Session:
         last_step: The global step at which the run is over, exactly; None trains until the loop ends.
         liveness_s: A worker that is silent for longer counts as dead, and the others go on.
         patience: How long to wait for what.
+        hooks: What to do around the loop, in this order; see `torchquorum.session.hooks`.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Session:
         last_step: int | None = None,
         liveness_s: float = 5.0,
         patience: Patience | None = None,
+        hooks: Sequence[Hook] = (),
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
@@ -68,10 +72,14 @@ class Session:
         self._beat: Beat | None = None
         self._results: dict[str, float] = {}
         self.flat: FlatParameters | None = None
+        self.hooks = list(hooks)
+        self._stop_asked = False
 
     def __enter__(self) -> Session:
         if self._client is not None:
             raise ConfigError("this session has begun already; make a new tq.Session for another run")
+        for hook in self.hooks:
+            hook.begin(self)
         if self.task.alone is not None:
             self.task.alone.start()
         incarnation = secrets.randbits(62)
@@ -90,8 +98,26 @@ class Session:
             self._end(client)
             raise
         self._client = client
-        self.optimizer.attach(client)
+        self.optimizer.attach(client, self)
+        try:
+            for hook in self.hooks:
+                hook.after_create_session(self)
+        except BaseException:
+            self.__exit__(*sys.exc_info())
+            raise
         return self
+
+    def before_run(self) -> None:
+        """Tells the hooks that a step is about to be pushed; the optimizer calls this."""
+        for hook in self.hooks:
+            hook.before_run(self)
+
+    def after_run(self, step: Step, loss: float | None, seconds: float) -> None:
+        """Tells the hooks what a step did; the optimizer calls this."""
+        if self.hooks:
+            ran = Ran(step, loss, seconds)
+            for hook in self.hooks:
+                hook.after_run(self, ran)
 
     def _begin(self, client: Client, incarnation: int) -> None:
         plan, parameters = self._plan()
@@ -130,16 +156,21 @@ class Session:
     ) -> None:
         client = self._client
         assert client is not None
-        self.optimizer.attach(None)
         finished = kind is None
         try:
             if finished and client.pipeline:
                 client.pull()
-            client.leave(finished=finished, **self._results)
-        except TorchQuorumError:
             if finished:
+                end_all(self.hooks, self)
+            client.leave(finished=finished, **self._results)
+        except BaseException as failure:
+            if finished:
+                client.leave(finished=False)
+                raise
+            if not isinstance(failure, TorchQuorumError):
                 raise
         finally:
+            self.optimizer.attach(None)
             self._end(client)
 
     def _end(self, client: Client) -> None:
@@ -153,8 +184,12 @@ class Session:
     # -- inside the block ---------------------------------------------------------------------------------------------
 
     def should_stop(self) -> bool:
-        """Whether the run is over: the last step has been reached."""
-        return self._running().stopped
+        """Whether the run is over: the last step has been reached, or somebody asked to stop."""
+        return self._stop_asked or self._running().stopped
+
+    def request_stop(self) -> None:
+        """Makes this worker's loop end: `should_stop` is true from now on."""
+        self._stop_asked = True
 
     @property
     def global_step(self) -> int:

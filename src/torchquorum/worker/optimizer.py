@@ -6,8 +6,9 @@ Wraps a torch.optim optimizer, which says what the ps tasks shall run and is nev
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,6 +18,18 @@ from torchquorum.transport.messages import AverageSpec, OptimizerSpec, ScheduleS
 from torchquorum.worker.client import Client, Step
 
 Schedule = ScheduleSpec
+
+
+class Watcher(Protocol):
+    """Who is told of every step: the session."""
+
+    def before_run(self) -> None:
+        """A step is about to be pushed."""
+        ...
+
+    def after_run(self, step: Step, loss: float | None, seconds: float) -> None:
+        """A step has been made."""
+        ...
 
 
 def schedule(name: str | type[Any], **arguments: Any) -> Schedule:
@@ -118,6 +131,7 @@ class Optimizer:
         self.placement, self.slice_bytes, self.average = placement, slice_bytes, average
         self.last: Step | None = None
         self._client: Client | None = None
+        self._watcher: Watcher | None = None
         self._rates = self._given_rates()
         self._last_lr = list(self._rates)
 
@@ -145,11 +159,11 @@ class Optimizer:
             groups.append({k: _travels(v) for k, v in kept.items()})
         return OptimizerSpec(kind.__name__, groups)
 
-    def attach(self, client: Client | None) -> None:
-        """Connects the optimizer to the ps tasks, or cuts it off; the session calls this."""
+    def attach(self, client: Client | None, watcher: Watcher | None = None) -> None:
+        """Connects the optimizer to the ps tasks, or cuts it off; the session calls this and watches every step."""
         if client is None and self._client is not None:
             self._last_lr = self._client.lr
-        self._client = client
+        self._client, self._watcher = client, watcher
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients."""
@@ -178,7 +192,14 @@ class Optimizer:
                 loss = closure()
         if isinstance(loss, torch.Tensor):
             loss = loss.detach()
-        self.last = self._client.push(float(loss) if loss is not None else None)
+        shown = float(loss) if loss is not None else None
+        if self._watcher is None:
+            self.last = self._client.push(shown)
+            return self.last
+        self._watcher.before_run()
+        started = time.perf_counter()
+        self.last = self._client.push(shown)
+        self._watcher.after_run(self.last, shown, time.perf_counter() - started)
         return self.last
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,10 +11,22 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torchquorum.cluster import ClusterSpec, TaskId
     from torchquorum.data import Batches, load_mnist
+    from torchquorum.data.coordinator import Coordinator, Prefetcher
     from torchquorum.errors import TorchQuorumError
     from torchquorum.rules import Async, Bounded, Buffered, Rule, Sync
+    from torchquorum.session.evaluation import EvaluateHook, FinalAccuracyHook
+    from torchquorum.session.hooks import Hook, Ran
     from torchquorum.session.join import Task, join
+    from torchquorum.session.ready import (
+        LogHook,
+        NanGuardHook,
+        NanLossError,
+        ProgressHook,
+        StepCounterHook,
+        StopAtStepHook,
+    )
     from torchquorum.session.session import Session
+    from torchquorum.session.summaries import SummaryHook
     from torchquorum.worker.client import Step
     from torchquorum.worker.optimizer import ExponentialDecay, ExponentialMovingAverage, Optimizer, schedule
     from torchquorum.worker.regularizer import l2_regularizer
@@ -27,12 +39,25 @@ _HOMES = {
     "Bounded": "rules",
     "Buffered": "rules",
     "ClusterSpec": "cluster",
+    "Coordinator": "data.coordinator",
+    "EvaluateHook": "session.evaluation",
     "ExponentialDecay": "worker.optimizer",
     "ExponentialMovingAverage": "worker.optimizer",
+    "FinalAccuracyHook": "session.evaluation",
+    "Hook": "session.hooks",
+    "LogHook": "session.ready",
+    "NanGuardHook": "session.ready",
+    "NanLossError": "session.ready",
     "Optimizer": "worker.optimizer",
+    "Prefetcher": "data.coordinator",
+    "ProgressHook": "session.ready",
+    "Ran": "session.hooks",
     "Rule": "rules",
     "Session": "session.session",
     "Step": "worker.client",
+    "StepCounterHook": "session.ready",
+    "StopAtStepHook": "session.ready",
+    "SummaryHook": "session.summaries",
     "Sync": "rules",
     "Task": "session.join",
     "TaskId": "cluster",
@@ -49,12 +74,25 @@ __all__ = [
     "Bounded",
     "Buffered",
     "ClusterSpec",
+    "Coordinator",
+    "EvaluateHook",
     "ExponentialDecay",
     "ExponentialMovingAverage",
+    "FinalAccuracyHook",
+    "Hook",
+    "LogHook",
+    "NanGuardHook",
+    "NanLossError",
     "Optimizer",
+    "Prefetcher",
+    "ProgressHook",
+    "Ran",
     "Rule",
     "Session",
     "Step",
+    "StepCounterHook",
+    "StopAtStepHook",
+    "SummaryHook",
     "Sync",
     "Task",
     "TaskId",

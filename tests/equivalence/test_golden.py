@@ -24,6 +24,11 @@ def load(name: str) -> dict[str, np.ndarray]:
 class Golden(nn.Module):
     """TensorFlow's layout: x @ w + b."""
 
+    w1: nn.Parameter
+    b1: nn.Parameter
+    w2: nn.Parameter
+    b2: nn.Parameter
+
     def __init__(self, init: dict[str, np.ndarray]) -> None:
         super().__init__()
         for name in ("w1", "b1", "w2", "b2"):

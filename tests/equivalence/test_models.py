@@ -51,7 +51,7 @@ Case = tuple[Callable[[], nn.Module], Callable[[nn.Module], torch.optim.Optimize
 CASES: dict[str, Case] = {
     "convolution": (Convolutions, lambda m: torch.optim.Adam(m.parameters(), lr=0.01), (4, 3, 8, 8), {}),
     "channels_last": (
-        lambda: Convolutions().to(memory_format=torch.channels_last),
+        lambda: Convolutions().to(memory_format=torch.channels_last),  # pyright: ignore[reportCallIssue]
         lambda m: torch.optim.Adam(m.parameters(), lr=0.01),
         (4, 3, 8, 8),
         {},

@@ -1,5 +1,8 @@
 """Every preset with one worker equals plain torch.optim, bit for bit."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -41,7 +44,13 @@ def backward(model: nn.Module, worker: int, step: int) -> None:
     nn.functional.cross_entropy(model(x, step % 3 != 1).float(), y).backward()
 
 
-def plain(make_optimizer, make_model=Net, steps=STEPS, schedule=None, accumulate=1):
+def plain(
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    make_model: Callable[[], nn.Module] = Net,
+    steps: int = STEPS,
+    schedule: Callable[[torch.optim.Optimizer], Any] | None = None,
+    accumulate: int = 1,
+) -> list[torch.Tensor]:
     """The same training in plain PyTorch."""
     model = make_model()
     optimizer = make_optimizer(model)
@@ -52,7 +61,7 @@ def plain(make_optimizer, make_model=Net, steps=STEPS, schedule=None, accumulate
         if accumulate == 1:
             backward(model, 0, batch)
         else:
-            sums = [None] * len(list(model.parameters()))
+            sums: list[Any] = [None] * len(list(model.parameters()))
             for k in range(accumulate):
                 model.zero_grad()
                 backward(model, 0, batch + k)
@@ -156,7 +165,7 @@ def test_buffered_equals_k_accumulated_batches(k: int, name: str) -> None:
 def test_a_lone_worker_fills_the_quorum_with_accumulated_batches() -> None:
     ours, steps = train(Net, OPTIMIZERS["sgd"], backward, steps=6, rule=tq.Sync(aggregate=2))
     assert same(ours, plain(OPTIMIZERS["sgd"], steps=6, accumulate=2))
-    assert [s.version for s in steps] == [v for v in range(6) for _ in range(2)][1:] + [6]
+    assert [s.version for s in steps] == [*[v for v in range(6) for _ in range(2)][1:], 6]
 
 
 SCHEDULES = {

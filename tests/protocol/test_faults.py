@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.harness import Cluster
 from torch import nn
 
 import torchquorum as tq
+from tests.harness import Cluster
 from torchquorum.formats.ledger import Entry, read_ledger
 from torchquorum.session.join import Task
 from torchquorum.transport.channel import Channel

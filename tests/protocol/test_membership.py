@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.protocol.by_hand import VARIABLES, Ps, by_peer, layout_of, make_plan, name, only
 
 import torchquorum as tq
 import torchquorum.transport.messages as m
+from tests.protocol.by_hand import VARIABLES, Ps, by_peer, layout_of, make_plan, name, only
 from torchquorum.formats.ledger import read_ledger
 from torchquorum.placement.layout import Variable
 from torchquorum.server.service import IDLE_S, LATE_S

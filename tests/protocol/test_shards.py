@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.protocol.by_hand import Ps, name, only
 
 import torchquorum as tq
 import torchquorum.transport.messages as m
+from tests.protocol.by_hand import Ps, name, only
 from torchquorum.server.service import LEADER
 from torchquorum.server.shard import Reply
 

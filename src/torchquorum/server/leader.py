@@ -15,9 +15,9 @@ from torchquorum.formats.ledger import Entry, LedgerWriter
 from torchquorum.rules import quorum
 from torchquorum.rules.quorum import Key, Quorum
 from torchquorum.server.tally import Tally
-from torchquorum.transport.messages import Apply, Drop, End, Held, Outcome, Plan, Release
+from torchquorum.transport.messages import Apply, Drop, End, Held, Outcome, Plan, Release, Snapshot
 
-LogEntry = Apply | Drop | Release | End
+LogEntry = Apply | Drop | Release | Snapshot | End
 REMEMBERED_ARRIVALS = 4096
 
 
@@ -113,6 +113,10 @@ class Leader:
     def stop(self, wall: float) -> None:
         """The run is over now."""
         self._follow(self.quorum.stop(), wall)
+
+    def snapshot(self, number: int, partial: str) -> None:
+        """Every shard shall write itself, as it is now."""
+        self._append(Snapshot(number, self.quorum.version, partial))
 
     def end(self, *, ok: bool, why: str) -> None:
         """The job is over: every shard exits when it comes to this entry."""

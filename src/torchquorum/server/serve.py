@@ -29,6 +29,7 @@ from torchquorum.transport.memory import host_id
 from torchquorum.transport.zmq_channel import ZmqChannel, ZmqListener
 
 TICK_S = 0.25
+SAVING_TICK_S = 0.01
 SAY_EVERY_S = 15.0
 WAIT_FOR_CHIEF_S = 3600.0
 FAREWELL_S = 3.0
@@ -100,7 +101,7 @@ class Server:
         while self.service.ended is None:
             self._receive()
             now = time.monotonic()
-            if now - ticked >= TICK_S:
+            if now - ticked >= (SAVING_TICK_S if self.service.saver.busy else TICK_S):
                 ticked = now
                 self._tick(now)
             self._check_leader(now)
@@ -118,6 +119,7 @@ class Server:
         for fd in self._watched:
             os.close(fd)
         self._watched.clear()
+        self.service.saver.close()
         if self.service.ledger is not None:
             self.service.ledger.close()
         if self.service.shard is not None:
@@ -128,10 +130,11 @@ class Server:
 
     def _receive(self) -> None:
         """Waits for a message, then takes all that are there before it looks at the clock again."""
+        timeout_s = SAVING_TICK_S if self.service.saver.busy else TICK_S
         if self._leader is None:
-            received = self._listener.receive(TICK_S)
+            received = self._listener.receive(timeout_s)
         else:
-            self._listener.wait([self._leader], TICK_S)
+            self._listener.wait([self._leader], timeout_s)
             while (frames := self._leader.receive(0.0)) is not None:
                 self._send(self.service.handle(LEADER, frames, time.monotonic(), time.time()))
             received = self._listener.receive(0.0)

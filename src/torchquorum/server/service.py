@@ -12,12 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 import torchquorum.transport.messages as m
 from torchquorum.cluster import ClusterSpec, TaskId
 from torchquorum.errors import ConfigError, RefusedError, TorchQuorumError
 from torchquorum.formats.ledger import LedgerWriter
 from torchquorum.rules.quorum import Key
+from torchquorum.server.checkpoints import Checkpoints
 from torchquorum.server.leader import Arrival, Leader
+from torchquorum.server.saver import Published, Saver
 from torchquorum.server.shard import Reply, Shard
 from torchquorum.server.tally import Tally
 from torchquorum.transport import codec
@@ -64,6 +68,9 @@ class Service:
         self._idle_since: float | None = None
         self._failed = False
         self.leader_heard_at: float | None = None
+        self.saver = Saver()
+        self.checkpoints: Checkpoints | None = None
+        self._my_part: m.Part | None = None
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -105,6 +112,17 @@ class Service:
                 replies = self._pull(peer, message)
             case m.Leave():
                 replies = self._leave(peer, message, now, wall)
+            case m.Save():
+                replies = self._save(peer, message, now)
+            case m.Stop():
+                replies = self._stop(peer, message, wall)
+            case m.Position():
+                replies = self._position(message)
+            case m.Part():
+                replies = self._part(peer, message)
+            case m.PartTaken() if peer == LEADER:
+                self._my_part = None
+                replies = []
             case m.StatusRequest():
                 replies = [Reply(peer, m.Status(self.status()))]
             case m.Alive() if peer == LEADER:
@@ -117,13 +135,15 @@ class Service:
 
     def tick(self, now: float, wall: float) -> list[Reply]:
         """Time has passed: deaths, the end of the job, the ledger's buffer."""
-        if self.leader is None:
-            return []
+        replies = self._take_results()
+        if self.leader is None or self.checkpoints is None:
+            return replies
+        self._tell(self.checkpoints.advance(self.leader.quorum.alive, now))
         self.leader.tick(now, wall)
         self._check_end(now)
         if self.ledger is not None:
             self.ledger.flush()
-        return self._advance()
+        return replies + self._advance()
 
     def process_ended(self, worker: int, incarnation: int, now: float, wall: float) -> list[Reply]:
         """The process of a worker on this host is gone."""
@@ -166,20 +186,27 @@ class Service:
         if self.shard is not None:
             self.shard.check_plan(create.plan, "the chief")
             return [Reply(peer, m.Created(self.shard.version, True))]
-        if len(frames) != 2:
-            raise ValueError(f"{len(frames)} tensor frames, expected 2")
+        if len(frames) != (2 if create.restore is None else 0):
+            raise ValueError(f"{len(frames)} tensor frames, expected {2 if create.restore is None else 0}")
         num_ps = self.me.cluster.num_tasks("ps")
         if create.plan.num_shards != num_ps or create.plan.num_workers < 1:
             raise RefusedError(
                 f"the chief's cluster has {create.plan.num_shards} ps tasks and {create.plan.num_workers} workers, that of "
                 f"{self.me.task} has {num_ps} ps tasks. Give every task the same --ps_hosts and --worker_hosts."
             )
-        self.shard = Shard(self.me.index, create.plan, *frames)
+        positions: dict[str, Any] = {}
+        if create.restore is None:
+            self.shard = Shard(self.me.index, create.plan, frames[0], frames[1])
+        else:
+            self.shard, manifest = Shard.restored(self.me.index, create.plan, Path(create.restore))
+            positions = manifest.workers
         if self.me.index == 0:
             self.ledger = self._open_ledger(create.plan.logdir)
-            self.leader = Leader(create.plan, self.tally, self.ledger)
+            self.leader = Leader(create.plan, self.tally, self.ledger, self.shard.version)
+            self.checkpoints = Checkpoints(create.plan, self.saver)
+            self.checkpoints.restored = positions
         waiting, self._waiting = self._waiting, []
-        replies = [Reply(peer, m.Created(0, False))]
+        replies = [Reply(peer, m.Created(self.shard.version, False))]
         for guest, join in waiting:
             replies += self.handle(guest, [codec.encode(join)], now, wall)
         return replies
@@ -334,7 +361,12 @@ class Service:
         self.leader.notes.clear()
         for entry in self.leader.unseen_by(0)[1]:
             outcome = self.leader.outcomes.get(entry.worker) if isinstance(entry, m.Release) else None
-            replies += self.shard.follow(entry, outcome)
+            followed = self.shard.follow(entry, outcome)
+            if isinstance(entry, m.Release) and self.checkpoints is not None:
+                for reply in followed:
+                    self._about_positions(reply.message, entry.worker)
+            replies += followed
+        self._write_snapshots()
         end = self.shard.followed
         for shard, peer in self._shard_peers.items():
             first, entries = self.leader.unseen_by(shard)
@@ -345,6 +377,14 @@ class Service:
         self.leader.followed(0, end)
         return replies
 
+    def _about_positions(self, answer: m.Message, worker: int) -> None:
+        """Asks a worker for its position if it is wanted, and gives one that joins the position that was saved."""
+        assert self.checkpoints is not None and self.shard is not None
+        if isinstance(answer, m.Variables):
+            answer.save = self.checkpoints.wants_position(worker)
+            if self.shard.is_join(worker, answer.request):
+                answer.position = self.checkpoints.restored.get(str(worker))
+
     def _log(self, peer: Peer, log: m.Log) -> list[Reply]:
         if peer != LEADER:
             raise ValueError("only shard 0 writes the log")
@@ -353,7 +393,94 @@ class Service:
         for number, entry in enumerate(log.entries, log.first):
             if number == shard.followed:
                 replies += shard.follow(entry)
+        self._write_snapshots()
         return replies
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _save(self, peer: Peer, save: m.Save, now: float) -> list[Reply]:
+        if self.leader is None or self.checkpoints is None:
+            raise ValueError("only shard 0, once it holds variables, makes checkpoints")
+        known = self.leader.quorum.workers.get(save.worker)
+        if known is None or known.incarnation != save.incarnation:
+            return [Reply(peer, self._not_joined(save.worker, -1))]
+        state = self.checkpoints.state(save.number)
+        if state is None and self.checkpoints.saving is None:
+            try:
+                saving = self.checkpoints.begin(
+                    save.number, self.leader.quorum.version, Path(save.folder), save.keep, now
+                )
+                self.leader.snapshot(save.number, str(saving.partial))
+                state = self.checkpoints.state(save.number)
+            except TorchQuorumError as error:
+                state = m.SaveState(save.number, "failed", self.leader.quorum.version, "", str(error))
+                self.checkpoints.last = state
+                self._tell(f"no checkpoint: {error}; training goes on")
+        return [Reply(peer, state or m.SaveState(save.number, "running", -1, "", ""))]
+
+    def _stop(self, peer: Peer, stop: m.Stop, wall: float) -> list[Reply]:
+        if self.leader is None:
+            raise ValueError("only shard 0, once it holds variables, can stop the run")
+        known = self.leader.quorum.workers.get(stop.worker)
+        if known is None or known.incarnation != stop.incarnation:
+            return [Reply(peer, self._not_joined(stop.worker, -1))]
+        return [Reply(peer, m.Alive(self.leader.quorum.version, True)), *self.stop(wall)]
+
+    def stop(self, wall: float) -> list[Reply]:
+        """Ends the run: everybody is released and told so."""
+        if self.leader is None:
+            return []
+        self.leader.stop(wall)
+        return self._advance()
+
+    def _position(self, position: m.Position) -> list[Reply]:
+        if self.leader is not None and self.checkpoints is not None:
+            known = self.leader.quorum.workers.get(position.worker)
+            if known is not None and known.incarnation == position.incarnation:
+                self.checkpoints.position(position.worker, position.version, position.body)
+        return []
+
+    def _part(self, peer: Peer, part: m.Part) -> list[Reply]:
+        if self.checkpoints is None or not 0 < part.shard < self.me.cluster.num_tasks("ps"):
+            raise ValueError("only shard 0 takes parts of checkpoints, from the other shards")
+        self.checkpoints.part(part)
+        return [Reply(peer, m.PartTaken(part.number))]
+
+    def _write_snapshots(self) -> None:
+        shard = self.shard
+        assert shard is not None
+        for entry, snapshot in shard.taken:
+            self.saver.write(entry.number, Path(entry.partial), self.me.index, shard.plan.num_shards, snapshot)
+        shard.taken.clear()
+
+    def _take_results(self) -> list[Reply]:
+        """Takes what the saver has finished; a part is told to shard 0 until it has heard of it."""
+        for result in self.saver.results():
+            if isinstance(result, Published):
+                assert self.checkpoints is not None
+                self._tell(self.checkpoints.published(result))
+                continue
+            if self.shard is not None:
+                self.shard.snapshot_written()
+            info = result.info
+            part = m.Part(
+                self.me.index,
+                result.number,
+                info.size_bytes if info else 0,
+                info.sha256 if info else "",
+                msgspec.to_builtins(result.snapshot.pieces),
+                result.snapshot.scalars,
+                result.error,
+            )
+            if self.checkpoints is not None:
+                self.checkpoints.part(part)
+            else:
+                self._my_part = part
+        return [Reply(LEADER, self._my_part)] if self._my_part is not None else []
+
+    def _tell(self, line: str | None) -> None:
+        if line:
+            self._say(f"{self.me.task}: {line}")
 
     # -- the end ------------------------------------------------------------------------------------------------------
 

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
 from torchquorum.errors import RefusedError
+from torchquorum.formats.checkpoint import Reader, load_manifest
+from torchquorum.formats.checkpoint_manifest import Manifest
 from torchquorum.placement.layout import Layout, check_same_variables, place
 from torchquorum.rules.quorum import Key
 from torchquorum.server.average import Averages
+from torchquorum.server.snapshot import SavedState, Snapshot, Taker, check_same_model, frames_of, read_region
 from torchquorum.server.update import Update
-from torchquorum.server.versions import Versions
+from torchquorum.server.versions import SAVING, Versions
 from torchquorum.transport.channel import Peer
 from torchquorum.transport.codec import Frame
 from torchquorum.transport.memory import frame_tensor, tensor_frame
@@ -33,6 +37,7 @@ from torchquorum.transport.messages import (
     Release,
     Variables,
 )
+from torchquorum.transport.messages import Snapshot as SnapshotEntry
 from torchquorum.transport.slots import Slots, section_views
 
 
@@ -86,7 +91,7 @@ class Answer:
 class Shard:
     """The memory, the optimizer and the open gradients of one ps task."""
 
-    def __init__(self, index: int, plan: Plan, values: Frame, constants: Frame) -> None:
+    def __init__(self, index: int, plan: Plan, values: Frame, constants: Frame, version: int = 0) -> None:
         self.index, self.plan = index, plan
         self.layout: Layout = place(
             plan.variables, plan.num_shards, strategy=plan.placement, slice_bytes=plan.slice_bytes
@@ -94,7 +99,7 @@ class Shard:
         self.region = self.layout.trained[index]
         initial = frame_tensor(values, self.region.size_bytes)
         self._constants = bytes(frame_tensor(constants, self.layout.constants[index].size_bytes).numpy())
-        self.versions = Versions(self.region, plan.num_workers)
+        self.versions = Versions(self.region, plan.num_workers, version)
         slot = self.versions.slots.bytes[self.versions.current]
         slot.copy_(initial)
         try:
@@ -107,6 +112,7 @@ class Shard:
         values_now = section_views(self.region, slot)
         self.averages = Averages(plan.average, values_now) if plan.average is not None else None
         self.followed = 0
+        self.taken: list[tuple[SnapshotEntry, Snapshot]] = []
         self.ended: End | None = None
         self._gradients: dict[Key, Gradient] = {}
         self._guests: dict[int, Guest] = {}
@@ -114,6 +120,51 @@ class Shard:
         self._stored: dict[int, tuple[int, Key]] = {}
         self._replaced: set[tuple[int, int]] = set()
         self._decided: dict[tuple[int, int], int] = {}
+
+    @classmethod
+    def restored(cls, index: int, plan: Plan, path: Path) -> tuple[Shard, Manifest]:
+        """Makes a shard from a checkpoint, whatever the number of ps tasks it was saved with."""
+        manifest = load_manifest(path)
+        with Reader(path, manifest) as reader:
+            check_same_model(manifest, reader, plan)
+            shard = cls(index, plan, *frames_of(reader, plan, index), manifest.step)
+            try:
+                shard.update.restore(SavedState(reader), manifest.scalars.get("optimizer", {}), manifest.step)
+                if shard.averages is not None and reader.averages():
+                    memory = read_region(reader, "average", shard.region, shard.layout.variables)
+                    shard.averages.shadows = section_views(shard.region, memory)
+            except BaseException:
+                shard.close()
+                raise
+        return shard, manifest
+
+    def take_snapshot(self) -> Snapshot:
+        """Returns this shard as it is now; the current version's slot is kept until `snapshot_written`."""
+        taker = Taker(self.layout, self.index, self.version)
+        slot = self.versions.lease(SAVING)
+        taker.add_region("variable", self.region, self.versions.slots.sections[slot], copy=False)
+        constants = self.layout.constants[self.index]
+        memory = frame_tensor(self._constants, constants.size_bytes)
+        taker.add_region("variable", constants, section_views(constants, memory), copy=False)
+        if self.averages is not None:
+            taker.add_region("average", self.region, self.averages.shadows, copy=True)
+        for piece, name, values in self.update.states():
+            of = self.plan.variables[piece.variable]
+            whole = values.numel() == piece.numel
+            taker.add(
+                "optimizer",
+                piece.variable,
+                values.clone(),
+                piece.start if whole else 0,
+                state=name,
+                shape=of.shape if whole else values.shape,
+            )
+        taker.snapshot.scalars = self.update.scalars()
+        return taker.snapshot
+
+    def snapshot_written(self) -> None:
+        """The snapshot is on disk: its slot is free again."""
+        self.versions.forget(SAVING)
 
     @property
     def version(self) -> int:
@@ -152,6 +203,11 @@ class Shard:
 
     def _open(self, ref: MemoryRef) -> Slots:
         return Slots.open(ref, self.region)
+
+    def is_join(self, worker: int, request: int) -> bool:
+        """Whether a request is the one by which the worker joined."""
+        guest = self._guests.get(worker)
+        return guest is not None and guest.join_request == request
 
     def joined_by(self, join: Join) -> bool:
         """Whether this very join has been noted; a worker may join again with other memory."""
@@ -219,7 +275,9 @@ class Shard:
 
     # -- the log ------------------------------------------------------------------------------------------------------
 
-    def follow(self, entry: Apply | Drop | Release | End, outcome: Outcome | None = None) -> list[Reply]:
+    def follow(
+        self, entry: Apply | Drop | Release | SnapshotEntry | End, outcome: Outcome | None = None
+    ) -> list[Reply]:
         """Does what the next entry of the log says."""
         self.followed += 1
         match entry:
@@ -238,6 +296,8 @@ class Shard:
                 else:
                     self.versions.lease(worker)
                 return self.answer(worker, incarnation, request)
+            case SnapshotEntry():
+                self.taken.append((entry, self.take_snapshot()))
             case End():
                 self.ended = entry
         return []

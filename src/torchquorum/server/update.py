@@ -9,9 +9,10 @@ does. What always holds: the result equals the same optimizer run over the separ
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from math import prod
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -29,6 +30,18 @@ ELEMENTWISE = frozenset(
 IMPOSSIBLE = {"LBFGS": "it evaluates the loss again during a step", "SparseAdam": "it takes sparse gradients only"}
 # In these, torch's kernels round the tail of a vector otherwise than its body: only whole variables are bit for bit.
 WHOLE_VARIABLES = ("bfloat16", "float16")
+
+
+class ReadState(Protocol):
+    """Where a saved optimizer's state comes from: a checkpoint."""
+
+    def states(self, variable: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Returns the shape and dtype of each state of a variable; of elementwise ones, the variable's shape."""
+        ...
+
+    def elements(self, variable: str, state: str, start: int, stop: int) -> torch.Tensor:
+        """Returns the elements [start, stop) of a state, flat."""
+        ...
 
 
 @dataclass(eq=False)
@@ -196,16 +209,20 @@ class Update:
 
     def _split(self, absent: frozenset[int]) -> None:
         """Splits every segment in which only some variables have a gradient, with its state."""
+        self._regroup(lambda piece: piece.variable in absent)
+
+    def _regroup(self, kind_of: Callable[[Piece], Any]) -> None:
+        """Splits segments so that all pieces of each are of one kind."""
         for group, segments in enumerate(self._groups):
-            parts = [part for segment in segments for part in self._parts(segment, absent)]
+            parts = [part for segment in segments for part in self._parts(segment, kind_of)]
             if len(parts) != len(segments):
                 self._groups[group] = parts
                 self._optimizer.param_groups[group]["params"] = [s.parameter for s in parts]
 
-    def _parts(self, segment: Segment, absent: frozenset[int]) -> list[Segment]:
+    def _parts(self, segment: Segment, kind_of: Callable[[Piece], Any]) -> list[Segment]:
         runs: list[list[Piece]] = []
         for piece in segment.pieces:
-            if runs and (runs[-1][-1].variable in absent) == (piece.variable in absent):
+            if runs and kind_of(runs[-1][-1]) == kind_of(piece):
                 runs[-1].append(piece)
             else:
                 runs.append([piece])
@@ -217,6 +234,75 @@ class Update:
             if state:
                 self._optimizer.state[part.parameter] = {k: _slice(v, segment, part) for k, v in state.items()}
         return parts
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def states(self) -> Iterator[tuple[Piece, str, torch.Tensor]]:
+        """Yields the optimizer's state tensors piece by piece, flat; they are views and change with the next update."""
+        for segment in self._segments:
+            for name, value in self._optimizer.state.get(segment.parameter, {}).items():
+                if not isinstance(value, torch.Tensor) or value.dim() == 0:
+                    continue
+                if value.shape != segment.shape:
+                    yield segment.pieces[0], name, value
+                    continue
+                flat = value.reshape(-1)
+                for piece in segment.pieces:
+                    start = piece.offset - segment.start
+                    yield piece, name, flat[start : start + piece.numel]
+
+    def scalars(self) -> dict[str, dict[str, Any]]:
+        """Returns what else the optimizer keeps per variable: numbers, and tensors that are numbers."""
+        found: dict[str, dict[str, Any]] = {}
+        for segment in self._segments:
+            for name, value in self._optimizer.state.get(segment.parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    if value.dim() > 0:
+                        continue
+                    value = {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+                for piece in segment.pieces:
+                    if piece.start == 0:
+                        found.setdefault(self._variables[piece.variable].name, {})[name] = value
+        return found
+
+    def restore(self, read: ReadState, scalars: dict[str, dict[str, Any]], version: int) -> None:
+        """Takes up an optimizer's state as it was saved, whatever the shards were then.
+
+        Args:
+            read: Returns the states of a variable, name to (shape, dtype), or the elements of one.
+            scalars: What `scalars` returned on all shards.
+            version: How many updates had been made; the schedule is brought to that step.
+        """
+
+        def kind(piece: Piece) -> Any:
+            name = self._variables[piece.variable].name
+            return read.states(name), scalars.get(name, {})
+
+        self._regroup(kind)
+        for segment in self._segments:
+            names, numbers = kind(segment.pieces[0])
+            state = {name: _plain(value) for name, value in numbers.items()}
+            for name, (shape, dtype) in names.items():
+                state[name] = self._restored(segment, name, shape, dtype, read)
+            if state:
+                self._optimizer.state[segment.parameter] = state
+        if self._schedule is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the optimizer's steps were made in another life
+                for _ in range(version):
+                    self._schedule.step()
+
+    def _restored(
+        self, segment: Segment, name: str, shape: tuple[int, ...], dtype: torch.dtype, read: ReadState
+    ) -> torch.Tensor:
+        first = self._variables[segment.pieces[0].variable]
+        if shape != tuple(first.shape):
+            return read.elements(first.name, name, 0, prod(shape)).view(shape)
+        whole = torch.zeros(segment.stop - segment.start, dtype=dtype)
+        for piece in segment.pieces:
+            values = read.elements(self._variables[piece.variable].name, name, piece.start, piece.stop)
+            whole[piece.offset - segment.start :][: piece.numel] = values.reshape(-1)
+        return whole.view(segment.shape)
 
 
 def _slice(value: Any, whole: Segment, part: Segment) -> Any:

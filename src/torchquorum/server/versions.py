@@ -14,18 +14,20 @@ from torchquorum.placement.layout import Region
 from torchquorum.transport.channel import Sent
 from torchquorum.transport.slots import Slots
 
+SAVING = -1  # the reader that stands for the thread that writes checkpoints
+
 
 class Versions:
     """The slots, who reads them, and which holds the current version."""
 
-    def __init__(self, region: Region, num_workers: int) -> None:
+    def __init__(self, region: Region, num_workers: int, version: int = 0) -> None:
         self._most_sending = num_workers + 1
-        self.slots = Slots.create("versions", region, num_workers + self._most_sending + 2)
+        self.slots = Slots.create("versions", region, num_workers + self._most_sending + 3)
         self._readers: dict[int, int] = {}
         self._sending: list[tuple[int, Sent]] = []
         self.current = 0
-        self.version = 0
-        self.slots.mark(0, 0)
+        self.version = version
+        self.slots.mark(0, version)
 
     def lease(self, worker: int) -> int:
         """Returns the current slot and keeps it from being written until the worker leases again or is forgotten."""

@@ -1,14 +1,16 @@
-"""`tq.Session`: the run around a training loop. The minimal one: it begins, says when to stop, and ends.
+"""`tq.Session`: the run around a training loop: it begins, saves, says when to stop, and ends.
 
-The chief creates the variables, the others wait for that; then every worker joins, trains and leaves. What always holds:
-after the block the model's parameters are ordinary tensors of this process, at the last version it took.
+The chief restores the newest good checkpoint or initialises the variables, the others wait for that; then every worker
+joins, trains and leaves. `torchquorum.session.states` has the states and the steps between them. What always holds: after
+the block the model's parameters are ordinary tensors of this process, at the last version it took; a run with a folder
+ends with a checkpoint of its last version.
 """
 
 from __future__ import annotations
 
 import secrets
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -18,8 +20,14 @@ from torch import nn
 
 from torchquorum import env
 from torchquorum.errors import ConfigError, TorchQuorumError
+from torchquorum.formats.checkpoint import CheckpointError, newest_good
+from torchquorum.session import position
+from torchquorum.session.checkpoint_hook import CheckpointHook
 from torchquorum.session.hooks import Hook, Ran, end_all
 from torchquorum.session.join import Task, say
+from torchquorum.session.position import Resumable
+from torchquorum.session.signals import Signals
+from torchquorum.session.states import State, check_step
 from torchquorum.transport.messages import Plan
 from torchquorum.worker.beat import Beat
 from torchquorum.worker.client import Client, Patience, Step, make_layout
@@ -37,6 +45,12 @@ class Session:
         logdir: The run's folder, for the ledger and the report; the ps tasks write there.
         last_step: The global step at which the run is over, exactly; None trains until the loop ends.
         liveness_s: A worker that is silent for longer counts as dead, and the others go on.
+        save_every_s: Seconds between checkpoints, made while training goes on; 0 for none but at the end.
+        save_every_steps: Global steps between checkpoints, instead of seconds.
+        keep: How many checkpoints are kept.
+        restore: Whether to go on from the newest good checkpoint in the folder.
+        data: What has a position that belongs to a checkpoint: `tq.Batches`, or anything with state_dict and
+            load_state_dict; one, or several by name.
         patience: How long to wait for what.
         hooks: What to do around the loop, in this order; see `torchquorum.session.hooks`.
     """
@@ -50,6 +64,11 @@ class Session:
         logdir: str | Path | None = None,
         last_step: int | None = None,
         liveness_s: float = 5.0,
+        save_every_s: float | None = None,
+        save_every_steps: int | None = None,
+        keep: int = 5,
+        restore: bool = True,
+        data: Resumable | Mapping[str, Resumable] | None = None,
         patience: Patience | None = None,
         hooks: Sequence[Hook] = (),
     ) -> None:
@@ -73,11 +92,21 @@ class Session:
         self._results: dict[str, float] = {}
         self.flat: FlatParameters | None = None
         self.hooks = list(hooks)
+        self.state = State.NEW
         self._stop_asked = False
+        self._data: dict[str, Resumable] = dict(data) if isinstance(data, Mapping) else {"data": data} if data else {}
+        self._restore, self._keep = restore, keep
+        self._signals = Signals(say=lambda line: say(f"{task}: {line}"))
+        self._saves = 0
+        self._saved_step = -1
+        saver = CheckpointHook(every_s=save_every_s, every_steps=save_every_steps)
+        if self.logdir is not None and task.is_chief:
+            self.hooks.append(saver)
 
     def __enter__(self) -> Session:
         if self._client is not None:
             raise ConfigError("this session has begun already; make a new tq.Session for another run")
+        self._go(State.CONNECTING)
         for hook in self.hooks:
             hook.begin(self)
         if self.task.alone is not None:
@@ -95,10 +124,14 @@ class Session:
         try:
             self._begin(client, incarnation)
         except BaseException:
+            self._go(State.FAILED)
             self._end(client)
             raise
         self._client = client
         self.optimizer.attach(client, self)
+        self._signals.install()
+        client.while_waiting = self._obey_signals
+        self._go(State.RUNNING)
         try:
             for hook in self.hooks:
                 hook.after_create_session(self)
@@ -122,9 +155,13 @@ class Session:
     def _begin(self, client: Client, incarnation: int) -> None:
         plan, parameters = self._plan()
         flat = FlatParameters(make_layout(plan), parameters)
-        client.hello()
-        if self.task.is_chief and client.create(plan, flat):
-            say(f"{self.task}: the ps tasks hold live variables already; going on with them")
+        created = client.hello()
+        if self.task.is_chief:
+            self._go(State.CREATING)
+            path = None if created else self._newest()
+            if client.create(plan, flat, path):
+                say(f"{self.task}: the ps tasks hold live variables already; going on with them")
+        self._go(State.WAITING)
         beats = self.task.connect(
             self.task.cluster.address(self.task.cluster.tasks("ps")[0]),
             f"beat/{self.task.index}/{incarnation:016x}".encode(),
@@ -132,6 +169,62 @@ class Session:
         self._beat = Beat(beats, self.task.index, incarnation, min(1.0, self._liveness_s / 4))
         client.join(plan, flat)
         self.flat = flat
+        if client.position is not None:
+            position.restore(client.position, self._data)
+        if self.logdir is not None:
+            client.begin_positions(lambda: position.capture(self._data))
+        self._saved_step = client.version if client.version > 0 else -1
+
+    def _newest(self) -> str | None:
+        """The chief looks for a checkpoint to go on from."""
+        if self.logdir is None or not self._restore:
+            return None
+        try:
+            found, skipped = newest_good(Path(self.logdir))
+        except CheckpointError as error:
+            say(f"{self.task}: {error}")
+            return None
+        for info in skipped:
+            say(f"{self.task}: skipping {info.path}: {info.problem}")
+        if found is None:
+            return None
+        say(f"{self.task}: restoring {found[0]} (global step {found[1].step})")
+        if self._last_step is not None and found[1].step >= self._last_step:
+            say(f"{self.task}: that run is over at step {self._last_step}; give another logdir, or a higher last step")
+        return str(found[0])
+
+    def _go(self, state: State) -> None:
+        """The only place where the state changes."""
+        self.state = check_step(self.state, state)
+
+    def _obey_signals(self) -> None:
+        """A signal has asked this worker to stop: the chief ends the run for everybody."""
+        if self._signals.asked and not self._stop_asked:
+            self._stop_asked = True
+            if self.task.is_chief:
+                self._known().stop()
+
+    def save(self, *, wait_s: float = 0.0) -> str | None:
+        """Makes a checkpoint of the current version, while training goes on.
+
+        Args:
+            wait_s: How long to wait until it is there; 0 does not wait.
+
+        Returns:
+            Its path, if it was waited for.
+        """
+        client = self._running()
+        if self.logdir is None:
+            raise ConfigError("session.save(): the session has no logdir to save into")
+        self._saves += 1
+        client.send_position()
+        state = client.save(self._saves, self.logdir, self._keep, wait_s=wait_s)
+        if state is None:
+            return None
+        if state.state != "done":
+            raise TorchQuorumError(f"no checkpoint at step {state.step}: {state.text}")
+        self._saved_step = state.step
+        return state.path
 
     def _plan(self) -> tuple[Plan, list[nn.Parameter]]:
         variables, parameters = describe(self.model, self.optimizer.inner)
@@ -157,14 +250,18 @@ class Session:
         client = self._client
         assert client is not None
         finished = kind is None
+        self._go(State.STOPPING if finished else State.FAILED)
         try:
             if finished and client.pipeline:
                 client.pull()
             if finished:
                 end_all(self.hooks, self)
             client.leave(finished=finished, **self._results)
+            if finished:
+                self._go(State.CLOSED)
         except BaseException as failure:
             if finished:
+                self._go(State.FAILED)
                 client.leave(finished=False)
                 raise
             if not isinstance(failure, TorchQuorumError):
@@ -174,6 +271,7 @@ class Session:
             self._end(client)
 
     def _end(self, client: Client) -> None:
+        self._signals.remove()
         if self._beat is not None:
             self._beat.stop()
             self._beat = None
@@ -185,6 +283,7 @@ class Session:
 
     def should_stop(self) -> bool:
         """Whether the run is over: the last step has been reached, or somebody asked to stop."""
+        self._obey_signals()
         return self._stop_asked or self._running().stopped
 
     def request_stop(self) -> None:
@@ -202,6 +301,11 @@ class Session:
         return self._known().local_step
 
     @property
+    def saved_step(self) -> int:
+        """Returns the global step of the last checkpoint that was waited for or restored, -1 for none."""
+        return self._saved_step
+
+    @property
     def transports(self) -> list[str]:
         """Returns how this worker talks to each ps task: shm or tcp."""
         return self._known().transports
@@ -213,8 +317,10 @@ class Session:
     @contextmanager
     def averaged(self) -> Iterator[int]:
         """Inside this block the model's parameters are the moving averages; afterwards they are the variables again."""
-        yield self._running().pull(averaged=True)
-        self._running().pull()
+        try:
+            yield self._running().pull(averaged=True)
+        finally:
+            self._running().pull()
 
     def record(self, **results: Any) -> None:
         """Notes this worker's final `loss` and `accuracy` for the report."""

@@ -81,9 +81,13 @@ class Hello(Message):
 
 
 class Create(Message):
-    """The chief's plan; frames: the initial trained values and constants of this shard. Answered by Created."""
+    """The chief's plan; frames: the initial trained values and constants of this shard. Answered by Created.
+
+    With `restore`, the path of a checkpoint, there are no frames: the ps reads its shard from there.
+    """
 
     plan: Plan
+    restore: str | None = None
 
 
 class Join(Message):
@@ -143,6 +147,32 @@ class Leave(Message):
     finished: bool
 
 
+class Save(Message):
+    """The chief wants a checkpoint, its `number`th; sent again to ask how that goes. Answered by SaveState."""
+
+    worker: int
+    incarnation: int
+    number: int
+    folder: str
+    keep: int
+
+
+class Stop(Message):
+    """The chief ends the run now: everybody is released and told so. Answered by Alive."""
+
+    worker: int
+    incarnation: int
+
+
+class Position(Message):
+    """Where a worker stood in its data, and its random state, when it first held `version`. Not answered."""
+
+    worker: int
+    incarnation: int
+    version: int
+    body: dict[str, Any]
+
+
 class StatusRequest(Message):
     """Anybody asks how the run is doing. Answered by Status."""
 
@@ -178,7 +208,11 @@ class Outcome(Message):
 
 
 class Variables(Message):
-    """One whole version; in frame 0, or in the ps's shared memory at `slot`. Constants follow in frame 1 after a Join."""
+    """One whole version; in frame 0, or in the ps's shared memory at `slot`. Constants follow in frame 1 after a Join.
+
+    Shard 0 adds `save`, a version that is being saved and for which it wants the worker's Position, and, after a Join, the
+    `position` that the checkpoint holds for this worker.
+    """
 
     request: int
     version: int
@@ -187,6 +221,8 @@ class Variables(Message):
     ring: MemoryRef | None
     outcome: Outcome | None
     lr: list[float]
+    save: int = -1
+    position: dict[str, Any] | None = None
 
 
 class Held(Message):
@@ -210,6 +246,16 @@ class Alive(Message):
 
     version: int
     stop: bool
+
+
+class SaveState(Message):
+    """How a checkpoint goes: `state` is running, done or failed; `path` where it is, `text` what went wrong."""
+
+    number: int
+    state: str
+    step: int
+    path: str
+    text: str
 
 
 class Bye(Message):
@@ -278,6 +324,14 @@ class Release(Message):
     averaged: bool = False
 
 
+class Snapshot(Message):
+    """Log entry: every shard writes itself, as it is at this place of the log, into the folder `partial`."""
+
+    number: int
+    version: int
+    partial: str
+
+
 class End(Message):
     """Log entry: the job is over."""
 
@@ -289,7 +343,25 @@ class Log(Message):
     """Entries of shard 0's log, the first of which is number `first`; every shard follows them in order."""
 
     first: int
-    entries: list[Apply | Drop | Release | End]
+    entries: list[Apply | Drop | Release | Snapshot | End]
+
+
+class Part(Message):
+    """A shard has written its part of a checkpoint, or failed to; repeated until PartTaken."""
+
+    shard: int
+    number: int
+    size_bytes: int
+    sha256: str
+    pieces: list[dict[str, Any]]
+    scalars: dict[str, Any]
+    error: str
+
+
+class PartTaken(Message):
+    """Shard 0 has heard of a part."""
+
+    number: int
 
 
 AnyMessage = (
@@ -301,6 +373,9 @@ AnyMessage = (
     | Probe
     | Beat
     | Leave
+    | Save
+    | Stop
+    | Position
     | StatusRequest
     | Welcome
     | Created
@@ -309,9 +384,12 @@ AnyMessage = (
     | Unknown
     | Alive
     | Bye
+    | SaveState
     | Status
     | Fault
     | ShardHello
     | Have
     | Log
+    | Part
+    | PartTaken
 )

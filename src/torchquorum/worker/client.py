@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -31,7 +31,16 @@ from torchquorum.worker.flat import FlatParameters, Puller, Pusher
 
 Connect = Callable[[str, bytes], Channel]
 GOODBYE_S = 2.0
+REMEMBERED_POSITIONS = 4
 _Kind = TypeVar("_Kind", bound=m.Message)
+
+
+class Encodable(Protocol):
+    """A worker's position, taken cheaply and made JSON-able only when it is wanted."""
+
+    def encode(self) -> dict[str, Any]:
+        """Returns the position in JSON's types."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +144,10 @@ class Client:
         self._request = 0
         self._open: list[tuple[m.Message, list[Frame]]] | None = None
         self._pushed_at = 0
+        self.while_waiting: Callable[[], None] = lambda: None
+        self.capture: Callable[[], Encodable] | None = None
+        self._positions: dict[int, Encodable] = {}
+        self.position: dict[str, Any] | None = None
         self.version = 0
         self.local_step = 0
         self.stopped = False
@@ -167,8 +180,8 @@ class Client:
             self._doors[k] = answer.door if self._shared[k] else ""
         return created
 
-    def create(self, plan: m.Plan, flat: FlatParameters) -> bool:
-        """The chief hands its variables to the ps tasks, shard 0 last.
+    def create(self, plan: m.Plan, flat: FlatParameters, restore: str | None = None) -> bool:
+        """The chief hands its variables, or the path of a checkpoint with them, to the ps tasks, shard 0 last.
 
         Returns:
             Whether they had variables before, which then stay as they are.
@@ -176,12 +189,12 @@ class Client:
         existing = False
         for k in reversed(range(len(self._ps))):
             frames: list[Frame] = []
-            for region in (flat.layout.trained[k], flat.layout.constants[k]):
+            for region in (flat.layout.trained[k], flat.layout.constants[k]) if restore is None else ():
                 values = torch.zeros(region.size_bytes, dtype=torch.uint8)
                 flat.store(region, section_views(region, values))
                 frames.append(tensor_frame(values))
             answer = self._ask(
-                k, m.Create(plan), frames, m.Created, self.patience.start_s, "the variables to be created"
+                k, m.Create(plan, restore), frames, m.Created, self.patience.start_s, "the variables to be created"
             )
             existing = existing or answer.existing
         return existing
@@ -352,7 +365,60 @@ class Client:
         first = answers[0][0]
         self.version, self.lr = first.version, first.lr
         self.stopped = self.stopped or first.stop
+        self.position = first.position
+        if self.capture is not None:
+            self._note_position(first)
         return first
+
+    def _note_position(self, answer: m.Variables) -> None:
+        """Keeps where this worker stands when it first holds a version; tells shard 0 if it asks, and at the end."""
+        assert self.capture is not None
+        if answer.version not in self._positions:
+            self._positions[answer.version] = self.capture()
+            while len(self._positions) > REMEMBERED_POSITIONS:
+                del self._positions[min(self._positions)]
+        wanted = answer.version if answer.stop else answer.save
+        at = max((v for v in self._positions if v <= wanted), default=None)
+        if wanted >= 0 and at is not None:
+            position = m.Position(self.index, self.incarnation, at, self._positions[at].encode())
+            self._channels[0].send([codec.encode(position)])
+
+    def begin_positions(self, capture: Callable[[], Encodable]) -> None:
+        """From now on this worker's position is noted whenever it takes a new version; now for the first time."""
+        self.capture = capture
+        self._positions = {self.version: capture()}
+
+    def send_position(self) -> None:
+        """Tells shard 0 where this worker stood when it first held its current version."""
+        position = self._positions.get(self.version)
+        if position is not None:
+            message = m.Position(self.index, self.incarnation, self.version, position.encode())
+            self._channels[0].send([codec.encode(message)])
+
+    def stop(self) -> None:
+        """Ends the run for everybody; whoever waits is released. Not answered here: the next answer says so."""
+        self._channels[0].send([codec.encode(m.Stop(self.index, self.incarnation))])
+
+    def save(self, number: int, folder: str, keep: int, *, wait_s: float = 0.0) -> m.SaveState | None:
+        """Asks for a checkpoint; with `wait_s`, waits for it and returns how it went.
+
+        Raises:
+            DeadlineError: It was not there in time.
+        """
+        request = m.Save(self.index, self.incarnation, number, folder, keep)
+        if wait_s <= 0:
+            self._channels[0].send([codec.encode(request)])
+            return None
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline:
+            state = self._ask(0, request, [], m.SaveState, wait_s, "a checkpoint")
+            if state.number == number and state.state != "running":
+                return state
+            time.sleep(0.05)
+        where = f"{self._ps[0]} ({self.cluster.address(self._ps[0])})"
+        raise DeadlineError(
+            f"{self.task}: waited {wait_s:.0f} s for {where} to write a checkpoint into {folder} and gave up"
+        )
 
     def _answers(self, patience_s: float) -> list[tuple[m.Variables, list[Frame]]]:
         """Waits for the answers of all ps tasks to the open request; probes those that owe one every `probe_s`."""
@@ -361,6 +427,7 @@ class Client:
         while (k := waiting.next_missing()) is not None:
             self._hear(waiting, k, self._channels[k].receive(self.patience.probe_s))
             now = time.monotonic()
+            self.while_waiting()
             if now - waiting.asked < self.patience.probe_s:
                 continue
             waiting.asked = now

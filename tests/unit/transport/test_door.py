@@ -10,8 +10,8 @@ from pathlib import Path
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
-from tests.unit.transport.test_zmq_channel import free_port
 
+from tests.unit.transport.test_zmq_channel import free_port
 from torchquorum.transport.codec import Frame
 from torchquorum.transport.door import MAX_PACKET_BYTES, DoorChannel, DoorListener, _pack, _unpack
 from torchquorum.transport.zmq_channel import ZmqChannel, ZmqListener

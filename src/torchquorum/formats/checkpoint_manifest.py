@@ -1,0 +1,269 @@
+"""What a checkpoint holds: the manifest in its folder, and every check that it must pass before it is believed.
+
+`checkpoint` reads manifests through it, `checkpoint_write` makes them. What always holds: a manifest that was loaded names
+only plain files of its own folder, which are there with the sizes that were written; its slices cover every tensor
+exactly and fit into those files; and its step is the one in the folder's name.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import stat
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+import torch
+
+from torchquorum.errors import TorchQuorumError
+
+FORMAT = 1
+PREFIX = "model.ckpt-"
+MANIFEST = "manifest.json"
+# The dtypes that may be stored, and what a safetensors file calls them.
+DTYPES = {
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int64": "I64",
+    "int32": "I32",
+    "int16": "I16",
+    "int8": "I8",
+    "uint8": "U8",
+    "bool": "BOOL",
+}
+MAX_MANIFEST_BYTES = 1 << 28
+STEP = r"(0|[1-9][0-9]{0,17})"
+FOLDER = re.compile(re.escape(PREFIX) + STEP)
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
+
+Kind = Literal["variable", "optimizer", "average"]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class CheckpointError(TorchQuorumError):
+    """A checkpoint cannot be written, or is not what it has to be."""
+
+
+def release() -> str:
+    """Returns the release of torchquorum that is running."""
+    try:
+        return metadata.version("torchquorum")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+class Spec(NamedTuple):
+    """What a tensor is: its shape, and its dtype as torch names it, without the prefix."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def numel(self) -> int:
+        """Returns the number of elements."""
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+class Stored(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the elements [start, stop) of one flattened tensor lie.
+
+    Attributes:
+        kind: Whether it is a variable, a state of its optimizer or its moving average.
+        variable: The variable's name.
+        state: What the optimizer calls the state ("exp_avg", "step"); empty for the other kinds.
+        file: The file's name in the checkpoint's folder.
+        key: The tensor's name in that file, where it has one dimension.
+        start: The first element; 0 for a scalar.
+        stop: The element after the last; 1 for a scalar.
+        shape: The shape of the whole tensor.
+        dtype: Its dtype as torch names it, without the prefix.
+    """
+
+    kind: Kind
+    variable: str
+    state: str = ""
+    file: str
+    key: str
+    start: Count
+    stop: Count
+    shape: Annotated[tuple[Count, ...], msgspec.Meta(max_length=64)]
+    dtype: str
+
+    @property
+    def spec(self) -> Spec:
+        """Returns what the whole tensor is."""
+        return Spec(self.shape, self.dtype)
+
+    def __str__(self) -> str:
+        return title(self.kind, self.variable, self.state)
+
+
+class FileInfo(msgspec.Struct, frozen=True):
+    """What a file must be, to be the one that was written."""
+
+    size_bytes: Count
+    sha256: str
+
+
+class Manifest(msgspec.Struct, kw_only=True):
+    """What a checkpoint holds.
+
+    Attributes:
+        format: The format's number.
+        step: The global step.
+        created_at: When it was made, in seconds since the epoch.
+        torchquorum: The release that wrote it.
+        num_ps: The number of ps tasks that wrote it; readers need not care.
+        plan: Rule, optimizer, schedule: as the caller gave it, in JSON's types.
+        scalars: Optimizer and schedule state that is no tensor, in JSON's types.
+        pieces: Where every tensor lies.
+        workers: Each worker's position in its data and its random state, in JSON's types.
+        files: Every file but the manifest.
+    """
+
+    format: int = FORMAT
+    step: Count
+    created_at: float = msgspec.field(default_factory=time.time)
+    torchquorum: str = msgspec.field(default_factory=release)
+    num_ps: Count
+    plan: dict[str, Any] = {}
+    scalars: dict[str, Any] = {}
+    pieces: list[Stored]
+    workers: dict[str, dict[str, Any]] = {}
+    files: dict[str, FileInfo]
+
+
+class _Head(msgspec.Struct):
+    format: int
+
+
+_head = msgspec.json.Decoder(_Head)
+_decoder = msgspec.json.Decoder(Manifest)
+
+
+def load_manifest(path: Path) -> Manifest:
+    """Reads a checkpoint's manifest and checks it, and that its files are there with the right sizes.
+
+    Raises:
+        CheckpointError: The manifest or a file is missing or damaged, or the format is not known here.
+    """
+    file = path / MANIFEST
+    try:
+        status = file.stat()
+        if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_MANIFEST_BYTES:
+            raise CheckpointError(f"{file} is damaged: {status.st_size} bytes, no file of a checkpoint")
+        text = file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+    try:
+        found = _head.decode(text).format
+        if found != FORMAT:
+            raise CheckpointError(
+                f"{file} has format {found}; torchquorum {release()} reads format {FORMAT}: "
+                "use the release that wrote it, or a newer one"
+            )
+        manifest = _decoder.decode(text)
+        for name in ("plan", "scalars", "workers"):
+            setattr(manifest, name, _unpack(getattr(manifest, name)))
+        check_manifest(manifest)
+    except (msgspec.DecodeError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file} is damaged: {error}") from error
+    match = FOLDER.fullmatch(path.name)
+    if match and int(match[1]) != manifest.step:
+        raise CheckpointError(f"{path} holds step {manifest.step}: somebody renamed it; rename it back")
+    check_files(path, manifest)
+    return manifest
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Raises ValueError unless a manifest is consistent in itself: names, ranges and sizes."""
+    for name, info in manifest.files.items():
+        if not _FILE.fullmatch(name):
+            raise ValueError(f"file name {name[:100]!r}: only plain names that end in .safetensors are allowed")
+        if not re.fullmatch(r"[0-9a-f]{64}", info.sha256):
+            raise ValueError(f"{name} has no checksum")
+    tensors = by_tensor(manifest)
+    for (kind, variable, state), pieces in tensors.items():
+        name = title(kind, variable, state)
+        spec = pieces[0].spec
+        if (kind == "optimizer") != bool(state):
+            raise ValueError(f"{name}: only a state of the optimizer has a name of its own")
+        if kind != "variable" and ("variable", variable, "") not in tensors:
+            raise ValueError(f"{name} belongs to no variable")
+        if spec.dtype not in DTYPES:
+            raise ValueError(f"{name}: dtype {spec.dtype[:30]!r}; allowed are {', '.join(DTYPES)}")
+        reached = 0
+        for piece in pieces:
+            if piece.spec != spec:
+                raise ValueError(f"{name} is {spec} in one slice and {piece.spec} in another")
+            if piece.start != reached or piece.stop < piece.start:
+                raise ValueError(f"{name}: a slice [{piece.start}, {piece.stop}) where element {reached} is next")
+            reached = piece.stop
+        if reached != spec.numel or (len(pieces) > 1 and any(p.start == p.stop for p in pieces)):
+            raise ValueError(f"{name}: its slices end at element {reached} of {spec.numel}")
+    room = {name: info.size_bytes for name, info in manifest.files.items()}
+    keys = set[tuple[str, str]]()
+    for piece in manifest.pieces:
+        if piece.file not in room:
+            raise ValueError(f"{piece} lies in {piece.file[:100]!r}, which is not in the list of files")
+        if (piece.file, piece.key) in keys:
+            raise ValueError(f"{piece} shares {piece.key[:100]!r} of {piece.file} with another tensor")
+        keys.add((piece.file, piece.key))
+        room[piece.file] -= (piece.stop - piece.start) * torch_dtype(piece.dtype).itemsize
+        if room[piece.file] < 0:
+            raise ValueError(f"{piece.file} is too small for its tensors, of which {piece} is one")
+
+
+def check_files(path: Path, manifest: Manifest) -> None:
+    """Raises CheckpointError unless the manifest's files are in the folder, with the right sizes."""
+    for name, info in manifest.files.items():
+        try:
+            status = (path / name).stat()
+        except OSError as error:
+            raise CheckpointError(f"{path / name} is missing: {error.strerror}") from error
+        if not stat.S_ISREG(status.st_mode) or status.st_size != info.size_bytes:
+            raise CheckpointError(f"{path / name} has {status.st_size} bytes; {info.size_bytes} were written")
+
+
+def pack(value: Any) -> Any:
+    """Makes infinities and NaN, which JSON does not know, something that it does."""
+    if isinstance(value, dict):
+        return {k: pack(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [pack(v) for v in value]
+    return {"~float": str(value)} if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _unpack(value: Any) -> Any:
+    if isinstance(value, dict):
+        return float(value["~float"]) if value.keys() == {"~float"} else {k: _unpack(v) for k, v in value.items()}
+    return [_unpack(v) for v in value] if isinstance(value, list) else value
+
+
+def by_tensor(manifest: Manifest) -> dict[tuple[Kind, str, str], list[Stored]]:
+    """Returns the pieces of each tensor, by kind, variable and state, in order."""
+    found: dict[tuple[Kind, str, str], list[Stored]] = {}
+    for piece in manifest.pieces:
+        found.setdefault((piece.kind, piece.variable, piece.state), []).append(piece)
+    for pieces in found.values():
+        pieces.sort(key=lambda piece: (piece.start, piece.stop))
+    return found
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Returns torch's dtype of that name."""
+    return getattr(torch, name)
+
+
+def title(kind: str, variable: str, state: str) -> str:
+    """Returns what people call a tensor."""
+    titles = {"variable": "variable", "average": "moving average of", "optimizer": f"optimizer state {state[:100]} of"}
+    return f"{titles[kind]} {variable[:100]}"

@@ -1,0 +1,306 @@
+"""Writing checkpoints: parts into a hidden folder, then one rename; and clearing away old ones.
+
+One task of the cluster calls `begin`, every ps task `write_part` in the folder it is told, the first task `publish` and
+`prune`; `torchquorum export` calls `export`. What always holds: a folder `model.ckpt-N` is whole from the moment it exists,
+whenever the writer or the machine dies; until a newer one is whole nothing older is touched; what a dead writer left
+behind has a hidden name and is cleared away later. Nothing here changes a tensor: whoever calls lends them unchanging.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from torchquorum.errors import ConfigError
+from torchquorum.formats.checkpoint import Reader, list_checkpoints, verify
+from torchquorum.formats.checkpoint_manifest import (
+    MANIFEST,
+    PREFIX,
+    STEP,
+    CheckpointError,
+    FileInfo,
+    Kind,
+    Manifest,
+    check_files,
+    check_manifest,
+    pack,
+)
+
+KEEP = 5
+STALE_S = 3600.0
+SAFE = " Older checkpoints are untouched."
+EXPORTS = (".safetensors", ".pt")
+_HIDDEN = re.compile(
+    rf"\.{re.escape(PREFIX)}{STEP}\.(partial|removed)-([0-9a-f]{{12}})-([1-9][0-9]{{0,9}})-([0-9a-f]{{8}})"
+)
+_ADVICE = {
+    errno.ENOSPC: "the disk is full: free some space there or name another folder",
+    errno.EDQUOT: "the quota is used up: free some space there or name another folder",
+    errno.EFBIG: "files may not be that large there: raise the limit (ulimit -f) or name another folder",
+    errno.EROFS: "the file system is read-only: make it writable or name another folder",
+    errno.EACCES: "this user may not write there: change the permissions or name another folder",
+    errno.EPERM: "this user may not write there: change the permissions or name another folder",
+    errno.ENOENT: "it is not there: was it removed, and do all ps tasks see the same folder?",
+}
+
+
+def part_name(shard: int, num_shards: int) -> str:
+    """Returns the name of a shard's file."""
+    return f"part-{shard:05d}-of-{num_shards:05d}.safetensors"
+
+
+def tensor_key(kind: Kind, variable: str, state: str = "", start: int = 0) -> str:
+    """Returns a name for a tensor in a file that no other piece of a checkpoint has."""
+    return "/".join((kind, variable, state, str(start)))
+
+
+def begin(folder: Path, step: int) -> Path:
+    """Makes the hidden folder in which a checkpoint of the run in `folder` is put together.
+
+    Raises:
+        CheckpointError: It cannot be made.
+    """
+    assert step >= 0, step
+    partial = _hidden(folder, step, "partial")
+    with _reporting(f"beginning the checkpoint of step {step} in {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+        partial.mkdir()
+    return partial
+
+
+def write_part(partial: Path, shard: int, num_shards: int, tensors: Mapping[str, torch.Tensor]) -> FileInfo:
+    """Writes one shard's tensors, flattened, and waits until the disk has them.
+
+    safetensors writes from where the tensors lie and lets other threads run meanwhile; the checksum is taken of what
+    then stands in the file. May run on any thread, if nobody changes the tensors.
+
+    Args:
+        partial: What `begin` returned, here or in another task.
+        shard: The ps task's index.
+        num_shards: The number of ps tasks.
+        tensors: By key; contiguous, or they are copied.
+
+    Returns:
+        What the manifest has to say of the file `part_name(shard, num_shards)`.
+
+    Raises:
+        CheckpointError: It cannot be written; what was there of this checkpoint is removed.
+    """
+    path = partial / part_name(shard, num_shards)
+    # Scalars may be one tensor under several keys, which safetensors refuses.
+    flat = {k: t.detach().reshape(-1) if t.dim() else t.detach().reshape(1).clone() for k, t in tensors.items()}
+    with _reporting(f"writing {path.name} of the checkpoint in {partial}", partial):
+        save_file(flat, path)
+        path.chmod(partial.stat().st_mode & 0o666)  # safetensors makes files for the owner alone
+        _sync(path)
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return FileInfo(os.fstat(file.fileno()).st_size, digest)
+
+
+def publish(partial: Path, manifest: Manifest) -> Path:
+    """Makes a checkpoint of the parts that were written: from its return on it survives a loss of power.
+
+    One of the same step that is there already gives way without a moment in which neither can be read: the new parts
+    move in beside the old ones under other names, and the manifest is what changes over.
+
+    Raises:
+        CheckpointError: It cannot be written, or parts are missing; what was there of this checkpoint is removed.
+    """
+    match = _HIDDEN.fullmatch(partial.name)
+    assert match and int(match[1]) == manifest.step, (partial.name, manifest.step)
+    target = partial.with_name(f"{PREFIX}{manifest.step}")
+    with _reporting(f"publishing {target}", partial):
+        try:
+            check_manifest(manifest)
+        except ValueError as error:
+            raise CheckpointError(f"publishing {target}: the parts make no whole: {error}") from error
+        check_files(partial, manifest)
+        _write_manifest(partial, manifest)
+        try:
+            partial.rename(target)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            _replace(partial, target, manifest, token=match[5])
+        _sync(target.parent)
+    return target
+
+
+def _replace(partial: Path, target: Path, manifest: Manifest, *, token: str) -> None:
+    renamed = {name: f"{name.removesuffix('.safetensors')}.{token}.safetensors" for name in manifest.files}
+    moved = msgspec.structs.replace(
+        manifest,
+        files={renamed[name]: info for name, info in manifest.files.items()},
+        pieces=[msgspec.structs.replace(piece, file=renamed[piece.file]) for piece in manifest.pieces],
+    )
+    _write_manifest(partial, moved)
+    for old, new in renamed.items():
+        (partial / old).rename(target / new)
+    _sync(target)
+    (partial / MANIFEST).replace(target / MANIFEST)
+    _sync(target)
+    abandon(partial)
+    for file in target.iterdir():
+        if file.name != MANIFEST and file.name not in moved.files:
+            with suppress(OSError):  # readers ignore it, and it goes when the checkpoint goes
+                file.unlink()
+
+
+def abandon(partial: Path) -> None:
+    """Removes, as far as possible, what was written of a checkpoint that will not be published."""
+    assert _HIDDEN.fullmatch(partial.name), partial
+    shutil.rmtree(partial, ignore_errors=True)
+
+
+def prune(folder: Path, keep: int = KEEP) -> list[Path]:
+    """Removes old checkpoints, and what writers that died left behind.
+
+    The newest `keep` that can be restored stay, with whatever is newer than the oldest of them; damaged ones do not count.
+    A partial folder goes when its writer is dead, or when nothing in it has changed for an hour.
+
+    Returns:
+        What was removed.
+
+    Raises:
+        CheckpointError: Something cannot be removed.
+    """
+    if keep < 1:
+        raise ConfigError(f"keep={keep}: must be 1 or more, or nothing could be restored")
+    infos = list_checkpoints(folder)
+    good = [info.step for info in infos if info.problem is None]
+    old = [info.path for info in infos if len(good) >= keep and info.step < good[-keep]]
+    with _reporting(f"removing old checkpoints in {folder}", note=""):
+        left = [path for path in folder.iterdir() if _is_left_behind(path)] if folder.is_dir() else []
+        for path in old:
+            # A rename first: a checkpoint that is half gone must not have a name that readers look for.
+            hidden = _hidden(folder, int(path.name.removeprefix(PREFIX)), "removed")
+            path.rename(hidden)
+            _remove(hidden)
+        for path in left:
+            _remove(path)
+    return old + left
+
+
+def export(path: Path, target: Path, *, averages: bool = False) -> Path:
+    """Writes a checkpoint's variables as a plain state_dict, which loads without torchquorum.
+
+    Args:
+        path: The checkpoint; it is verified first.
+        target: A file ending in .safetensors or .pt; one that is there is replaced.
+        averages: Puts the moving averages in the variables' places.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged or has no averages, or the file cannot be written.
+    """
+    if target.suffix not in EXPORTS:
+        raise CheckpointError(f"{target}: a state_dict is exported to a file that ends in {' or '.join(EXPORTS)}")
+    if problem := verify(path):
+        raise CheckpointError(f"{problem}; export another checkpoint")
+    with Reader(path) as reader:
+        values = reader.state_dict(averages=averages)
+    draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        with _reporting(f"writing {target}", note=""):
+            with draft.open("wb") as file:  # also gives the file the permissions that the user's files have
+                if target.suffix == ".pt":
+                    # Written for others, who load it with weights_only=True; torchquorum never reads it.
+                    torch.save(values, file)  # noqa: TID251
+            if target.suffix == ".safetensors":
+                mode = draft.stat().st_mode
+                save_file(values, draft, metadata={"format": "pt"})
+                draft.chmod(mode)
+            _sync(draft)
+            draft.replace(target)
+            _sync(target.parent)
+    finally:
+        draft.unlink(missing_ok=True)
+    return target
+
+
+@contextmanager
+def _reporting(doing: str, partial: Path | None = None, *, note: str = SAFE) -> Iterator[None]:
+    """Turns what the file system says into something to act on, and removes the partial folder on any failure."""
+    try:
+        yield
+    except BaseException as error:
+        if partial is not None:
+            abandon(partial)
+        if not isinstance(error, OSError | SafetensorError | RuntimeError):
+            raise
+        cause: BaseException = error
+        while not isinstance(cause, OSError) and cause.__context__ is not None:  # torch.save hides it behind its own
+            cause = cause.__context__
+        told = re.search(r"\(os error (\d+)\)", str(cause))  # safetensors gives the system's number only in its text
+        number = cause.errno if isinstance(cause, OSError) else int(told[1]) if told else None
+        advice = _ADVICE.get(number or 0, "see what is wrong there, or name another folder")
+        raise CheckpointError(f"{doing} failed: {cause}; {advice}.{note}") from error
+
+
+def _write_manifest(folder: Path, manifest: Manifest) -> None:
+    packed = msgspec.structs.replace(
+        manifest, plan=pack(manifest.plan), scalars=pack(manifest.scalars), workers=pack(manifest.workers)
+    )
+    with (folder / MANIFEST).open("wb") as file:
+        file.write(msgspec.json.format(msgspec.json.encode(packed), indent=1) + b"\n")
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    """Waits until the disk has a file, or the names in a folder."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _hidden(folder: Path, step: int, what: str) -> Path:
+    return folder / f".{PREFIX}{step}.{what}-{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+
+
+def _host() -> str:
+    """Returns an id of what this process's number is valid in: this boot of this machine, and its process namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return hashlib.sha256(f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}".encode()).hexdigest()[:12]
+
+
+def _is_left_behind(path: Path) -> bool:
+    match = _HIDDEN.fullmatch(path.name)
+    if not match:
+        return False
+    if match[3] == _host():
+        try:
+            os.kill(int(match[4]), 0)
+        except ProcessLookupError:
+            return True
+        except OSError:  # another user's, so it lives
+            pass
+    try:
+        changed_at = max(p.lstat().st_mtime for p in (path, *path.iterdir()))
+    except OSError:  # another task is removing it
+        return False
+    return time.time() - changed_at > STALE_S
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink():
+        path.unlink()
+    else:
+        with suppress(FileNotFoundError):  # another task was faster
+            shutil.rmtree(path)

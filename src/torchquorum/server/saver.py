@@ -1,0 +1,111 @@
+"""The ps task's second thread: writes checkpoints while training goes on.
+
+The ps thread hands it finished snapshots and takes the results when they are there; they share nothing else. What always
+holds: the ps thread never waits for a disk.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torchquorum.errors import TorchQuorumError
+from torchquorum.formats.checkpoint_manifest import FileInfo, Manifest
+from torchquorum.formats.checkpoint_write import abandon, prune, publish, write_part
+from torchquorum.server.snapshot import Snapshot
+
+
+@dataclass(slots=True)
+class Written:
+    """A shard's part is on disk, or not."""
+
+    number: int
+    snapshot: Snapshot
+    info: FileInfo | None
+    error: str
+
+
+@dataclass(slots=True)
+class Published:
+    """A checkpoint is complete, or not."""
+
+    number: int
+    path: Path | None
+    error: str
+
+
+class Saver:
+    """One thread, started with the first checkpoint."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Written | Published] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._open = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a result is still to come."""
+        return self._open > 0
+
+    def write(self, number: int, partial: Path, shard: int, num_shards: int, snapshot: Snapshot) -> None:
+        """Writes a shard's part; the result is a Written."""
+
+        def job() -> Written:
+            try:
+                return Written(number, snapshot, write_part(partial, shard, num_shards, snapshot.tensors), "")
+            except (TorchQuorumError, OSError) as error:
+                return Written(number, snapshot, None, str(error))
+
+        self._submit(job)
+
+    def publish(self, number: int, partial: Path, manifest: Manifest, keep: int) -> None:
+        """Makes the parts a checkpoint; the result is a Published."""
+
+        def job() -> Published:
+            try:
+                path = publish(partial, manifest)
+                prune(path.parent, keep)
+                return Published(number, path, "")
+            except (TorchQuorumError, OSError) as error:
+                return Published(number, None, str(error))
+
+        self._submit(job)
+
+    def abandon(self, partial: Path) -> None:
+        """Removes what was written of a checkpoint that will not be."""
+        self._submit(lambda: abandon(partial), answered=False)
+
+    def results(self) -> list[Written | Published]:
+        """Returns what has been finished since the last call. Called by the ps thread."""
+        found = []
+        while True:
+            try:
+                found.append(self._results.get_nowait())
+                self._open -= 1
+            except queue.Empty:
+                return found
+
+    def _submit(self, job: Callable[[], Any], *, answered: bool = True) -> None:
+        self._open += answered
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="torchquorum-saver", daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            result = job()
+            if result is not None:
+                self._results.put(result)
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Finishes what was begun and ends the thread."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(timeout_s)
+            self._thread = None

@@ -1,0 +1,119 @@
+"""A shard as it goes to disk and comes back: its variables, optimizer state and averages, named by variable.
+
+Called by the ps thread to take a snapshot between two updates, and to make a shard from a checkpoint. What always holds: a
+snapshot does not change with later updates (the version's slot is leased, the rest is copied), and it says nothing about
+how many ps tasks there are, so any number of them can be made from it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchquorum.formats.checkpoint import Reader
+from torchquorum.formats.checkpoint_manifest import CheckpointError, Manifest, Spec, Stored, torch_dtype
+from torchquorum.formats.checkpoint_write import part_name, tensor_key
+from torchquorum.placement.layout import Layout, Region, Variable, place
+from torchquorum.transport.memory import tensor_frame
+from torchquorum.transport.messages import Plan
+from torchquorum.transport.slots import section_views
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """What one shard writes: its tensors by key, where each belongs, and the optimizer's numbers."""
+
+    version: int
+    tensors: dict[str, torch.Tensor]
+    pieces: list[Stored]
+    scalars: dict[str, Any]
+
+
+class Taker:
+    """Collects the tensors of one snapshot."""
+
+    def __init__(self, layout: Layout, index: int, version: int) -> None:
+        self._variables = layout.variables
+        self._file = part_name(index, layout.num_shards)
+        self.snapshot = Snapshot(version, {}, [], {})
+
+    def add(
+        self, kind: Any, variable: int, values: torch.Tensor, start: int, *, state: str = "", shape: Any = None
+    ) -> None:
+        """Adds elements of a tensor, flat, from element `start` on."""
+        of = self._variables[variable]
+        key = tensor_key(kind, of.name, state, start)
+        flat = values.reshape(-1)
+        self.snapshot.tensors[key] = flat
+        self.snapshot.pieces.append(
+            Stored(
+                kind=kind,
+                variable=of.name,
+                state=state,
+                file=self._file,
+                key=key,
+                start=start,
+                stop=start + flat.numel(),
+                shape=tuple(of.shape if shape is None else shape),
+                dtype=str(flat.dtype).removeprefix("torch."),
+            )
+        )
+
+    def add_region(self, kind: Any, region: Region, sections: list[torch.Tensor], *, copy: bool) -> None:
+        """Adds every piece of a region."""
+        for section, memory in zip(region.sections, sections, strict=True):
+            kept = memory.clone() if copy else memory
+            for piece in section.pieces:
+                self.add(kind, piece.variable, kept[piece.offset : piece.offset + piece.numel], piece.start)
+
+
+class SavedState:
+    """A checkpoint's optimizer state, as `Update.restore` asks for it."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def states(self, variable: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Returns the shape and dtype of each state of a variable."""
+        return {n: (tuple(s.shape), torch_dtype(s.dtype)) for n, s in self._reader.states(variable).items()}
+
+    def elements(self, variable: str, state: str, start: int, stop: int) -> torch.Tensor:
+        """Returns the elements [start, stop) of a state, flat."""
+        return self._reader.read("optimizer", variable, state, start, stop)
+
+
+def read_region(reader: Reader, kind: Any, region: Region, variables: tuple[Variable, ...]) -> torch.Tensor:
+    """Returns the memory of a region, read from a checkpoint."""
+    memory = torch.zeros(region.size_bytes, dtype=torch.uint8)
+    for section, values in zip(region.sections, section_views(region, memory), strict=True):
+        for piece in section.pieces:
+            of = variables[piece.variable]
+            expect = Spec(tuple(of.shape), of.dtype)
+            out = values[piece.offset : piece.offset + piece.numel]
+            reader.read(kind, of.name, "", piece.start, piece.stop, expect=expect, out=out)
+    return memory
+
+
+def frames_of(reader: Reader, plan: Plan, index: int) -> tuple[memoryview, memoryview]:
+    """Returns what a Create would have carried for this shard: its variables and its constants."""
+    layout = place(plan.variables, plan.num_shards, strategy=plan.placement, slice_bytes=plan.slice_bytes)
+    regions = layout.trained[index], layout.constants[index]
+    values, constants = (read_region(reader, "variable", region, layout.variables) for region in regions)
+    return tensor_frame(values), tensor_frame(constants)
+
+
+def check_same_model(manifest: Manifest, reader: Reader, plan: Plan) -> None:
+    """Raises CheckpointError if a checkpoint is of another model, or was made with another optimizer."""
+    here, there = {v.name for v in plan.variables}, set(reader.variables())
+    if here != there:
+        raise CheckpointError(
+            f"{reader.path} holds another model: only there {sorted(there - here)[:5]}, only here {sorted(here - there)[:5]}; "
+            "give another logdir, or the program that made it"
+        )
+    saved = manifest.plan.get("optimizer", {}).get("name", plan.optimizer.name)
+    if saved != plan.optimizer.name:
+        raise CheckpointError(
+            f"{reader.path} was made with {saved}, this run uses {plan.optimizer.name}; give another logdir, or that optimizer"
+        )

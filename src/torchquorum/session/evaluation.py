@@ -1,0 +1,115 @@
+"""Hooks that evaluate the model: every so many global steps on the chief, and at each worker's own end.
+
+Given to `tq.Session(hooks=[...])`; called on the thread of the training loop, which waits for the evaluation. What always
+holds: the user's function gets the model in evaluation mode, without gradients; afterwards the model holds the variables
+again and every module of it is in the mode in which it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from torchquorum.errors import ConfigError
+from torchquorum.session.hooks import Hook, Ran
+from torchquorum.session.ready import check_every, give_scalar
+
+if TYPE_CHECKING:
+    from torchquorum.session.session import Session
+
+Evaluate = Callable[[nn.Module], Mapping[str, float] | float]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Inside this block the model is in evaluation mode and no gradients are recorded."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def run_evaluation(session: Session, evaluate: Evaluate, *, averaged: bool) -> tuple[int, dict[str, float]]:
+    """Runs the user's evaluation on the variables or their moving averages; returns the version and the results."""
+    with session.averaged() if averaged else nullcontext(session.global_step) as version, evaluating(session.model):
+        results = evaluate(session.model)
+    if isinstance(results, Mapping):
+        return version, {name: float(value) for name, value in results.items()}
+    return version, {"accuracy": float(results)}
+
+
+class EvaluateHook(Hook):
+    """Evaluates every so many global steps, on the chief, and prints a line per result.
+
+    The moving averages are in place while the function runs, if `tq.Optimizer(average=...)` keeps them. The chief's loop
+    waits for the evaluation, and with it every synchronous worker: keep the validation set small.
+
+    Args:
+        every: Global steps between two evaluations.
+        evaluate: Gets the model, returns a mapping such as {"accuracy": 0.98, "loss": 0.07}, or the accuracy alone.
+        averaged: Evaluate the moving averages where they are kept; otherwise the variables.
+
+    Attributes:
+        results: The last results.
+        step: The global step that they belong to, -1 before the first.
+    """
+
+    def __init__(self, every: int, evaluate: Evaluate, averaged: bool = True) -> None:
+        check_every(every)
+        self._every, self._evaluate, self._averaged = every, evaluate, averaged
+        self._next = 0
+        self.results: dict[str, float] = {}
+        self.step = -1
+
+    def after_create_session(self, session: Session) -> None:
+        """Finds the next global step to evaluate at."""
+        self._next = (session.global_step // self._every + 1) * self._every
+
+    def after_run(self, session: Session, ran: Ran) -> None:
+        """Evaluates if it is time to."""
+        if not session.task.is_chief or ran.step.version < self._next:
+            return
+        averaged = self._averaged and session.optimizer.average is not None
+        self.step, self.results = run_evaluation(session, self._evaluate, averaged=averaged)
+        # With other workers about, the step may have passed over one or more multiples of `every`.
+        self._next = (max(self.step, ran.step.version) // self._every + 1) * self._every
+        which = " using average model" if averaged else ""
+        for name, value in self.results.items():
+            print(f"After {self.step:d} training step(s),validation {name}{which} is {value:g}.", flush=True)
+            give_scalar(session, name if name == "accuracy" else f"validation/{name}", value, self.step)
+
+
+class FinalAccuracyHook(Hook):
+    """Evaluates at this worker's own end, prints the accuracy and notes it for the report.
+
+    Args:
+        evaluate: Gets the model, returns the accuracy, or a mapping with `accuracy` and perhaps `loss`.
+        averaged: Evaluate the moving averages where they are kept; otherwise the variables.
+    """
+
+    def __init__(self, evaluate: Evaluate, averaged: bool = False) -> None:
+        self._evaluate, self._averaged = evaluate, averaged
+        self.accuracy: float | None = None
+
+    def end(self, session: Session) -> None:
+        """Takes the newest version, evaluates it and records the results."""
+        averaged = self._averaged and session.optimizer.average is not None
+        if not averaged:
+            session.pull()
+        version, results = run_evaluation(session, self._evaluate, averaged=averaged)
+        if "accuracy" not in results:
+            raise ConfigError(
+                f"FinalAccuracyHook: the evaluation returned {', '.join(results) or 'nothing'}; it must return an accuracy"
+            )
+        self.accuracy = results["accuracy"]
+        print(f"worker={session.task.index}, final accuracy = {self.accuracy}", flush=True)
+        session.record(**{name: value for name, value in results.items() if name in ("accuracy", "loss")})
+        give_scalar(session, "accuracy", self.accuracy, version)

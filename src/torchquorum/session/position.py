@@ -1,0 +1,89 @@
+"""A worker's position: how far it is in its data, and the state of its random number generators, in JSON's types.
+
+Taken by the session whenever the worker first holds a new version, restored when a run goes on from a checkpoint. What
+always holds: a worker that continues from a position draws the same batches and the same random numbers as it did then.
+"""
+
+from __future__ import annotations
+
+import base64
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+
+
+class Resumable(Protocol):
+    """Something with a position: `tq.Batches`, a `tq.Prefetcher`, or your own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position in JSON's types."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> Any:
+        """Goes to a position."""
+        ...
+
+
+def _text(state: torch.Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A position as it was taken, cheaply: at every step. `encode` makes it JSON-able, when it is wanted."""
+
+    data: dict[str, dict[str, Any]]
+    torch: torch.Tensor
+    cuda: list[torch.Tensor]
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+
+    def encode(self) -> dict[str, Any]:
+        """Returns the position in JSON's types."""
+        version, internal, gauss = self.python
+        kind, keys, at, has_gauss, cached = self.numpy
+        return {
+            "data": self.data,
+            "torch": _text(self.torch),
+            "cuda": [_text(state) for state in self.cuda],
+            "python": [version, base64.b64encode(np.asarray(internal, np.uint32).tobytes()).decode(), gauss],
+            "numpy": [kind, base64.b64encode(np.asarray(keys, np.uint32).tobytes()).decode(), at, has_gauss, cached],
+        }
+
+
+def capture(data: Mapping[str, Resumable]) -> Captured:
+    """Takes the position of the data and of the generators of torch, Python and NumPy in this process."""
+    return Captured(
+        data={name: source.state_dict() for name, source in data.items()},
+        torch=torch.get_rng_state(),
+        cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        python=random.getstate(),
+        numpy=cast(Any, np.random.get_state(legacy=True)),
+    )
+
+
+def restore(body: Mapping[str, Any], data: Mapping[str, Resumable]) -> None:
+    """Goes to a position; what it does not speak of stays as it is."""
+    for name, source in data.items():
+        if name in body.get("data", {}):
+            source.load_state_dict(body["data"][name])
+    if "torch" in body:
+        torch.set_rng_state(_tensor(body["torch"]))
+    if body.get("cuda") and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all([_tensor(state) for state in body["cuda"]])
+    if "python" in body:
+        version, internal, gauss = body["python"]
+        words = np.frombuffer(base64.b64decode(internal), np.uint32)
+        random.setstate((version, tuple(int(word) for word in words), gauss))
+    if "numpy" in body:
+        kind, keys, at, has_gauss, cached = body["numpy"]
+        words = np.frombuffer(base64.b64decode(keys), np.uint32)
+        np.random.set_state((kind, words, at, has_gauss, cached))

@@ -1,0 +1,39 @@
+"""Ctrl-C and SIGTERM during a run: the first asks for a good end, the second ends at once.
+
+Installed by the session on the main thread, and taken out again when the session ends.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+
+class Signals:
+    """Whether a signal has asked to stop. `say` prints a line for people."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._before: dict[signal.Signals, Any] = {}
+        self.asked = False
+
+    def install(self) -> None:
+        """Takes SIGINT and SIGTERM over; elsewhere than on the main thread it does nothing."""
+        if threading.current_thread() is threading.main_thread():
+            for name in (signal.SIGINT, signal.SIGTERM):
+                self._before[name] = signal.signal(name, self._handle)
+
+    def remove(self) -> None:
+        """Gives them back."""
+        for name, handler in self._before.items():
+            signal.signal(name, handler)
+        self._before.clear()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+        self._say(f"{signal.Signals(number).name}: saving and ending; once more ends at once")

@@ -1,0 +1,238 @@
+"""The thread that writes TensorBoard's event files, and asks ps task 0 how the run is doing.
+
+Started by `tq.SummaryHook` on the chief. It owns the files and a channel of its own to ps task 0; the training loop only
+drops moments into its queue and never waits for it. What always holds: a failure is said in one line and ends the
+summaries, never the training; every moment is on disk before the next is looked at; the thread ends when it is closed, or
+when the loop's thread has ended without saying so.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+import torchquorum.transport.messages as m
+from torchquorum.transport import codec
+from torchquorum.transport.channel import Channel
+
+POLL_S = 0.5
+STATUS_S = 1.0
+CLOSE_S = 10.0
+BINS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What the loop knew at one global step; the tensors are copies that nobody else uses."""
+
+    global_step: int
+    wall: float
+    scalars: dict[str, float]
+    histograms: dict[str, np.ndarray] = field(default_factory=dict)
+    with_status: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What is written at the start: the configuration, and the model with an example of its input, both our own."""
+
+    config: str
+    model: Any = None
+    example: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Rewind:
+    """The run went back to an earlier step: what was written beyond it counts no more."""
+
+    global_step: int
+
+
+class SummaryThread:
+    """Writes moments. `put` and `close` are called by the loop; all else happens on the thread.
+
+    Args:
+        folder: Where the event files go.
+        first_step: The global step of the start; what an earlier run wrote from there on counts no more.
+        connect: Makes the channel to ps task 0.
+        batch_size: Examples per batch, if known.
+        say: Prints a line for people.
+    """
+
+    def __init__(
+        self,
+        folder: str,
+        first_step: int,
+        connect: Callable[[], Channel],
+        *,
+        batch_size: int | None,
+        say: Callable[[str], None],
+    ) -> None:
+        self._folder, self._first_step, self._connect = folder, first_step, connect
+        self._say = say
+        self._queue: queue.SimpleQueue[Moment | Opening | Rewind | None] = queue.SimpleQueue()
+        self._rates = StatusRates(batch_size)
+        self._loop = threading.current_thread()
+        self._channel: Channel | None = None
+        self.histogram_s = 0.0
+        self.failed = False
+        self.thread = threading.Thread(target=self._run, name="torchquorum-summaries", daemon=True)
+        self.thread.start()
+
+    def put(self, item: Moment | Opening | Rewind) -> None:
+        """Hands something over, without waiting."""
+        if not self.failed:
+            self._queue.put(item)
+
+    @property
+    def behind(self) -> int:
+        """Returns how many things have not been taken up yet."""
+        return self._queue.qsize()
+
+    def close(self) -> None:
+        """Writes what is left and ends the thread; one that hangs is left behind, and that is said."""
+        self._queue.put(None)
+        self.thread.join(CLOSE_S)
+        if self.thread.is_alive():
+            self._say(
+                f"summaries: {self._folder} takes no more than {CLOSE_S:g} s to be written; the last ones are missing"
+            )
+
+    # -- on the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except ImportError as error:
+            self._give_up(f"no summaries: {error}; pip install tensorboard. Training goes on")
+        except OSError as error:
+            self._give_up(
+                f"no summaries: {self._folder} cannot be written ({error.strerror or error}). Training goes on"
+            )
+        except Exception as error:
+            self._give_up(f"no more summaries: {type(error).__name__}: {error}. Training goes on")
+        finally:
+            if self._channel is not None:
+                self._channel.close()
+
+    def _give_up(self, line: str) -> None:
+        self.failed = True
+        self._say(line)
+
+    def _write(self) -> None:
+        writer = self._open(self._first_step)
+        try:
+            while (item := self._next()) is not None:
+                match item:
+                    case Moment():
+                        self._write_moment(writer, item)
+                    case Opening():
+                        self._write_opening(writer, item)
+                    case Rewind():
+                        writer.close()
+                        writer = self._open(item.global_step)
+                writer.flush()
+        finally:
+            writer.close()
+
+    def _open(self, first_step: int) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about libraries that are of no use here
+            from torch.utils.tensorboard.writer import SummaryWriter
+        return SummaryWriter(self._folder, purge_step=first_step or None)
+
+    def _next(self) -> Moment | Opening | Rewind | None:
+        while True:
+            try:
+                return self._queue.get(timeout=POLL_S)
+            except queue.Empty:
+                if not self._loop.is_alive():
+                    return None
+
+    def _write_moment(self, writer: Any, moment: Moment) -> None:
+        scalars = dict(moment.scalars)
+        if moment.with_status:
+            scalars |= self._rates.scalars(self._ask(), time.monotonic())
+        for name, value in scalars.items():
+            writer.add_scalar(name, value, moment.global_step, walltime=moment.wall)
+        started = time.perf_counter()
+        for name, values in moment.histograms.items():
+            finite = values[np.isfinite(values)]
+            if finite.size:
+                writer.add_histogram(name, finite, moment.global_step, bins=BINS, walltime=moment.wall)
+        if moment.histograms:
+            self.histogram_s = time.perf_counter() - started
+
+    def _write_opening(self, writer: Any, opening: Opening) -> None:
+        writer.add_text("configuration", opening.config, 0)
+        if opening.example is None:
+            return
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                writer.add_graph(opening.model, opening.example)
+        except Exception as error:  # a model that cannot be traced is a model all the same
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            self._say(f"summaries: no graph of the model: {reason}")
+
+    def _ask(self) -> dict[str, Any]:
+        """Returns ps task 0's status, or nothing if it does not answer soon."""
+        if self._channel is None:
+            self._channel = self._connect()
+        channel = self._channel
+        while channel.receive(0.0) is not None:
+            pass  # an answer that came too late for the last moment
+        channel.send([codec.encode(m.StatusRequest())])
+        deadline = time.monotonic() + STATUS_S
+        while (left := deadline - time.monotonic()) > 0:
+            frames = channel.receive(left)
+            if frames is not None:
+                message, _ = codec.split(frames)
+                if isinstance(message, m.Status):
+                    return message.body
+        return {}
+
+
+class StatusRates:
+    """Turns the counts of two statuses into numbers per second; the rest of a status is taken as it is."""
+
+    def __init__(self, batch_size: int | None) -> None:
+        self._batch_size = batch_size
+        self._before: tuple[float, dict[str, Any]] | None = None
+
+    def scalars(self, status: dict[str, Any], now: float) -> dict[str, float]:
+        """Returns the numbers of a status, by name."""
+        if "per_worker" not in status:
+            return {}
+        workers: dict[str, Any] = status["per_worker"]
+        found: dict[str, float] = {
+            "staleness/mean": status["staleness_mean"],
+            "staleness/max": status["staleness_max"],
+            "refused/total": status["refused"],
+            "workers/live": len(status["live"]),
+        }
+        reasons: dict[str, int] = {}
+        for worker in workers.values():
+            for reason, count in worker["refused_reasons"].items():
+                reasons[reason] = reasons.get(reason, 0) + count
+        found |= {f"refused/{reason.replace(' ', '_')}": count for reason, count in reasons.items()}
+        before, self._before = self._before, (now, status)
+        if before is None or now - before[0] <= 0:
+            return found
+        seconds = now - before[0]
+        for index, worker in workers.items():
+            earlier = before[1]["per_worker"].get(index, {"batches": 0, "waited_s": 0.0})
+            found[f"batches_per_s/worker_{index}"] = max(0, worker["batches"] - earlier["batches"]) / seconds
+            waited_s = max(0.0, worker["waited_s"] - earlier["waited_s"])
+            found[f"quorum_wait/worker_{index}"] = min(1.0, waited_s / seconds)
+        if self._batch_size is not None:
+            batches = max(0, status["batches"] - before[1]["batches"])
+            found["examples_per_s"] = self._batch_size * batches / seconds
+        return found

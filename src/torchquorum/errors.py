@@ -28,6 +28,14 @@ class RefusedError(TorchQuorumError):
     """A ps refused a request."""
 
 
+class LostPlaceError(RefusedError):
+    """A ps does not know this worker, or holds no variables: it was restarted. The worker joins again."""
+
+
+class LostVariablesError(TorchQuorumError):
+    """A ps was restarted and there is no checkpoint to restore its variables from."""
+
+
 class TaskLostError(TorchQuorumError):
     """A task stopped answering."""
 

@@ -22,6 +22,8 @@ parser.add_argument("--pause", type=float, default=0.0)
 parser.add_argument("--liveness", type=float, default=5.0)
 parser.add_argument("--silence", type=float, default=10.0)
 parser.add_argument("--logdir")
+parser.add_argument("--save-steps", type=int)
+parser.add_argument("--afresh", action="store_true")
 parser.add_argument("--fail-at", type=int, default=-1)
 args = parser.parse_args()
 
@@ -39,7 +41,15 @@ patience = Patience(start_s=60.0, round_s=60.0, silence_s=args.silence, probe_s=
 for parameter in model.parameters():
     parameter.grad = -torch.ones_like(parameter)
 with tq.Session(
-    task, model, optimizer, last_step=args.steps, logdir=args.logdir, liveness_s=args.liveness, patience=patience
+    task,
+    model,
+    optimizer,
+    last_step=args.steps,
+    logdir=args.logdir,
+    liveness_s=args.liveness,
+    save_every_steps=args.save_steps,
+    start_afresh=args.afresh,
+    patience=patience,
 ) as session:
     print(f"started at {session.global_step} over {'+'.join(session.transports)}", flush=True)
     while not session.should_stop():

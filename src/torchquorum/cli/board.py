@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import signal
 import socket
+import sys
 import threading
 import webbrowser
 from pathlib import Path
@@ -41,7 +42,7 @@ def board(run: str, port: int, host: str, open_: bool | None) -> int:
     _check_port(host, port)
     address = _launch(folder, host, port)
     click.echo(f"TensorBoard on {folder}: {address} (Ctrl-C ends it)")
-    if open_ if open_ is not None else click.get_text_stream("stdout").isatty():
+    if open_ if open_ is not None else sys.stdout.isatty():
         webbrowser.open(address)
     _wait()
     click.echo("TensorBoard has ended")

@@ -24,6 +24,9 @@ COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 @click.option("--threads", type=int, help="Threads of an operation per task; the cores are shared out by default.")
 @click.option("--logdir", help="The run's folder, for scripts that name none.")
 @click.option("--report", help="Write the report as JSON to this file.")
+@click.option(
+    "--max-restarts", default=3, show_default=True, help="How often a task that a signal ended is started again."
+)
 @click.option("--quiet", is_flag=True, help="Do not print the tasks' output.")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -49,9 +52,11 @@ def run(script: str, arguments: tuple[str, ...], quiet: bool, **given: Any) -> i
             colour = "dim" if task.job == "ps" else COLOURS[task.index % len(COLOURS)]
             console.print(Text.assemble((f"[{task.job} {task.index}]", colour), " ", line), soft_wrap=True)
 
-    cluster = LocalCluster(Options(command=python_command(script, arguments), **given), output)
+    cluster = LocalCluster(
+        Options(command=python_command(script, arguments), **given),
+        output,
+        lambda line: console.print(f"torchquorum: {line}", soft_wrap=True),
+    )
     cluster.start()
     code = cluster.wait()
-    for message in cluster.messages:
-        console.print(f"torchquorum: {message}")
     return code

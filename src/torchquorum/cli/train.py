@@ -110,6 +110,7 @@ def _cluster(options: MnistOptions, ps: int, workers: int, transport: str, repor
                 report=str(where.absolute()),
             ),
             lambda task, line: view.line(f"[{task.job} {task.index}] {line}"),
+            lambda line: view.note(f"torchquorum: {line}"),
         )
         if not quiet:
             console.print(
@@ -122,8 +123,6 @@ def _cluster(options: MnistOptions, ps: int, workers: int, transport: str, repor
                 code = cluster.wait(lambda: view.show(watcher.status) if watcher.poll() else None)
             finally:
                 watcher.close()
-        for message in cluster.messages:
-            console.print(f"torchquorum: {message}")
         result = json.loads(where.read_text()) if where.is_file() else None
     if code == 0 and result is not None:
         _summary(console, result, options)

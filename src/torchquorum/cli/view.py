@@ -53,6 +53,10 @@ class View:
         if not self._quiet:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
+    def note(self, text: str) -> None:
+        """Prints a line of the launcher's own, also when quiet."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
     def show(self, status: dict[str, Any]) -> None:
         """Shows the newest status."""
         if self._quiet or not status.get("ready") or "per_worker" not in status:

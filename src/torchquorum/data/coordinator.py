@@ -218,9 +218,9 @@ class _Source:
             return batch
 
     def _begin(self) -> Iterator[Any]:
-        sampler = getattr(self._batches, "sampler", None)
-        if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(self._epoch)  # a DistributedSampler shuffles by it
+        set_epoch = getattr(getattr(self._batches, "sampler", None), "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(self._epoch)  # a DistributedSampler shuffles by it
         return iter(self._batches)
 
 

@@ -111,7 +111,7 @@ def train(options: MnistOptions, argv: list[str] | None = None, report: str | No
         slice_bytes=options.slice_bytes,
     )
     regularize = tq.l2_regularizer(options.l2)
-    with tq.Session(task, model, optimizer, logdir=options.logdir, last_step=options.steps) as session:
+    with tq.Session(task, model, optimizer, logdir=options.logdir, last_step=options.steps, data=batches) as session:
         while not session.should_stop():
             x, y = next(batches)
             loss = cross_entropy(model(x), y)

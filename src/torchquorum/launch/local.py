@@ -1,7 +1,8 @@
 """A cluster on this machine: one process per task, their output, and their end.
 
 Called by `torchquorum train` and `torchquorum run`. What always holds: the ports of the ps tasks are held from the moment
-they are chosen until the ps has them; when `wait` returns, by whatever way, no process of the cluster is left.
+they are chosen until the job ends; a task that a signal ended is started again, a few times; when `wait` returns, by
+whatever way, no process of the cluster is left.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torchquorum.errors import ConfigError
 
 PS_GRACE_S = 20.0
 WORKER_GRACE_S = 5.0
+INTERRUPT_GRACE_S = 60.0
 STOP_GRACE_S = 5.0
 POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
@@ -42,6 +44,7 @@ class Options:
         threads: Threads of an operation in each task; None divides the cores among the workers.
         report: Where ps task 0 writes the report.
         logdir: The run's folder, for programs that name none.
+        max_restarts: How often each task may be started again after a signal ended it.
     """
 
     command: Sequence[str]
@@ -51,6 +54,7 @@ class Options:
     threads: int | None = None
     report: str | None = None
     logdir: str | None = None
+    max_restarts: int = 3
 
     def __post_init__(self) -> None:
         for name in ("ps", "workers"):
@@ -65,6 +69,7 @@ class Running:
     task: TaskId
     process: subprocess.Popen[bytes]
     reader: threading.Thread = field(init=False)
+    restarts: int = 0
 
     @property
     def code(self) -> int | None:
@@ -78,10 +83,18 @@ class LocalCluster:
     Args:
         options: What to start.
         output: Takes every line that a task prints, with the task.
+        note: Takes every line of the launcher's own; they are kept in `messages` too.
     """
 
-    def __init__(self, options: Options, output: Callable[[TaskId, str], None]) -> None:
-        self.options, self._output = options, output
+    def __init__(
+        self,
+        options: Options,
+        output: Callable[[TaskId, str], None],
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        self.options, self._output, self._note = options, output, note
+        self._told: set[tuple[TaskId, int]] = set()
+        self._ended_at: dict[str, float] = {}
         self.started_at = time.time()
         self._sockets = [_listening_socket() for _ in range(options.ps)]
         ports = [s.getsockname()[1] for s in self._sockets]
@@ -96,9 +109,6 @@ class LocalCluster:
         """Starts every task."""
         for task in [*self.cluster.tasks("ps"), *self.cluster.tasks("worker")]:
             self.tasks.append(self._start(task))
-        for held in self._sockets:
-            held.close()
-        self._sockets = []
 
     def _start(self, task: TaskId) -> Running:
         held = self._sockets[task.index] if task.job == "ps" else None
@@ -140,7 +150,7 @@ class LocalCluster:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def wait(self, each: Callable[[], None] | None = None) -> int:
-        """Waits until every task has ended; ends those that have no reason to go on.
+        """Waits until every task has ended; restarts those that a signal ended, ends those that have no reason to go on.
 
         Args:
             each: Called every now and then while waiting.
@@ -148,43 +158,79 @@ class LocalCluster:
         Returns:
             The exit code of the run: 0 if it reached its end.
         """
-        workers_gone_at: float | None = None
-        ps_gone_at: float | None = None
-        told: set[TaskId] = set()
         try:
-            while True:
-                running = [t for t in self.tasks if t.code is None]
-                self._tell_of_deaths(told)
-                if not running:
+            while any(t.code is None for t in self.tasks):
+                self._look_after()
+                if self._hopeless():
                     break
-                if all(t.task.job == "ps" for t in running):
-                    workers_gone_at = workers_gone_at or time.monotonic()
-                    failed = all(t.code for t in self.tasks if t.task.job == "worker")
-                    if failed or time.monotonic() - workers_gone_at > PS_GRACE_S:
-                        self.messages.append("the workers are gone before the run was over: ending the ps tasks")
-                        break
-                if any(t.task.job == "ps" and t.code for t in self.tasks):
-                    ps_gone_at = ps_gone_at or time.monotonic()
-                    if time.monotonic() - ps_gone_at > WORKER_GRACE_S:
-                        self.messages.append("a ps task is gone: ending the other tasks")
-                        break
                 if each is not None:
                     each()
                 time.sleep(POLL_S)
+            self._look_after(restart=False)
         except KeyboardInterrupt:
-            self.messages.append("interrupted")
-            self.stop(signal.SIGINT)
+            self._interrupted()
             return 130
         finally:
             self.stop(signal.SIGTERM)
-        self._tell_of_deaths(told)
+        self._look_after(restart=False)
         return self._code()
 
-    def _tell_of_deaths(self, told: set[TaskId]) -> None:
-        for t in self.tasks:
-            if t.code not in (None, 0) and t.task not in told:
-                told.add(t.task)
-                self.messages.append(f"{t.task} {_describe(t.code or 0)}")
+    def _look_after(self, *, restart: bool = True) -> None:
+        """Says who has died, and starts again whom a signal ended."""
+        for place, t in enumerate(self.tasks):
+            if t.code in (None, 0) or (t.task, t.process.pid) in self._told:
+                continue
+            self._told.add((t.task, t.process.pid))
+            again = restart and (t.code or 0) < 0 and t.restarts < self.options.max_restarts and self._wanted(t)
+            how = f"{t.task} {_describe(t.code or 0)}"
+            self._say(f"{how}; starting it again ({t.restarts + 1} of {self.options.max_restarts})" if again else how)
+            if again:
+                self.tasks[place] = self._start(t.task)
+                self.tasks[place].restarts = t.restarts + 1
+                self._ended_at.clear()
+
+    def _wanted(self, dead: Running) -> bool:
+        """A task is started again only while there is a run to come back to."""
+        workers = [t for t in self.tasks if t.task.job == "worker"]
+        if any((t.code or 0) > 0 for t in self.tasks):
+            return False
+        return dead.task.job == "ps" or not any(t.code == 0 for t in workers)
+
+    def _hopeless(self) -> bool:
+        """Whether those that still run have nothing to wait for, and have had their time to find out."""
+        running = [t for t in self.tasks if t.code is None]
+        workers = [t for t in self.tasks if t.task.job == "worker"]
+        now = time.monotonic()
+        if running and all(t.task.job == "ps" for t in running):
+            gone_at = self._ended_at.setdefault("worker", now)
+            if all(t.code for t in workers) or now - gone_at > PS_GRACE_S:
+                self._say("the workers are gone before the run was over: ending the ps tasks")
+                return True
+        if any(t.task.job == "ps" and t.code for t in self.tasks):
+            gone_at = self._ended_at.setdefault("ps", now)
+            if now - gone_at > WORKER_GRACE_S:
+                self._say("a ps task is gone: ending the other tasks")
+                return True
+        return False
+
+    def _interrupted(self) -> None:
+        """Ctrl-C: the workers save and end, the ps tasks follow them; a second one ends all at once."""
+        self._say("interrupted: saving and ending every task; once more ends them at once")
+        try:
+            for t in self.tasks:
+                if t.task.job == "worker" and t.code is None:
+                    t.process.send_signal(signal.SIGINT)
+            deadline = time.monotonic() + INTERRUPT_GRACE_S
+            while any(t.code is None for t in self.tasks) and time.monotonic() < deadline:
+                time.sleep(POLL_S)
+        except KeyboardInterrupt:
+            for t in self.tasks:
+                if t.code is None:
+                    t.process.kill()
+
+    def _say(self, line: str) -> None:
+        self.messages.append(line)
+        self._note(line)
 
     def _code(self) -> int:
         """A run is a success if every ps ended well and no program failed; a worker lost to a signal is survived."""

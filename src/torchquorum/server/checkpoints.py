@@ -58,7 +58,7 @@ class Checkpoints:
     def position(self, worker: int, version: int, body: dict[str, Any]) -> None:
         """Notes where a worker stood when it first held a version."""
         known = self._positions.setdefault(worker, {})
-        known[version] = body
+        known[version] = {**body, "version": version}
         while len(known) > REMEMBERED_POSITIONS:
             del known[min(known)]
 

@@ -165,7 +165,10 @@ class Leader:
                     self._append(Release(worker, incarnation, request, version, stop))
                 case quorum.Died(worker, _, why):
                     self.tally.worker(worker).release(wall)
-                    self.notes.append(f"/job:worker/task:{worker} counts as dead ({why}); the run goes on without it")
+                    chief = " (ps task 0 saves in its place)" if worker == 0 and self.plan.logdir else ""
+                    self.notes.append(
+                        f"/job:worker/task:{worker} counts as dead ({why}); the run goes on without it{chief}"
+                    )
                 case _:
                     pass
 

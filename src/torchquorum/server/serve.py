@@ -18,6 +18,7 @@ from pathlib import Path
 import zmq
 
 from torchquorum.cluster import ClusterSpec, TaskId
+from torchquorum.cluster.signals import Signals
 from torchquorum.errors import DeadlineError, TaskLostError
 from torchquorum.server.service import LEADER, Me, Service
 from torchquorum.server.shard import Reply
@@ -84,6 +85,8 @@ class Server:
             self._leader = ZmqChannel(cluster.address(TaskId("ps", 0)), f"ps/{index}/{incarnation:016x}".encode())
         self.service = Service(me, say)
         self._say, self._report = say, report
+        self._signals = Signals(say=lambda line: say(f"{self.task}: {line}"))
+        self._stopped = False
         self._watched: dict[int, tuple[int, int]] = {}
         self._poller = select.poll()
 
@@ -97,6 +100,7 @@ class Server:
             DeadlineError: The chief never came.
         """
         warm_up()
+        self._signals.install()
         started = told = ticked = time.monotonic()
         while self.service.ended is None:
             self._receive()
@@ -105,6 +109,7 @@ class Server:
                 ticked = now
                 self._tick(now)
             self._check_leader(now)
+            self._obey_signals()
             if self.service.shard is None and now - told >= SAY_EVERY_S:
                 told = now
                 self._wait_for_chief(now - started)
@@ -116,6 +121,7 @@ class Server:
 
     def close(self) -> None:
         """Gives sockets, memory and files up."""
+        self._signals.remove()
         for fd in self._watched:
             os.close(fd)
         self._watched.clear()
@@ -193,6 +199,14 @@ class Server:
                 f"Start it with the same --ps_hosts and --worker_hosts, and check that it can reach this task."
             )
         self._say(f"{self.task}: waiting for {chief} ({where}) to create the variables: {waited_s:.0f} s")
+
+    def _obey_signals(self) -> None:
+        """Ctrl-C on a ps: the run is stopped, the chief saves, and the ps ends when all have left."""
+        if self._signals.asked and not self._stopped:
+            self._stopped = True
+            if self.service.leader is None:
+                raise KeyboardInterrupt
+            self._send(self.service.stop(time.time()))
 
     def _check_leader(self, now: float) -> None:
         heard = self.service.leader_heard_at

@@ -16,7 +16,8 @@ import msgspec
 
 import torchquorum.transport.messages as m
 from torchquorum.cluster import ClusterSpec, TaskId
-from torchquorum.errors import ConfigError, RefusedError, TorchQuorumError
+from torchquorum.errors import ConfigError, LostPlaceError, RefusedError, TorchQuorumError
+from torchquorum.formats.checkpoint_write import KEEP
 from torchquorum.formats.ledger import LedgerWriter
 from torchquorum.rules.quorum import Key
 from torchquorum.server.checkpoints import Checkpoints
@@ -32,6 +33,8 @@ LEADER = (
     b"\0leader"  # stands for shard 0 as the peer of another shard; nobody may give himself a name with a zero in front
 )
 LATE_S = 10.0
+STAND_IN_S = 60.0
+UNASKED = -1000
 IDLE_S = 600.0
 
 
@@ -71,6 +74,8 @@ class Service:
         self.saver = Saver()
         self.checkpoints: Checkpoints | None = None
         self._my_part: m.Part | None = None
+        self.reign = 0
+        self._saved_at: float | None = None
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -140,6 +145,7 @@ class Service:
             return replies
         self._tell(self.checkpoints.advance(self.leader.quorum.alive, now))
         self.leader.tick(now, wall)
+        self._stand_in_for_chief(now)
         self._check_end(now)
         if self.ledger is not None:
             self.ledger.flush()
@@ -159,7 +165,9 @@ class Service:
         if self.me.index == 0:
             return None
         followed = self.shard.followed if self.shard else 0
-        return Reply(LEADER, m.ShardHello(self.me.index, self.me.incarnation, followed, os.getpid(), self.me.host))
+        return Reply(
+            LEADER, m.ShardHello(self.me.index, self.me.incarnation, followed, os.getpid(), self.me.host, self.reign)
+        )
 
     @property
     def ended(self) -> m.End | None:
@@ -185,7 +193,9 @@ class Service:
     def _create(self, peer: Peer, create: m.Create, frames: list[Frame], now: float, wall: float) -> list[Reply]:
         if self.shard is not None:
             self.shard.check_plan(create.plan, "the chief")
-            return [Reply(peer, m.Created(self.shard.version, True))]
+            if not create.replace or create.reign == self.reign:
+                return [Reply(peer, m.Created(self.shard.version, create.reign != self.reign))]
+            self._give_up()
         if len(frames) != (2 if create.restore is None else 0):
             raise ValueError(f"{len(frames)} tensor frames, expected {2 if create.restore is None else 0}")
         num_ps = self.me.cluster.num_tasks("ps")
@@ -194,6 +204,7 @@ class Service:
                 f"the chief's cluster has {create.plan.num_shards} ps tasks and {create.plan.num_workers} workers, that of "
                 f"{self.me.task} has {num_ps} ps tasks. Give every task the same --ps_hosts and --worker_hosts."
             )
+        self.reign = create.reign
         positions: dict[str, Any] = {}
         if create.restore is None:
             self.shard = Shard(self.me.index, create.plan, frames[0], frames[1])
@@ -210,6 +221,16 @@ class Service:
         for guest, join in waiting:
             replies += self.handle(guest, [codec.encode(join)], now, wall)
         return replies
+
+    def _give_up(self) -> None:
+        """Another ps has lost its variables: ours go too, and all are restored together."""
+        assert self.shard is not None
+        self.shard.close()
+        self.shard = self.leader = self.checkpoints = self._my_part = None
+        self._sent.clear()
+        if self.ledger is not None:
+            self.ledger.close()
+            self.ledger = None
 
     def _open_ledger(self, logdir: str | None) -> LedgerWriter | None:
         if logdir is None:
@@ -229,7 +250,7 @@ class Service:
         if join.plan is not None:
             self.shard.check_plan(join.plan, f"/job:worker/task:{join.worker}")
         if self.shard.replaced(join.worker, join.incarnation):
-            return [Reply(peer, self._not_joined(join.worker, join.request))]
+            return [Reply(peer, self._not_joined(join.worker, join.incarnation, join.request))]
         known = self.shard.knows(join.worker, join.incarnation)
         if known and not self.shard.heard_from(join.worker, peer, join.request):
             return []
@@ -250,7 +271,7 @@ class Service:
     def _push(self, peer: Peer, push: m.Push, frames: list[Frame], now: float, wall: float) -> list[Reply]:
         shard = self._ready()
         if not shard.knows(push.worker, push.incarnation):
-            return [Reply(peer, self._not_joined(push.worker, push.request))]
+            return [Reply(peer, self._not_joined(push.worker, push.incarnation, push.request))]
         if not shard.heard_from(push.worker, peer, push.request):
             return []
         again = shard.answer(push.worker, push.incarnation, push.request)
@@ -262,16 +283,23 @@ class Service:
         if not shard.holds(key):
             shard.store(push, frames)
         if self.leader is None:
-            return [Reply(LEADER, m.Have(self.me.index, *key[:2], push.request, push.local_step, shard.followed))]
+            return [
+                Reply(
+                    LEADER, m.Have(self.me.index, *key[:2], push.request, push.local_step, shard.followed, self.reign)
+                )
+            ]
         self.leader.arrived(0, key, push.request, now, wall, push=Arrival(push.version, push.loss))
         return []
 
-    def _not_joined(self, worker: int, request: int) -> m.Fault:
+    def _not_joined(self, worker: int, incarnation: int, request: int) -> m.Fault:
+        if self.shard is not None and self.shard.replaced(worker, incarnation):
+            text = (
+                f"{self.me.task} has let a newer process in as /job:worker/task:{worker}, so this one is out. "
+                "Start each worker once, with an index of its own."
+            )
+            return m.Fault("replaced", text, request)
         return m.Fault(
-            "not_joined",
-            f"{self.me.task} does not count this process as /job:worker/task:{worker}: it has been replaced by a newer one "
-            "with the same index, or the ps was restarted. Start each worker once, with an index of its own.",
-            request,
+            "LostPlaceError", f"{self.me.task} does not know this process as /job:worker/task:{worker}", request
         )
 
     def _pull(self, peer: Peer, pull: m.Pull) -> list[Reply]:
@@ -281,14 +309,14 @@ class Service:
                 "no moving averages are kept; give tq.Optimizer an average=tq.ExponentialMovingAverage(0.99)"
             )
         if not shard.knows(pull.worker, pull.incarnation):
-            return [Reply(peer, self._not_joined(pull.worker, pull.request))]
+            return [Reply(peer, self._not_joined(pull.worker, pull.incarnation, pull.request))]
         if not shard.heard_from(pull.worker, peer, pull.request):
             return []
         again = shard.answer(pull.worker, pull.incarnation, pull.request)
         if again or self.leader is None:
             return again
         if not self.leader.pull(pull.worker, pull.incarnation, pull.request, averaged=pull.averaged):
-            return [Reply(peer, self._not_joined(pull.worker, pull.request))]
+            return [Reply(peer, self._not_joined(pull.worker, pull.incarnation, pull.request))]
         return []
 
     def _probe(self, peer: Peer, probe: m.Probe, now: float) -> list[Reply]:
@@ -305,7 +333,7 @@ class Service:
             news = [hello] if hello else []
             if key is None:
                 return [Reply(peer, m.Unknown(probe.request)), *news]
-            have = m.Have(self.me.index, *key[:2], probe.request, key.local_step, self.shard.followed)
+            have = m.Have(self.me.index, *key[:2], probe.request, key.local_step, self.shard.followed, self.reign)
             return [Reply(peer, elsewhere), Reply(LEADER, have), *news]
         self.leader.quorum.seen(probe.worker, probe.incarnation, now)
         held = self.leader.held(probe.worker, probe.incarnation, probe.request)
@@ -336,6 +364,8 @@ class Service:
             raise ValueError("only shard 0 hears of other shards")
         if not 0 < message.shard < self.me.cluster.num_tasks("ps"):
             raise ValueError(f"shard {message.shard}: the cluster has {self.me.cluster.num_tasks('ps')} ps tasks")
+        if message.reign != self.reign:
+            return [Reply(peer, m.Alive(0, False))]  # of before a restore, or ahead of ours
         if not 0 <= message.followed <= (self.shard.followed if self.shard else 0):
             raise ValueError(f"shard {message.shard} has followed {message.followed} entries, more than the log has")
         self._shard_peers[message.shard] = peer
@@ -372,7 +402,7 @@ class Service:
             first, entries = self.leader.unseen_by(shard)
             sent = max(first, min(self._sent.get(shard, 0), end))
             if sent < end:
-                replies.append(Reply(peer, m.Log(sent, entries[sent - first :])))
+                replies.append(Reply(peer, m.Log(self.reign, sent, entries[sent - first :])))
                 self._sent[shard] = end
         self.leader.followed(0, end)
         return replies
@@ -388,6 +418,8 @@ class Service:
     def _log(self, peer: Peer, log: m.Log) -> list[Reply]:
         if peer != LEADER:
             raise ValueError("only shard 0 writes the log")
+        if log.reign != self.reign:
+            return []
         shard = self._ready()
         replies: list[Reply] = []
         for number, entry in enumerate(log.entries, log.first):
@@ -403,7 +435,7 @@ class Service:
             raise ValueError("only shard 0, once it holds variables, makes checkpoints")
         known = self.leader.quorum.workers.get(save.worker)
         if known is None or known.incarnation != save.incarnation:
-            return [Reply(peer, self._not_joined(save.worker, -1))]
+            return [Reply(peer, self._not_joined(save.worker, save.incarnation, -1))]
         state = self.checkpoints.state(save.number)
         if state is None and self.checkpoints.saving is None:
             try:
@@ -423,7 +455,7 @@ class Service:
             raise ValueError("only shard 0, once it holds variables, can stop the run")
         known = self.leader.quorum.workers.get(stop.worker)
         if known is None or known.incarnation != stop.incarnation:
-            return [Reply(peer, self._not_joined(stop.worker, -1))]
+            return [Reply(peer, self._not_joined(stop.worker, stop.incarnation, -1))]
         return [Reply(peer, m.Alive(self.leader.quorum.version, True)), *self.stop(wall)]
 
     def stop(self, wall: float) -> list[Reply]:
@@ -445,6 +477,35 @@ class Service:
             raise ValueError("only shard 0 takes parts of checkpoints, from the other shards")
         self.checkpoints.part(part)
         return [Reply(peer, m.PartTaken(part.number))]
+
+    def _stand_in_for_chief(self, now: float) -> None:
+        """While the chief is dead nobody asks for checkpoints, so shard 0 makes them itself."""
+        assert self.leader is not None
+        chief = self.leader.quorum.workers.get(0)
+        if chief is None or chief.alive or chief.left:
+            self._saved_at = None
+        elif self._saved_at is None or now - self._saved_at > STAND_IN_S:
+            self._save_unasked(now)
+
+    def _save_unasked(self, now: float) -> bool:
+        """Makes a checkpoint that no worker asked for; False if there is none to make."""
+        leader, checkpoints = self.leader, self.checkpoints
+        assert leader is not None and checkpoints is not None
+        self._saved_at = now
+        version, logdir = leader.quorum.version, leader.plan.logdir
+        if logdir is None or checkpoints.saving is not None or version in (0, checkpoints.last.step):
+            return checkpoints.saving is not None
+        number = UNASKED - version
+        if checkpoints.state(number) is not None:
+            return False
+        try:
+            saving = checkpoints.begin(number, version, Path(logdir), KEEP, now)
+        except TorchQuorumError as error:
+            checkpoints.last = m.SaveState(number, "failed", version, "", str(error))
+            self._tell(f"no checkpoint: {error}")
+            return False
+        leader.snapshot(number, str(saving.partial))
+        return True
 
     def _write_snapshots(self) -> None:
         shard = self.shard
@@ -500,6 +561,8 @@ class Service:
         dead = [i for i, w in workers.items() if not w.left]
         waited_for = missing if leader.quorum.stopped else missing + dead
         if over and (not waited_for or idle_s > LATE_S):
+            if 0 in dead and self._save_unasked(now):
+                return  # the chief died and nobody has saved the end
             leader.end(ok=not self._failed, why="the run is over" if not self._failed else "a worker failed")
         elif not over and idle_s > IDLE_S:
             names = ", ".join(f"/job:worker/task:{i}" for i in [*missing, *dead]) or "all workers"
@@ -507,7 +570,7 @@ class Service:
 
     def _ready(self) -> Shard:
         if self.shard is None:
-            raise TorchQuorumError("holds no variables yet: the chief, /job:worker/task:0, has not created them")
+            raise LostPlaceError("holds no variables yet: the chief, /job:worker/task:0, has not created them")
         return self.shard
 
     def status(self) -> dict[str, Any]:

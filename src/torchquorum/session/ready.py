@@ -11,7 +11,7 @@ import atexit
 import math
 import sys
 import time
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -278,7 +278,7 @@ class ProgressHook(Hook):
     def _show(self, session: Session, loss: float | None, now: float) -> None:
         self._shown_at = now
         if self._progress is not None:
-            fields = {} if loss is None else {"loss": f"loss {loss:.4g}"}
+            fields: dict[str, Any] = {} if loss is None else {"loss": f"loss {loss:.4g}"}
             task = self._progress.task_ids[0]
             self._progress.update(task, completed=session.global_step, refresh=True, **fields)
             return

@@ -10,23 +10,32 @@ from __future__ import annotations
 
 import secrets
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from torch import nn
 
 from torchquorum import env
-from torchquorum.errors import ConfigError, TorchQuorumError
+from torchquorum.cluster.signals import Signals
+from torchquorum.errors import (
+    ConfigError,
+    DeadlineError,
+    LostPlaceError,
+    LostVariablesError,
+    TaskLostError,
+    TorchQuorumError,
+)
 from torchquorum.formats.checkpoint import CheckpointError, newest_good
 from torchquorum.session import position
 from torchquorum.session.checkpoint_hook import CheckpointHook
 from torchquorum.session.hooks import Hook, Ran, end_all
 from torchquorum.session.join import Task, say
 from torchquorum.session.position import Resumable
-from torchquorum.session.signals import Signals
 from torchquorum.session.states import State, check_step
 from torchquorum.transport.messages import Plan
 from torchquorum.worker.beat import Beat
@@ -49,6 +58,7 @@ class Session:
         save_every_steps: Global steps between checkpoints, instead of seconds.
         keep: How many checkpoints are kept.
         restore: Whether to go on from the newest good checkpoint in the folder.
+        start_afresh: Whether to begin again at step 0 when a ps was restarted and there is no checkpoint; else an error.
         data: What has a position that belongs to a checkpoint: `tq.Batches`, or anything with state_dict and
             load_state_dict; one, or several by name.
         patience: How long to wait for what.
@@ -68,6 +78,7 @@ class Session:
         save_every_steps: int | None = None,
         keep: int = 5,
         restore: bool = True,
+        start_afresh: bool = False,
         data: Resumable | Mapping[str, Resumable] | None = None,
         patience: Patience | None = None,
         hooks: Sequence[Hook] = (),
@@ -91,11 +102,12 @@ class Session:
         self._beat: Beat | None = None
         self._results: dict[str, float] = {}
         self.flat: FlatParameters | None = None
+        self._initial: list[torch.Tensor] | None = None
         self.hooks = list(hooks)
         self.state = State.NEW
         self._stop_asked = False
         self._data: dict[str, Resumable] = dict(data) if isinstance(data, Mapping) else {"data": data} if data else {}
-        self._restore, self._keep = restore, keep
+        self._restore, self._keep, self._start_afresh = restore, keep, start_afresh
         self._signals = Signals(say=lambda line: say(f"{task}: {line}"))
         self._saves = 0
         self._saved_step = -1
@@ -104,33 +116,22 @@ class Session:
             self.hooks.append(saver)
 
     def __enter__(self) -> Session:
-        if self._client is not None:
+        if self.state is not State.NEW:
             raise ConfigError("this session has begun already; make a new tq.Session for another run")
         self._go(State.CONNECTING)
         for hook in self.hooks:
             hook.begin(self)
         if self.task.alone is not None:
             self.task.alone.start()
-        incarnation = secrets.randbits(62)
-        client = Client(
-            self.task.cluster,
-            self.task.index,
-            incarnation,
-            self.task.connect,
-            transport=self.task.transport,
-            patience=self._patience,
-            say=say,
-        )
+        client = self._client = self._connect()
         try:
-            self._begin(client, incarnation)
+            self._begin(client)
         except BaseException:
             self._go(State.FAILED)
             self._end(client)
             raise
-        self._client = client
         self.optimizer.attach(client, self)
         self._signals.install()
-        client.while_waiting = self._obey_signals
         self._go(State.RUNNING)
         try:
             for hook in self.hooks:
@@ -152,28 +153,117 @@ class Session:
             for hook in self.hooks:
                 hook.after_run(self, ran)
 
-    def _begin(self, client: Client, incarnation: int) -> None:
+    def _connect(self) -> Client:
+        client = Client(
+            self.task.cluster,
+            self.task.index,
+            secrets.randbits(62),
+            self.task.connect,
+            transport=self.task.transport,
+            patience=self._patience,
+            say=say,
+        )
+        client.while_waiting = self._obey_signals
+        return client
+
+    def _begin(self, client: Client) -> None:
         plan, parameters = self._plan()
-        flat = FlatParameters(make_layout(plan), parameters)
+        self.flat = FlatParameters(make_layout(plan), parameters)
         created = client.hello()
         if self.task.is_chief:
             self._go(State.CREATING)
-            path = None if created else self._newest()
-            if client.create(plan, flat, path):
-                say(f"{self.task}: the ps tasks hold live variables already; going on with them")
+            self._create(client, plan, self.flat, created)
         self._go(State.WAITING)
-        beats = self.task.connect(
-            self.task.cluster.address(self.task.cluster.tasks("ps")[0]),
-            f"beat/{self.task.index}/{incarnation:016x}".encode(),
-        )
-        self._beat = Beat(beats, self.task.index, incarnation, min(1.0, self._liveness_s / 4))
-        client.join(plan, flat)
-        self.flat = flat
+        self._join(client, plan, self.flat)
         if client.position is not None:
             position.restore(client.position, self._data)
         if self.logdir is not None:
             client.begin_positions(lambda: position.capture(self._data))
         self._saved_step = client.version if client.version > 0 else -1
+
+    def _create(self, client: Client, plan: Plan, flat: FlatParameters, created: list[bool]) -> None:
+        """The chief goes on with live variables, or restores, or initialises."""
+        if all(created):
+            client.create(plan, flat)
+            say(f"{self.task}: the ps tasks hold live variables already; going on with them")
+            return
+        path = self._newest()
+        if path is None and (any(created) or self.state is State.RECOVERING) and not self._start_afresh:
+            lost = [str(ps) for ps, there in zip(self.task.cluster.tasks("ps"), created, strict=True) if not there]
+            raise LostVariablesError(
+                f"{self.task}: {', '.join(lost)} was restarted and its variables are lost: there is no checkpoint to go on "
+                f"from{f' in {self.logdir}' if self.logdir else ''}. Give the session a logdir, so that it saves; or pass "
+                "start_afresh=True to begin again at step 0."
+            )
+        if path is None and self._start_afresh:
+            self._first_values(flat)
+        client.create(plan, flat, path, reign=secrets.randbits(62), replace=True)
+
+    def _first_values(self, flat: FlatParameters) -> None:
+        """Keeps the values that the run begins with, or goes back to them."""
+        if self._initial is None:
+            self._initial = [p.detach().clone() for p in flat.parameters]
+            return
+        with torch.no_grad():
+            for parameter, value in zip(flat.parameters, self._initial, strict=True):
+                parameter.copy_(value)
+
+    def _join(self, client: Client, plan: Plan, flat: FlatParameters) -> None:
+        first = self.task.cluster.address(self.task.cluster.tasks("ps")[0])
+        beats = self.task.connect(first, f"beat/{self.task.index}/{client.incarnation:016x}".encode())
+        self._beat = Beat(beats, self.task.index, client.incarnation, min(1.0, self._liveness_s / 4))
+        client.join(plan, flat)
+
+    def recover(self, error: Exception) -> Step:
+        """A ps task was lost in the middle of a step: waits for it, and goes on from what it holds or from a checkpoint.
+
+        The optimizer calls this. The gradient that was being pushed is given up.
+        """
+        self._go(State.RECOVERING)
+        say(f"{error}\n{self.task}: trying to go on for {self._patience.start_s:.0f} s")
+        deadline = time.monotonic() + self._patience.start_s
+        before = self._known()
+        while True:
+            try:
+                client = self._rejoin(before)
+                break
+            except (TaskLostError, LostPlaceError, DeadlineError) as again:
+                self._close_client()
+                if time.monotonic() > deadline:
+                    self._go(State.FAILED)
+                    raise again from error
+                time.sleep(0.2)
+        rolled_back = client.version < before.version
+        if rolled_back and client.position is not None:
+            position.restore(client.position, self._data)
+        if self.logdir is not None:
+            client.begin_positions(lambda: position.capture(self._data))
+        self.optimizer.attach(client, self)
+        self._go(State.RUNNING)
+        back = f", {before.version - client.version} steps before where it was" if rolled_back else ""
+        say(f"{self.task}: going on at global step {client.version}{back}")
+        for hook in self.hooks:
+            hook.after_create_session(self)
+        return Step(client.version, client.local_step, False, "ps lost", 0, client.lr[0], client.stopped)
+
+    def _rejoin(self, before: Client) -> Client:
+        self._close_client()
+        client = self._client = self._connect()
+        client.local_step = before.local_step
+        plan, _ = self._plan()
+        assert self.flat is not None
+        created = client.hello()
+        if self.task.is_chief and not all(created):
+            self._create(client, plan, self.flat, created)
+        self._join(client, plan, self.flat)
+        return client
+
+    def _close_client(self) -> None:
+        if self._beat is not None:
+            self._beat.stop()
+            self._beat = None
+        if self._client is not None:
+            self._client.close()
 
     def _newest(self) -> str | None:
         """The chief looks for a checkpoint to go on from."""
@@ -247,10 +337,10 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        client = self._client
-        assert client is not None
+        client = self._known()
         finished = kind is None
-        self._go(State.STOPPING if finished else State.FAILED)
+        if self.state is not State.FAILED:
+            self._go(State.STOPPING if finished else State.FAILED)
         try:
             if finished and client.pipeline:
                 client.pull()
@@ -272,10 +362,7 @@ class Session:
 
     def _end(self, client: Client) -> None:
         self._signals.remove()
-        if self._beat is not None:
-            self._beat.stop()
-            self._beat = None
-        client.close()
+        self._close_client()
         if self.task.alone is not None:
             self.task.alone.finish()
 

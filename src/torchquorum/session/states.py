@@ -13,6 +13,7 @@ class State(StrEnum):
     CREATING = "creating"  # the chief restores or initialises the variables
     WAITING = "waiting"  # for the chief to have done that
     RUNNING = "running"  # the loop may train
+    RECOVERING = "recovering"  # a ps task was lost: finding it again
     STOPPING = "stopping"  # the loop is over: hooks end, the last checkpoint is made
     CLOSED = "closed"  # left, nothing is open any more
     FAILED = "failed"  # ended by an exception, nothing is open any more
@@ -23,7 +24,8 @@ NEXT: dict[State, frozenset[State]] = {
     State.CONNECTING: frozenset({State.CREATING, State.WAITING, State.FAILED}),
     State.CREATING: frozenset({State.WAITING, State.FAILED}),
     State.WAITING: frozenset({State.RUNNING, State.FAILED}),
-    State.RUNNING: frozenset({State.STOPPING, State.FAILED}),
+    State.RUNNING: frozenset({State.STOPPING, State.RECOVERING, State.FAILED}),
+    State.RECOVERING: frozenset({State.RUNNING, State.FAILED}),
     State.STOPPING: frozenset({State.CLOSED, State.FAILED}),
     State.CLOSED: frozenset(),
     State.FAILED: frozenset(),

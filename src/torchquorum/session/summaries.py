@@ -21,6 +21,7 @@ from torchquorum.errors import ConfigError
 from torchquorum.session.hooks import Hook, Ran
 from torchquorum.session.join import say
 from torchquorum.session.ready import check_every
+from torchquorum.session.states import State
 from torchquorum.session.summary_writer import Moment, Opening, Rewind, SummaryThread
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ class SummaryHook(Hook):
             str(folder),
             session.global_step,
             lambda: session.task.connect(ps, name),
+            over=lambda: session.state in (State.CLOSED, State.FAILED),
             batch_size=self._batch_size,
             say=say,
         )

@@ -3,7 +3,7 @@
 Started by `tq.SummaryHook` on the chief. It owns the files and a channel of its own to ps task 0; the training loop only
 drops moments into its queue and never waits for it. What always holds: a failure is said in one line and ends the
 summaries, never the training; every moment is on disk before the next is looked at; the thread ends when it is closed, or
-when the loop's thread has ended without saying so.
+when the run has failed, which no hook is told.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class SummaryThread:
         folder: Where the event files go.
         first_step: The global step of the start; what an earlier run wrote from there on counts no more.
         connect: Makes the channel to ps task 0.
+        over: Whether the run is over, asked from the thread now and then.
         batch_size: Examples per batch, if known.
         say: Prints a line for people.
     """
@@ -72,6 +73,7 @@ class SummaryThread:
         first_step: int,
         connect: Callable[[], Channel],
         *,
+        over: Callable[[], bool],
         batch_size: int | None,
         say: Callable[[str], None],
     ) -> None:
@@ -79,7 +81,7 @@ class SummaryThread:
         self._say = say
         self._queue: queue.SimpleQueue[Moment | Opening | Rewind | None] = queue.SimpleQueue()
         self._rates = StatusRates(batch_size)
-        self._loop = threading.current_thread()
+        self._over, self._loop = over, threading.current_thread()
         self._channel: Channel | None = None
         self.histogram_s = 0.0
         self.failed = False
@@ -102,7 +104,7 @@ class SummaryThread:
         self.thread.join(CLOSE_S)
         if self.thread.is_alive():
             self._say(
-                f"summaries: {self._folder} takes no more than {CLOSE_S:g} s to be written; the last ones are missing"
+                f"summaries: writing to {self._folder} takes more than {CLOSE_S:g} s; the last ones may be missing"
             )
 
     # -- on the thread ------------------------------------------------------------------------------------------------
@@ -153,7 +155,7 @@ class SummaryThread:
             try:
                 return self._queue.get(timeout=POLL_S)
             except queue.Empty:
-                if not self._loop.is_alive():
+                if self._over() or not self._loop.is_alive():
                     return None
 
     def _write_moment(self, writer: Any, moment: Moment) -> None:

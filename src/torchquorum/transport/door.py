@@ -61,6 +61,7 @@ class DoorChannel:
         self._socket.setblocking(False)
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
+        self.closed = False
 
     def send(self, frames: Sequence[Frame]) -> None:
         """Sends a message, or loses it."""
@@ -92,6 +93,7 @@ class DoorChannel:
         except OSError:
             packet = b""
         if not packet:
+            self.closed = True
             time.sleep(min(timeout_s, 0.05))  # closed by the ps: do not turn every wait into a busy loop
             return None
         return _unpack(packet)

@@ -83,11 +83,14 @@ class Hello(Message):
 class Create(Message):
     """The chief's plan; frames: the initial trained values and constants of this shard. Answered by Created.
 
-    With `restore`, the path of a checkpoint, there are no frames: the ps reads its shard from there.
+    With `restore`, the path of a checkpoint, there are no frames: the ps reads its shard from there. `reign` names this
+    creation on all shards; `replace` says to give up variables that are there, because another ps has lost its own.
     """
 
     plan: Plan
     restore: str | None = None
+    reign: int = 0
+    replace: bool = False
 
 
 class Join(Message):
@@ -287,6 +290,7 @@ class ShardHello(Message):
     followed: int
     pid: int
     host: str
+    reign: int = 0
 
 
 class Have(Message):
@@ -298,6 +302,7 @@ class Have(Message):
     request: int
     local_step: int
     followed: int
+    reign: int = 0
 
 
 class Apply(Message):
@@ -342,6 +347,7 @@ class End(Message):
 class Log(Message):
     """Entries of shard 0's log, the first of which is number `first`; every shard follows them in order."""
 
+    reign: int
     first: int
     entries: list[Apply | Drop | Release | Snapshot | End]
 

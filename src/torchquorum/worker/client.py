@@ -19,7 +19,7 @@ import torch
 
 import torchquorum.transport.messages as m
 from torchquorum.cluster import ClusterSpec, TaskId
-from torchquorum.errors import ClusterError, ConfigError, DeadlineError, RefusedError, TaskLostError
+from torchquorum.errors import ClusterError, ConfigError, DeadlineError, LostPlaceError, RefusedError, TaskLostError
 from torchquorum.placement.layout import Layout, place
 from torchquorum.transport import codec
 from torchquorum.transport.channel import Channel
@@ -156,20 +156,20 @@ class Client:
 
     # -- the life of a worker -----------------------------------------------------------------------------------------
 
-    def hello(self) -> bool:
+    def hello(self) -> list[bool]:
         """Greets every ps task and waits until all have answered.
 
         Returns:
-            Whether they already hold variables.
+            Whether each already holds variables.
         """
         host = host_id()
-        created = True
+        created: list[bool] = []
         for k, ps in enumerate(self._ps):
             greeting = m.Hello(m.PROTOCOL, str(self.task), self.incarnation, host, os.getpid())
             answer = self._ask(
                 k, greeting, [], m.Welcome, self.patience.start_s, f"{ps} ({self.cluster.address(ps)}) to answer"
             )
-            created = created and answer.created
+            created.append(answer.created)
             same_host = bool(host) and answer.host == host
             if self.transport == "shm" and not same_host:
                 raise ClusterError(
@@ -180,8 +180,12 @@ class Client:
             self._doors[k] = answer.door if self._shared[k] else ""
         return created
 
-    def create(self, plan: m.Plan, flat: FlatParameters, restore: str | None = None) -> bool:
+    def create(
+        self, plan: m.Plan, flat: FlatParameters, restore: str | None = None, *, reign: int = 0, replace: bool = False
+    ) -> bool:
         """The chief hands its variables, or the path of a checkpoint with them, to the ps tasks, shard 0 last.
+
+        With `replace`, ps tasks that hold variables give them up, because others have lost theirs.
 
         Returns:
             Whether they had variables before, which then stay as they are.
@@ -194,7 +198,12 @@ class Client:
                 flat.store(region, section_views(region, values))
                 frames.append(tensor_frame(values))
             answer = self._ask(
-                k, m.Create(plan, restore), frames, m.Created, self.patience.start_s, "the variables to be created"
+                k,
+                m.Create(plan, restore, reign, replace),
+                frames,
+                m.Created,
+                self.patience.start_s,
+                "the variables to be created",
             )
             existing = existing or answer.existing
         return existing
@@ -428,7 +437,7 @@ class Client:
             self._hear(waiting, k, self._channels[k].receive(self.patience.probe_s))
             now = time.monotonic()
             self.while_waiting()
-            if now - waiting.asked < self.patience.probe_s:
+            if now - waiting.asked < self.patience.probe_s and not self._closed(k):
                 continue
             waiting.asked = now
             for missing in waiting.missing():
@@ -444,6 +453,10 @@ class Client:
                 waiting.told = now
                 self._say(f"{self.task}: waiting for {waiting.what}: {now - waiting.started:.0f} s")
         return [waiting.found[k] for k in range(len(self._ps))]
+
+    def _closed(self, k: int) -> bool:
+        channel = self._channels[k]
+        return isinstance(channel, DoorChannel) and channel.closed
 
     def _hear(self, waiting: _Waiting, k: int, received: list[Frame] | None) -> bool:
         """Takes what ps k said about the open request; False if it said nothing."""
@@ -500,6 +513,11 @@ class Client:
     def _check(self, k: int, waited_s: float, silent_s: float, patience_s: float, what: str, *, starting: bool) -> None:
         ps = self._ps[k]
         where = f"{ps} ({self.cluster.address(ps)})"
+        if self._closed(k):
+            raise TaskLostError(
+                f"{self.task}: {where} has closed the connection while this worker waited for {what}: its process is gone. "
+                "Look at that task's output; if it does not come back by itself, start it again."
+            )
         if not starting and silent_s > self.patience.silence_s:
             raise TaskLostError(
                 f"{self.task}: {where} has not answered for {silent_s:.0f} s while this worker waited for {what}. "
@@ -513,7 +531,11 @@ class Client:
 
 
 def _error(fault: m.Fault) -> Exception:
-    kinds: dict[str, type[Exception]] = {"ConfigError": ConfigError, "SegmentError": SegmentError}
+    kinds: dict[str, type[Exception]] = {
+        "ConfigError": ConfigError,
+        "SegmentError": SegmentError,
+        "LostPlaceError": LostPlaceError,
+    }
     return kinds.get(fault.kind, RefusedError)(fault.text)
 
 

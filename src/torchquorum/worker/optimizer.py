@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from torchquorum.errors import ConfigError
+from torchquorum.errors import ConfigError, LostPlaceError, TaskLostError
 from torchquorum.rules import Rule, Sync
 from torchquorum.transport.messages import AverageSpec, OptimizerSpec, ScheduleSpec
 from torchquorum.worker.client import Client, Step
@@ -29,6 +29,10 @@ class Watcher(Protocol):
 
     def after_run(self, step: Step, loss: float | None, seconds: float) -> None:
         """A step has been made."""
+        ...
+
+    def recover(self, error: Exception) -> Step:
+        """A ps task was lost in the middle of a step: finds it again, or raises."""
         ...
 
 
@@ -198,7 +202,10 @@ class Optimizer:
             return self.last
         self._watcher.before_run()
         started = time.perf_counter()
-        self.last = self._client.push(shown)
+        try:
+            self.last = self._client.push(shown)
+        except (LostPlaceError, TaskLostError) as error:
+            self.last = self._watcher.recover(error)
         self._watcher.after_run(self.last, shown, time.perf_counter() - started)
         return self.last
 

@@ -1,6 +1,6 @@
 """Ctrl-C and SIGTERM during a run: the first asks for a good end, the second ends at once.
 
-Installed by the session on the main thread, and taken out again when the session ends.
+Installed by a session or a ps task on the main thread, and taken out again when that ends.
 """
 
 from __future__ import annotations

@@ -1,0 +1,164 @@
+"""Deaths of ps, chief and worker with kill -9, and what comes back: as the table 'Ours' of the semantics says."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.process.tasks import PROGRAM, Started, by_hand
+from torchquorum.formats.checkpoint import list_checkpoints
+
+TORCHQUORUM = [sys.executable, "-m", "torchquorum.cli.main"]
+
+
+def ends_well(*tasks: Started) -> None:
+    for task in tasks:
+        assert task.wait() == 0, task.tail()
+
+
+@pytest.mark.parametrize(("rule", "transport"), [("sync", "auto"), ("async", "tcp")])
+def test_a_ps_killed_and_restarted_goes_on_from_the_checkpoint(rule: str, transport: str, tmp_path: Path) -> None:
+    with by_hand() as cluster:
+        options = (f"--logdir={tmp_path}", f"--rule={rule}", f"--transport={transport}", "--silence=2")
+        options += ("--steps=400", "--save-steps=20", "--pause=0.01")
+        ps = cluster.start("ps", 0)
+        chief, other = (cluster.start("worker", i, *options) for i in (0, 1))
+        ps.until("saved")
+        chief.until("local 50 ")
+        ps.kill()
+        ps.wait()
+        again = cluster.start("ps", 0)
+        line = chief.until("going on at global step")
+        assert "steps before where it was" in line
+        ends_well(again, chief, other)
+        assert chief.lines[-1].endswith(": 400") and other.lines[-1].endswith(": 400")
+        assert list_checkpoints(tmp_path)[-1].step == 400
+
+
+def test_a_second_ps_killed_and_restarted_takes_all_shards_back_together(tmp_path: Path) -> None:
+    with by_hand(ps=2, workers=2) as cluster:
+        options = (f"--logdir={tmp_path}", "--rule=async", "--steps=400", "--save-steps=20", "--pause=0.01")
+        first, second = cluster.start("ps", 0), cluster.start("ps", 1)
+        chief, other = (cluster.start("worker", i, *options) for i in (0, 1))
+        first.until("saved")
+        chief.until("local 30 ")
+        second.kill()
+        second.wait()
+        again = cluster.start("ps", 1)
+        chief.until("going on at global step")
+        ends_well(first, again, chief, other)
+        assert chief.lines[-1].endswith(": 400") and other.lines[-1].endswith(": 400")
+
+
+def test_a_ps_restarted_without_a_checkpoint_is_an_error_that_says_so() -> None:
+    with by_hand(workers=1) as cluster:
+        ps, chief = cluster.start("ps", 0), cluster.start("worker", 0, "--steps=100000", "--pause=0.01")
+        chief.until("local 5 ")
+        ps.kill()
+        ps.wait()
+        cluster.start("ps", 0)
+        assert chief.wait(30) == 1
+        shown = chief.tail()
+        assert "its variables are lost: there is no checkpoint" in shown and "start_afresh=True" in shown
+        assert "Traceback" not in shown
+
+
+def test_a_ps_restarted_without_a_checkpoint_starts_afresh_if_asked_to() -> None:
+    with by_hand(workers=1) as cluster:
+        ps, chief = cluster.start("ps", 0), cluster.start("worker", 0, "--steps=60", "--pause=0.01", "--afresh")
+        chief.until("local 5 ")
+        ps.kill()
+        ps.wait()
+        again = cluster.start("ps", 0)
+        ends_well(again, chief)
+        assert any("going on at global step 0" in line for line in chief.lines)
+
+
+def test_a_restarted_chief_goes_on_with_the_live_variables(tmp_path: Path) -> None:
+    with by_hand() as cluster:
+        options = (f"--logdir={tmp_path}", "--steps=300", "--pause=0.02", "--save-steps=1000")
+        ps = cluster.start("ps", 0)
+        chief, other = (cluster.start("worker", i, *options) for i in (0, 1))
+        other.until("local 10 ")
+        chief.kill()
+        chief.wait()
+        ps.until("/job:worker/task:0 counts as dead")
+        again = cluster.start("worker", 0, *options)
+        again.until("hold live variables already; going on with them")
+        assert int(again.until("started at").split()[2]) >= 5
+        ends_well(ps, again, other)
+
+
+def test_a_dead_chief_that_stays_dead_does_not_cost_the_last_checkpoint(tmp_path: Path) -> None:
+    with by_hand() as cluster:
+        options = (f"--logdir={tmp_path}", "--steps=80", "--pause=0.01")
+        ps = cluster.start("ps", 0)
+        chief, other = (cluster.start("worker", i, *options) for i in (0, 1))
+        other.until("local 3 ")
+        chief.kill()
+        ps.until("(ps task 0 saves in its place)")
+        ends_well(ps, other)
+        assert list_checkpoints(tmp_path)[-1].step == 80
+
+
+def _task_pid(launcher: int, job: str, index: int) -> int:
+    """The process of a task, found by the environment that its launcher gave it."""
+    text = Path(f"/proc/{launcher}/task/{launcher}/children").read_text()
+    for pid in map(int, text.split()):
+        environment = Path(f"/proc/{pid}/environ").read_bytes().decode()
+        if f'"job":"{job}"' in environment.replace(" ", "") and f'"index":{index}' in environment.replace(" ", ""):
+            return pid
+    raise AssertionError(f"no {job} {index} among {text}")
+
+
+def test_the_launcher_restarts_what_is_killed_and_the_run_ends_well(tmp_path: Path) -> None:
+    options = ["--steps=900", "--save-steps=20", "--pause=0.02", f"--logdir={tmp_path}"]
+    started = Started([*TORCHQUORUM, "run", str(PROGRAM), *options])
+    try:
+        started.until("[ps 0] /job:ps/task:0: saved")
+        for job, index in (("worker", 1), ("ps", 0), ("worker", 0)):
+            os.kill(_task_pid(started.process.pid, job, index), signal.SIGKILL)
+            started.until(f"torchquorum: /job:{job}/task:{index} was ended by SIGKILL; starting it again (1 of 3)")
+            started.until(f"[{job} {index}]" if job == "ps" else f"[worker {index}] started at")
+            started.until("[worker 1] local")
+        assert started.wait(90) == 0, started.tail()
+        assert "[worker 1] done at 900" in "\n".join(started.lines)
+        assert list_checkpoints(tmp_path)[-1].step == 900
+    finally:
+        started.end()
+
+
+def test_ctrl_c_saves_and_ends_every_task_within_seconds(tmp_path: Path) -> None:
+    command = [*TORCHQUORUM, "run", str(PROGRAM), "--steps=100000", "--pause=0.01", f"--logdir={tmp_path}"]
+    started = Started(command)
+    try:
+        started.until("[worker 1] local 20 ")
+        started.process.send_signal(signal.SIGINT)
+        begun = time.monotonic()
+        assert started.wait(30) == 130, started.tail()
+        assert time.monotonic() - begun < 10
+        [info] = list_checkpoints(tmp_path)
+        assert info.step >= 10
+    finally:
+        started.end()
+    with by_hand(workers=1) as cluster:
+        ps, chief = (
+            cluster.start("ps", 0),
+            cluster.start("worker", 0, f"--steps={info.step + 5}", f"--logdir={tmp_path}"),
+        )
+        chief.until(f"started at {info.step} ")
+        ends_well(ps, chief)
+
+
+def test_ctrl_c_on_a_chief_started_by_hand_ends_the_whole_job(tmp_path: Path) -> None:
+    with by_hand() as cluster:
+        options = (f"--logdir={tmp_path}", "--steps=100000", "--pause=0.01")
+        ps = cluster.start("ps", 0)
+        chief, other = (cluster.start("worker", i, *options) for i in (0, 1))
+        other.until("local 10 ")
+        chief.process.send_signal(signal.SIGTERM)
+        ends_well(chief, other, ps)
+        assert list_checkpoints(tmp_path)[-1].problem is None

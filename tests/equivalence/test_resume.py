@@ -20,7 +20,7 @@ Y = torch.randint(0, 5, (600,), generator=torch.Generator().manual_seed(1))
 
 
 def run(
-    last_step: int,
+    last_step: int | None,
     logdir: Path | None,
     *,
     name: str = "adam",
@@ -133,3 +133,16 @@ def test_a_folder_that_cannot_be_written_is_reported_while_training_goes_on(tmp_
     (tmp_path / "file").write_text("in the way")
     _, _, started = run(6, tmp_path / "file" / "run")
     assert started == 0
+
+
+def test_num_steps_counts_from_where_the_run_goes_on(tmp_path: Path) -> None:
+    run(None, tmp_path, num_steps=4)
+    _, _, started = run(None, tmp_path, num_steps=3)
+    assert started == 4
+    assert [info.step for info in list_checkpoints(tmp_path)] == [4, 7]
+
+
+def test_a_run_ends_for_everybody_when_its_time_is_up(tmp_path: Path) -> None:
+    _, _, started = run(10**9, tmp_path, max_seconds=0.5)
+    assert started == 0
+    assert list_checkpoints(tmp_path)[-1].step > 0

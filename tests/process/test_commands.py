@@ -9,9 +9,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.process.tasks import PROGRAM, Started, by_hand
 from torchquorum.formats.ledger import read_ledger
+from torchquorum.jobs.models import make_model
 
 TORCHQUORUM = [sys.executable, "-m", "torchquorum.cli.main"]
 REPORT = {
@@ -160,3 +163,26 @@ def test_mistakes_get_a_message_and_no_traceback(arguments: list[str], expected:
     assert done.returncode == 2
     shown = done.stdout + done.stderr
     assert expected in shown and "Traceback" not in shown
+
+
+def test_checkpoints_are_listed_and_exported_as_a_plain_state_dict(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    done = run("train", "--steps=60", f"--logdir={folder}", "--average=0.9", "--ps=2", "--quiet")
+    assert done.returncode == 0, done.stdout + done.stderr
+    again = run("train", "--steps=90", f"--logdir={folder}", "--average=0.9", "--workers=1")
+    assert "restoring" in again.stdout and "(global step 60)" in again.stdout, again.stdout + again.stderr
+    listed = run("checkpoints", str(folder), "--verify")
+    assert listed.returncode == 0 and "model.ckpt-60" in listed.stdout and "model.ckpt-90" in listed.stdout
+    plain, averaged = tmp_path / "plain.safetensors", tmp_path / "averaged.pt"
+    assert run("export", str(folder), str(plain)).returncode == 0
+    assert run("export", str(folder), str(averaged), "--averages").returncode == 0
+    first, second = load_file(plain), torch.load(averaged, weights_only=True)
+    for state in (first, second):
+        make_model("mlp").load_state_dict(state)
+    assert not torch.equal(first["fc1.weight"], second["fc1.weight"])
+    next((folder / "model.ckpt-90").glob("*.safetensors")).write_bytes(b"damaged")
+    listed = run("checkpoints", str(folder))
+    assert listed.returncode == 1 and "model.ckpt-90" in listed.stdout
+    old = run("export", str(folder), str(plain))
+    assert old.returncode == 0 and "from model.ckpt-60" in old.stdout and "skipping" in old.stderr
+    assert run("export", str(tmp_path / "nothing"), str(plain)).returncode == 2

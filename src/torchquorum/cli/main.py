@@ -55,11 +55,13 @@ def commands() -> None:
 
 def main() -> None:
     """Runs the command line; the entry point of the `torchquorum` program."""
-    from torchquorum.cli import board, run, status, train
+    from torchquorum.cli import board, checkpoints, run, status, train
 
     commands.add_command(train.train)
     commands.add_command(run.run)
     commands.add_command(status.status)
+    commands.add_command(checkpoints.checkpoints)
+    commands.add_command(checkpoints.export)
     commands.add_command(board.board)
     try:
         code = commands.main(standalone_mode=False)

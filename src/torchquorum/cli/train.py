@@ -43,6 +43,9 @@ DEFAULTS = MnistOptions()
 @click.option("--decay-steps", default=DEFAULTS.decay_steps, show_default=True, help="Global steps per decay.")
 @click.option("--staircase", is_flag=True, help="Decay in steps instead of smoothly.")
 @click.option("--l2", default=DEFAULTS.l2, help="Adds l2 * sum(w^2) / 2 over the weights to the loss.")
+@click.option(
+    "--average", default=DEFAULTS.average, help="Decay of moving averages on the ps, such as 0.99; 0 for none."
+)
 @click.option("--seed", default=DEFAULTS.seed, show_default=True, help="Of weights and data order.")
 @click.option("--data", help="Folder with MNIST's idx files, plain or gzip; the packaged ones by default.")
 @click.option(

@@ -35,6 +35,7 @@ class MnistOptions:
         decay_steps: Global steps over which it decays by that rate.
         staircase: Whether it decays in steps.
         l2: Weight decay as in the seeds: l2 * sum(w^2) / 2 in the loss.
+        average: Decay of moving averages kept on the ps; 0 for none.
         seed: Of the weights and of the order of the images.
         data: A folder with idx files; None for the packaged ones.
         placement: round_robin or greedy.
@@ -53,6 +54,7 @@ class MnistOptions:
     decay_steps: float = 600.0
     staircase: bool = False
     l2: float = 0.0
+    average: float = 0.0
     seed: int = 0
     data: str | None = None
     placement: str = "round_robin"
@@ -71,6 +73,8 @@ class MnistOptions:
         for name in ("lr", "decay_rate", "decay_steps"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be more than 0")
+        if not 0 <= self.average <= 1:
+            raise ConfigError(f"--average {self.average}: must be between 0 and 1, such as 0.99")
         if self.l2 < 0:
             raise ConfigError(f"--l2 {self.l2}: must be 0 or more")
 
@@ -109,6 +113,7 @@ def train(options: MnistOptions, argv: list[str] | None = None, report: str | No
         schedule=decay,
         placement=options.placement,
         slice_bytes=options.slice_bytes,
+        average=tq.ExponentialMovingAverage(options.average) if options.average else None,
     )
     regularize = tq.l2_regularizer(options.l2)
     with tq.Session(task, model, optimizer, logdir=options.logdir, last_step=options.steps, data=batches) as session:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import base64
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
+
+from torchquorum.errors import ConfigError
 
 
 class Resumable(Protocol):
@@ -70,11 +72,14 @@ def capture(data: Mapping[str, Resumable]) -> Captured:
     )
 
 
-def restore(body: Mapping[str, Any], data: Mapping[str, Resumable]) -> None:
-    """Goes to a position; what it does not speak of stays as it is."""
+def restore(body: Mapping[str, Any], data: Mapping[str, Resumable], say: Callable[[str], None]) -> None:
+    """Goes to a position; what it does not speak of stays as it is, and so does data that cannot go there."""
     for name, source in data.items():
         if name in body.get("data", {}):
-            source.load_state_dict(body["data"][name])
+            try:
+                source.load_state_dict(body["data"][name])
+            except (ConfigError, ValueError, KeyError, TypeError) as error:
+                say(f"the saved position in the data cannot be taken up, so it starts from its beginning: {error}")
     if "torch" in body:
         torch.set_rng_state(_tensor(body["torch"]))
     if body.get("cuda") and torch.cuda.is_available():

@@ -30,7 +30,7 @@ from torchquorum.errors import (
     TaskLostError,
     TorchQuorumError,
 )
-from torchquorum.formats.checkpoint import CheckpointError, newest_good
+from torchquorum.formats.checkpoint import CheckpointError, load_manifest, newest_good
 from torchquorum.session import position
 from torchquorum.session.checkpoint_hook import CheckpointHook
 from torchquorum.session.hooks import Hook, Ran, end_all
@@ -53,6 +53,8 @@ class Session:
         optimizer: A `tq.Optimizer` over its parameters.
         logdir: The run's folder, for the ledger and the report; the ps tasks write there.
         last_step: The global step at which the run is over, exactly; None trains until the loop ends.
+        num_steps: The same, counted from the step that the run begins or goes on at; instead of last_step.
+        max_seconds: The run is over after this time, for everybody; the chief looks at its clock.
         liveness_s: A worker that is silent for longer counts as dead, and the others go on.
         save_every_s: Seconds between checkpoints, made while training goes on; 0 for none but at the end.
         save_every_steps: Global steps between checkpoints, instead of seconds.
@@ -73,6 +75,8 @@ class Session:
         *,
         logdir: str | Path | None = None,
         last_step: int | None = None,
+        num_steps: int | None = None,
+        max_seconds: float | None = None,
         liveness_s: float = 5.0,
         save_every_s: float | None = None,
         save_every_steps: int | None = None,
@@ -87,16 +91,23 @@ class Session:
             raise ConfigError(
                 f"optimizer={type(optimizer).__name__}: wrap it first: tq.Optimizer(optimizer, rule=tq.Sync())"
             )
-        if last_step is not None and (isinstance(last_step, bool) or not isinstance(last_step, int) or last_step < 1):
-            raise ConfigError(
-                f"last_step={last_step!r}: must be a whole number, 1 or more; leave it out to train until the loop ends"
-            )
+        for name, value in (("last_step", last_step), ("num_steps", num_steps)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(
+                    f"{name}={value!r}: must be a whole number, 1 or more; leave it out to train until the loop ends"
+                )
+        if last_step is not None and num_steps is not None:
+            raise ConfigError(f"last_step={last_step} and num_steps={num_steps}: give one of the two")
+        if max_seconds is not None and max_seconds <= 0:
+            raise ConfigError(f"max_seconds={max_seconds}: must be more than 0; leave it out for no limit")
         if liveness_s <= 0:
             raise ConfigError(f"liveness_s={liveness_s}: must be more than 0 seconds")
         self.task, self.model, self.optimizer = task, model, optimizer
         folder = logdir if logdir is not None else env.logdir()
         self.logdir = str(Path(folder).absolute()) if folder is not None else None
-        self._last_step, self._liveness_s = last_step, liveness_s
+        self._last_step, self._num_steps, self._max_seconds = last_step, num_steps, max_seconds
+        self._liveness_s = liveness_s
+        self._began_at = time.monotonic()
         self._patience = patience or Patience()
         self._client: Client | None = None
         self._beat: Beat | None = None
@@ -132,6 +143,7 @@ class Session:
             raise
         self.optimizer.attach(client, self)
         self._signals.install()
+        self._began_at = time.monotonic()
         self._go(State.RUNNING)
         try:
             for hook in self.hooks:
@@ -176,7 +188,7 @@ class Session:
         self._go(State.WAITING)
         self._join(client, plan, self.flat)
         if client.position is not None:
-            position.restore(client.position, self._data)
+            position.restore(client.position, self._data, lambda line: say(f"{self.task}: {line}"))
         if self.logdir is not None:
             client.begin_positions(lambda: position.capture(self._data))
         self._saved_step = client.version if client.version > 0 else -1
@@ -197,6 +209,9 @@ class Session:
             )
         if path is None and self._start_afresh:
             self._first_values(flat)
+        if self._num_steps is not None and self._last_step is None:
+            self._last_step = self._num_steps + (load_manifest(Path(path)).step if path is not None else 0)
+            plan.last_step = self._last_step
         client.create(plan, flat, path, reign=secrets.randbits(62), replace=True)
 
     def _first_values(self, flat: FlatParameters) -> None:
@@ -235,7 +250,7 @@ class Session:
                 time.sleep(0.2)
         rolled_back = client.version < before.version
         if rolled_back and client.position is not None:
-            position.restore(client.position, self._data)
+            position.restore(client.position, self._data, lambda line: say(f"{self.task}: {line}"))
         if self.logdir is not None:
             client.begin_positions(lambda: position.capture(self._data))
         self.optimizer.attach(client, self)
@@ -288,8 +303,9 @@ class Session:
         self.state = check_step(self.state, state)
 
     def _obey_signals(self) -> None:
-        """A signal has asked this worker to stop: the chief ends the run for everybody."""
-        if self._signals.asked and not self._stop_asked:
+        """A signal has asked this worker to stop, or the time is up: the chief ends the run for everybody."""
+        late = self._max_seconds is not None and time.monotonic() - self._began_at > self._max_seconds
+        if (self._signals.asked or (late and self.task.is_chief)) and not self._stop_asked:
             self._stop_asked = True
             if self.task.is_chief:
                 self._known().stop()

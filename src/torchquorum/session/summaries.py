@@ -31,6 +31,7 @@ SAMPLED = 4_000_000  # elements per histogram pass; larger models are sampled ev
 LEAST_SAMPLED = 10_000  # of each variable
 HISTOGRAM_SHARE = 0.02  # of the writer's time, so that `every_steps=1` does not become a histogram per step
 MOST_BEHIND = 8
+STATUS_EVERY_S = 0.5  # ps task 0 is not asked more often, however often the loop comes by
 
 
 class SummaryHook(Hook):
@@ -75,7 +76,7 @@ class SummaryHook(Hook):
         self._batch_size = batch_size if batch_size is not None else _first_dimension(example)
         self._thread: SummaryThread | None = None
         self._last = (0.0, 0)
-        self._histograms_at = 0.0
+        self._histograms_at = self._asked_at = 0.0
         self._loss: float | None = None
 
     def after_create_session(self, session: Session) -> None:
@@ -158,7 +159,9 @@ class SummaryHook(Hook):
         if self._histograms and histograms and (rested or last):
             self._histograms_at = now
             arrays = take_tensors(session.model)
-        self._thread.put(Moment(version, time.time(), scalars, arrays))
+        ask = last or now - self._asked_at >= STATUS_EVERY_S
+        self._asked_at = now if ask else self._asked_at
+        self._thread.put(Moment(version, time.time(), scalars, arrays, with_status=ask))
 
 
 def take_tensors(model: torch.nn.Module) -> dict[str, np.ndarray]:

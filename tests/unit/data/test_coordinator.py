@@ -97,10 +97,14 @@ def test_a_coordinator_as_a_block_ends_its_readers() -> None:
 
 
 def test_the_blocks_own_exception_is_the_one_to_see() -> None:
-    with pytest.raises(KeyError), tq.Coordinator() as coordinator:
-        coordinator.run([tq.Prefetcher(failing(0))])
-        coordinator.wait_for_stop(5)
-        raise KeyError("mine")
+    def block() -> None:
+        with tq.Coordinator() as coordinator:
+            coordinator.run([tq.Prefetcher(failing(0))])
+            coordinator.wait_for_stop(5)
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError):
+        block()
 
 
 def test_a_thread_that_does_not_end_is_named() -> None:

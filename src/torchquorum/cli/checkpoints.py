@@ -1,0 +1,85 @@
+"""`torchquorum checkpoints` and `torchquorum export`: what a run has saved, and a plain state_dict from it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from torchquorum.errors import ConfigError
+
+
+@click.command(short_help="List the checkpoints of a run.")
+@click.argument("run")
+@click.option("--verify", is_flag=True, help="Read every file and compare its checksum.")
+def checkpoints(run: str, verify: bool) -> int:
+    r"""List the checkpoints in the folder RUN, oldest first, and what is wrong with any.
+
+    \b
+    Example:
+      torchquorum checkpoints runs/mnist
+    """
+    from torchquorum.formats import checkpoint
+
+    folder = _folder(run)
+    infos = checkpoint.list_checkpoints(folder)
+    console = Console(highlight=False)
+    if not infos:
+        console.print(f"no checkpoints in {folder}")
+        return 0
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("checkpoint", "step", "saved", "size", "state"):
+        table.add_column(name, justify="right" if name in ("step", "size") else "left", no_wrap=name != "state")
+    bad = 0
+    for info in infos:
+        problem = info.problem or (checkpoint.verify(info.path) if verify else None)
+        bad += problem is not None
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.created_at)) if info.created_at else ""
+        state = problem or ("good" if verify else "")
+        table.add_row(info.path.name, str(info.step), when, f"{info.size_bytes / 1e6:.1f} MB", state)
+    console.print(table)
+    return 1 if bad else 0
+
+
+@click.command(short_help="Write a plain state_dict from a run's newest checkpoint.")
+@click.argument("run")
+@click.argument("file")
+@click.option("--averages", is_flag=True, help="With the moving averages in place of the variables.")
+@click.option("--step", type=int, help="From the checkpoint of this step instead of the newest good one.")
+def export(run: str, file: str, averages: bool, step: int | None) -> int:
+    r"""Write a plain state_dict, which loads without torchquorum, to FILE (.safetensors or .pt).
+
+    \b
+    Examples:
+      torchquorum export runs/mnist mlp.safetensors
+      torchquorum export runs/mnist mlp.pt --averages
+    """
+    from torchquorum.formats import checkpoint, checkpoint_write
+    from torchquorum.formats.checkpoint_manifest import PREFIX
+
+    folder = _folder(run)
+    if step is not None:
+        path = folder / f"{PREFIX}{step}"
+        if not path.is_dir():
+            steps = ", ".join(str(i.step) for i in checkpoint.list_checkpoints(folder)) or "none"
+            raise ConfigError(f"--step {step}: {folder} has no such checkpoint; it has {steps}")
+    else:
+        found, skipped = checkpoint.newest_good(folder)
+        for info in skipped:
+            click.echo(f"skipping {info.path}: {info.problem}", err=True)
+        if found is None:
+            raise ConfigError(f"{folder} has no good checkpoint; `torchquorum checkpoints {run}` lists what is there")
+        path = found[0]
+    target = checkpoint_write.export(path, Path(file), averages=averages)
+    click.echo(f"wrote {target} from {path.name}")
+    return 0
+
+
+def _folder(run: str) -> Path:
+    folder = Path(run)
+    if not folder.is_dir():
+        raise ConfigError(f"{run}: there is no such folder; name a run's folder, such as runs/mnist")
+    return folder

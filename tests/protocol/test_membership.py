@@ -171,8 +171,8 @@ def test_a_push_before_any_variables_is_refused(ps: Ps) -> None:
 def test_a_push_or_pull_before_the_join_is_refused(ps: Ps) -> None:
     ps.create()
     before = ps.state()
-    assert only(ps.push(0, 1, 0), m.Fault).kind == "not_joined"
-    assert only(ps.send(name(0), m.Pull(0, 1, 2)), m.Fault).kind == "not_joined"
+    assert only(ps.push(0, 1, 0), m.Fault).kind == "LostPlaceError"
+    assert only(ps.send(name(0), m.Pull(0, 1, 2)), m.Fault).kind == "LostPlaceError"
     assert ps.state() == before
 
 
@@ -181,7 +181,7 @@ def test_a_push_from_an_old_incarnation_is_refused(running: Ps) -> None:
     assert "/job:worker/task:1 came back" in running.said
     before = running.state()
     fault = only(running.push(1, 1, 0, incarnation=1), m.Fault)
-    assert fault.kind == "not_joined" and "replaced by a newer one" in fault.text
+    assert fault.kind == "replaced" and "has let a newer process in" in fault.text
     assert running.state() == before
     assert running.push(1, 1, 0, incarnation=2) == []
     assert len(running.push(0, 1, 0)) == 2
@@ -189,7 +189,7 @@ def test_a_push_from_an_old_incarnation_is_refused(running: Ps) -> None:
 
 def test_a_late_join_of_an_old_incarnation_does_not_push_the_new_one_out(running: Ps) -> None:
     running.join(1, incarnation=2)
-    assert only(running.join(1, incarnation=1), m.Fault).kind == "not_joined"
+    assert only(running.join(1, incarnation=1), m.Fault).kind == "replaced"
     assert running.push(1, 1, 0, incarnation=2) == []
 
 
@@ -454,7 +454,7 @@ def test_random_and_damaged_messages_never_stop_a_ps(running: Ps) -> None:
         codec.encode(m.Create(make_plan())),
         codec.encode(m.Join(0, 1, 1, m.MemoryRef(1, 0, 4096, 1), make_plan())),
         codec.encode(m.Push(0, 1, 2, 1, 0, -1, [0], 0.5)),
-        codec.encode(m.Log(0, [m.Apply([(0, 1, 1)], 1), m.End(True, "")])),
+        codec.encode(m.Log(0, 0, [m.Apply([(0, 1, 1)], 1), m.End(True, "")])),
         codec.encode(m.Have(1, 0, 1, 2, 1, 0)),
     ]
     for _ in range(3000):
@@ -528,7 +528,7 @@ def test_a_fault_is_not_answered_so_that_two_ps_tasks_do_not_quarrel_for_ever(ru
     assert running.send(b"x", m.Fault("wire", "what?")) == []
 
 
-@pytest.mark.parametrize("log", [m.Log(0, [m.End(True, "")]), m.Log(2, [m.End(True, ""), m.Drop([(0, 1, 1)])])])
+@pytest.mark.parametrize("log", [m.Log(0, 0, [m.End(True, "")]), m.Log(0, 2, [m.End(True, ""), m.Drop([(0, 1, 1)])])])
 def test_nobody_but_shard_0_writes_the_log(running: Ps, log: m.Log) -> None:
     before = running.state()
     only(running.send(b"leader", log), m.Fault)

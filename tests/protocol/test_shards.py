@@ -220,7 +220,7 @@ def test_a_log_that_comes_twice_or_too_early_is_followed_once_and_in_order(make:
     shards.deliver()
     [(to, sender, log)] = shards.wire
     assert isinstance(log, m.Log)
-    early = m.Log(log.first + len(log.entries), [m.Drop([(0, 1, 5)])])
+    early = m.Log(log.reign, log.first + len(log.entries), [m.Drop([(0, 1, 5)])])
     shards.ps[1].send(LEADER, early)
     assert first_end.followed == followed
     shards.wire += [(to, sender, log), (to, sender, log)]
@@ -290,7 +290,7 @@ def test_only_shard_0_hears_of_other_shards(make: Callable[..., Shards]) -> None
 
 def test_a_log_for_a_shard_without_variables_ends_in_silence_and_not_in_a_quarrel() -> None:
     fresh, leader = Ps(1, ps=2), Ps(0, ps=2)
-    fault = only(fresh.send(LEADER, m.Log(0, [m.Drop([])])), m.Fault, LEADER)
+    fault = only(fresh.send(LEADER, m.Log(0, 0, [m.Drop([])])), m.Fault, LEADER)
     assert leader.send(b"shard/1", fault) == []
 
 

@@ -1,23 +1,29 @@
 """How shard 0 makes a checkpoint of all shards: a snapshot in the log, a part from each, the workers' positions, a manifest.
 
-Owned by the service of ps task 0. One checkpoint is made at a time. What always holds: it is published only when every
-shard has written its part of the same version; whatever fails is said, removed and costs nothing that was saved before.
+Owned by the service of ps task 0; the other shards have only `Parts`. One checkpoint is made at a time. What always
+holds: it is published only when every shard has written its part of the same version; whatever fails is said, removed and
+costs nothing that was saved before.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from torchquorum.formats.checkpoint_manifest import FileInfo, Manifest, Stored
-from torchquorum.formats.checkpoint_write import begin, part_name
+from torchquorum.formats.checkpoint_manifest import CheckpointError, FileInfo, Manifest, Stored
+from torchquorum.formats.checkpoint_write import KEEP, begin, part_name
+from torchquorum.server.leader import Leader
 from torchquorum.server.saver import Published, Saver
-from torchquorum.transport.messages import Part, Plan, SaveState
+from torchquorum.server.shard import Shard
+from torchquorum.transport.messages import Part, SaveState
 
 POSITIONS_S = 5.0
+STAND_IN_S = 60.0
+UNASKED = -1000
 REMEMBERED_POSITIONS = 4
 
 
@@ -34,26 +40,83 @@ class Saving:
     publishing: bool = False
 
 
-class Checkpoints:
-    """The checkpoint that is being made, and how the last one went."""
+class Parts:
+    """A shard's part of a checkpoint: written by the saver's thread, then told to shard 0 until it has heard of it."""
 
-    def __init__(self, plan: Plan, saver: Saver) -> None:
-        self._plan, self._saver = plan, saver
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self.saver = Saver()
+        self.untold: Part | None = None
+
+    def write(self, shard: Shard) -> None:
+        """Hands the snapshots that a shard has taken to the saver."""
+        for entry, snapshot in shard.taken:
+            self.saver.write(entry.number, Path(entry.partial), self._index, shard.plan.num_shards, snapshot)
+        shard.taken.clear()
+
+    def results(self, shard: Shard | None) -> list[Part | Published]:
+        """Returns what the saver has finished."""
+        found: list[Part | Published] = []
+        for result in self.saver.results():
+            if isinstance(result, Published):
+                found.append(result)
+                continue
+            if shard is not None:
+                shard.snapshot_written()
+            info = result.info or FileInfo(0, "")
+            pieces = msgspec.to_builtins(result.snapshot.pieces)
+            scalars = result.snapshot.scalars
+            found.append(Part(self._index, result.number, info.size_bytes, info.sha256, pieces, scalars, result.error))
+        return found
+
+
+class Checkpoints:
+    """The checkpoint that is being made, and how the last one went. `say` prints a line for people."""
+
+    def __init__(self, leader: Leader, saver: Saver, say: Callable[[str], None]) -> None:
+        self._leader, self._plan, self._saver, self._say = leader, leader.plan, saver, say
         self.saving: Saving | None = None
         self.last = SaveState(-1, "none", -1, "", "")
         self._positions: dict[int, dict[int, dict[str, Any]]] = {}
         self.restored: dict[str, dict[str, Any]] = {}
+        self._stood_in_at: float | None = None
 
-    def begin(self, number: int, version: int, folder: Path, keep: int, now: float) -> Saving:
-        """Starts a checkpoint; the snapshot is then to be put into the log."""
-        self.saving = Saving(number, version, begin(folder, version), keep, now)
-        return self.saving
+    def save(self, number: int, folder: str, keep: int, now: float) -> SaveState:
+        """Starts checkpoint `number`, unless it is known or another is being made; returns how it goes."""
+        state = self.state(number)
+        if state is None and self.saving is None:
+            version = self._leader.quorum.version
+            try:
+                self.saving = Saving(number, version, begin(Path(folder), version), keep, now)
+            except CheckpointError as error:
+                self.last = SaveState(number, "failed", version, "", str(error))
+                self._say(f"no checkpoint: {error}; training goes on")
+                return self.last
+            self._leader.snapshot(number, str(self.saving.partial))
+            state = self.state(number)
+        return state or SaveState(number, "running", -1, "", "")
 
     def state(self, number: int) -> SaveState | None:
         """Returns how checkpoint `number` goes, if it is known."""
         if self.saving is not None and self.saving.number == number:
             return SaveState(number, "running", self.saving.version, "", "")
         return self.last if self.last.number == number else None
+
+    def stand_in_for_chief(self, now: float) -> None:
+        """While the chief is dead nobody asks for checkpoints, so shard 0 makes them itself."""
+        chief = self._leader.quorum.workers.get(0)
+        if chief is None or chief.alive or chief.left:
+            self._stood_in_at = None
+        elif self._stood_in_at is None or now - self._stood_in_at > STAND_IN_S:
+            self._stood_in_at = now
+            self.save_unasked(now)
+
+    def save_unasked(self, now: float) -> bool:
+        """Saves the current version if it is not saved and the run has a folder; True while that goes on."""
+        version = self._leader.quorum.version
+        if self.saving is None and self._plan.logdir is not None and version not in (0, self.last.step):
+            self.save(UNASKED - version, self._plan.logdir, KEEP, now)
+        return self.saving is not None
 
     def position(self, worker: int, version: int, body: dict[str, Any]) -> None:
         """Notes where a worker stood when it first held a version."""
@@ -82,39 +145,40 @@ class Checkpoints:
         if self.saving is not None and self.saving.number == part.number:
             self.saving.parts[part.shard] = part
 
-    def advance(self, live: list[int], now: float) -> str | None:
-        """Publishes when all is there; returns a line for people when something went wrong."""
+    def advance(self, now: float) -> None:
+        """Publishes when all is there, or gives up when a part has failed."""
         saving = self.saving
         if saving is None or saving.publishing:
-            return None
+            return
         failed = [p for p in saving.parts.values() if p.error]
         if failed:
             self._fail(saving, failed[0].error)
-            return f"no checkpoint at step {saving.version}: {failed[0].error}; training goes on"
+            return
         if len(saving.parts) < self._plan.num_shards:
-            return None
-        missing = [w for w in live if self._position_of(w, saving.version) is None]
+            return
+        missing = [w for w in self._leader.quorum.alive if self._position_of(w, saving.version) is None]
         if missing and now - saving.begun_at < POSITIONS_S:
-            return None
+            return
         saving.publishing = True
         self._saver.publish(saving.number, saving.partial, self._manifest(saving), saving.keep)
-        return None
 
-    def published(self, result: Published) -> str:
-        """Notes that a checkpoint is complete, or failed; returns a line for people."""
+    def published(self, result: Published) -> None:
+        """A checkpoint is complete, or failed."""
         saving = self.saving
-        assert saving is not None and saving.number == result.number
+        if saving is None or saving.number != result.number:
+            return  # of before a restore
         if result.path is None:
             self._fail(saving, result.error)
-            return f"no checkpoint at step {saving.version}: {result.error}; training goes on"
+            return
         self.saving = None
         self.last = SaveState(saving.number, "done", saving.version, str(result.path), "")
-        return f"saved {result.path}"
+        self._say(f"saved {result.path}")
 
     def _fail(self, saving: Saving, error: str) -> None:
         self._saver.abandon(saving.partial)
         self.saving = None
         self.last = SaveState(saving.number, "failed", saving.version, "", error)
+        self._say(f"no checkpoint at step {saving.version}: {error}; training goes on")
 
     def _manifest(self, saving: Saving) -> Manifest:
         files, pieces, scalars = {}, [], {}

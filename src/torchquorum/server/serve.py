@@ -105,7 +105,7 @@ class Server:
         while self.service.ended is None:
             self._receive()
             now = time.monotonic()
-            if now - ticked >= (SAVING_TICK_S if self.service.saver.busy else TICK_S):
+            if now - ticked >= (SAVING_TICK_S if self.service.parts.saver.busy else TICK_S):
                 ticked = now
                 self._tick(now)
             self._check_leader(now)
@@ -125,7 +125,7 @@ class Server:
         for fd in self._watched:
             os.close(fd)
         self._watched.clear()
-        self.service.saver.close()
+        self.service.parts.saver.close()
         if self.service.ledger is not None:
             self.service.ledger.close()
         if self.service.shard is not None:
@@ -136,7 +136,7 @@ class Server:
 
     def _receive(self) -> None:
         """Waits for a message, then takes all that are there before it looks at the clock again."""
-        timeout_s = SAVING_TICK_S if self.service.saver.busy else TICK_S
+        timeout_s = SAVING_TICK_S if self.service.parts.saver.busy else TICK_S
         if self._leader is None:
             received = self._listener.receive(timeout_s)
         else:

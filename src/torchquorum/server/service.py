@@ -12,17 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 import torchquorum.transport.messages as m
 from torchquorum.cluster import ClusterSpec, TaskId
-from torchquorum.errors import ConfigError, LostPlaceError, RefusedError, TorchQuorumError
-from torchquorum.formats.checkpoint_write import KEEP
+from torchquorum.errors import ConfigError, LostPlaceError, RefusedError
 from torchquorum.formats.ledger import LedgerWriter
 from torchquorum.rules.quorum import Key
-from torchquorum.server.checkpoints import Checkpoints
+from torchquorum.server.checkpoints import Checkpoints, Parts
 from torchquorum.server.leader import Arrival, Leader
-from torchquorum.server.saver import Published, Saver
 from torchquorum.server.shard import Reply, Shard
 from torchquorum.server.tally import Tally
 from torchquorum.transport import codec
@@ -33,8 +29,6 @@ LEADER = (
     b"\0leader"  # stands for shard 0 as the peer of another shard; nobody may give himself a name with a zero in front
 )
 LATE_S = 10.0
-STAND_IN_S = 60.0
-UNASKED = -1000
 IDLE_S = 600.0
 
 
@@ -71,11 +65,9 @@ class Service:
         self._idle_since: float | None = None
         self._failed = False
         self.leader_heard_at: float | None = None
-        self.saver = Saver()
+        self.parts = Parts(me.index)
         self.checkpoints: Checkpoints | None = None
-        self._my_part: m.Part | None = None
         self.reign = 0
-        self._saved_at: float | None = None
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
@@ -126,7 +118,7 @@ class Service:
             case m.Part():
                 replies = self._part(peer, message)
             case m.PartTaken() if peer == LEADER:
-                self._my_part = None
+                self.parts.untold = None
                 replies = []
             case m.StatusRequest():
                 replies = [Reply(peer, m.Status(self.status()))]
@@ -143,9 +135,9 @@ class Service:
         replies = self._take_results()
         if self.leader is None or self.checkpoints is None:
             return replies
-        self._tell(self.checkpoints.advance(self.leader.quorum.alive, now))
+        self.checkpoints.advance(now)
         self.leader.tick(now, wall)
-        self._stand_in_for_chief(now)
+        self.checkpoints.stand_in_for_chief(now)
         self._check_end(now)
         if self.ledger is not None:
             self.ledger.flush()
@@ -194,7 +186,8 @@ class Service:
         if self.shard is not None:
             self.shard.check_plan(create.plan, "the chief")
             if not create.replace or create.reign == self.reign:
-                return [Reply(peer, m.Created(self.shard.version, create.reign != self.reign))]
+                again = create.reign != 0 and create.reign == self.reign  # the same creation, asked for twice
+                return [Reply(peer, m.Created(self.shard.version, not again))]
             self._give_up()
         if len(frames) != (2 if create.restore is None else 0):
             raise ValueError(f"{len(frames)} tensor frames, expected {2 if create.restore is None else 0}")
@@ -214,7 +207,9 @@ class Service:
         if self.me.index == 0:
             self.ledger = self._open_ledger(create.plan.logdir)
             self.leader = Leader(create.plan, self.tally, self.ledger, self.shard.version)
-            self.checkpoints = Checkpoints(create.plan, self.saver)
+            self.checkpoints = Checkpoints(
+                self.leader, self.parts.saver, lambda line: self._say(f"{self.me.task}: {line}")
+            )
             self.checkpoints.restored = positions
         waiting, self._waiting = self._waiting, []
         replies = [Reply(peer, m.Created(self.shard.version, False))]
@@ -226,7 +221,7 @@ class Service:
         """Another ps has lost its variables: ours go too, and all are restored together."""
         assert self.shard is not None
         self.shard.close()
-        self.shard = self.leader = self.checkpoints = self._my_part = None
+        self.shard = self.leader = self.checkpoints = self.parts.untold = None
         self._sent.clear()
         if self.ledger is not None:
             self.ledger.close()
@@ -396,7 +391,7 @@ class Service:
                 for reply in followed:
                     self._about_positions(reply.message, entry.worker)
             replies += followed
-        self._write_snapshots()
+        self.parts.write(self.shard)
         end = self.shard.followed
         for shard, peer in self._shard_peers.items():
             first, entries = self.leader.unseen_by(shard)
@@ -425,7 +420,7 @@ class Service:
         for number, entry in enumerate(log.entries, log.first):
             if number == shard.followed:
                 replies += shard.follow(entry)
-        self._write_snapshots()
+        self.parts.write(shard)
         return replies
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
@@ -436,19 +431,7 @@ class Service:
         known = self.leader.quorum.workers.get(save.worker)
         if known is None or known.incarnation != save.incarnation:
             return [Reply(peer, self._not_joined(save.worker, save.incarnation, -1))]
-        state = self.checkpoints.state(save.number)
-        if state is None and self.checkpoints.saving is None:
-            try:
-                saving = self.checkpoints.begin(
-                    save.number, self.leader.quorum.version, Path(save.folder), save.keep, now
-                )
-                self.leader.snapshot(save.number, str(saving.partial))
-                state = self.checkpoints.state(save.number)
-            except TorchQuorumError as error:
-                state = m.SaveState(save.number, "failed", self.leader.quorum.version, "", str(error))
-                self.checkpoints.last = state
-                self._tell(f"no checkpoint: {error}; training goes on")
-        return [Reply(peer, state or m.SaveState(save.number, "running", -1, "", ""))]
+        return [Reply(peer, self.checkpoints.save(save.number, save.folder, save.keep, now))]
 
     def _stop(self, peer: Peer, stop: m.Stop, wall: float) -> list[Reply]:
         if self.leader is None:
@@ -478,70 +461,16 @@ class Service:
         self.checkpoints.part(part)
         return [Reply(peer, m.PartTaken(part.number))]
 
-    def _stand_in_for_chief(self, now: float) -> None:
-        """While the chief is dead nobody asks for checkpoints, so shard 0 makes them itself."""
-        assert self.leader is not None
-        chief = self.leader.quorum.workers.get(0)
-        if chief is None or chief.alive or chief.left:
-            self._saved_at = None
-        elif self._saved_at is None or now - self._saved_at > STAND_IN_S:
-            self._save_unasked(now)
-
-    def _save_unasked(self, now: float) -> bool:
-        """Makes a checkpoint that no worker asked for; False if there is none to make."""
-        leader, checkpoints = self.leader, self.checkpoints
-        assert leader is not None and checkpoints is not None
-        self._saved_at = now
-        version, logdir = leader.quorum.version, leader.plan.logdir
-        if logdir is None or checkpoints.saving is not None or version in (0, checkpoints.last.step):
-            return checkpoints.saving is not None
-        number = UNASKED - version
-        if checkpoints.state(number) is not None:
-            return False
-        try:
-            saving = checkpoints.begin(number, version, Path(logdir), KEEP, now)
-        except TorchQuorumError as error:
-            checkpoints.last = m.SaveState(number, "failed", version, "", str(error))
-            self._tell(f"no checkpoint: {error}")
-            return False
-        leader.snapshot(number, str(saving.partial))
-        return True
-
-    def _write_snapshots(self) -> None:
-        shard = self.shard
-        assert shard is not None
-        for entry, snapshot in shard.taken:
-            self.saver.write(entry.number, Path(entry.partial), self.me.index, shard.plan.num_shards, snapshot)
-        shard.taken.clear()
-
     def _take_results(self) -> list[Reply]:
         """Takes what the saver has finished; a part is told to shard 0 until it has heard of it."""
-        for result in self.saver.results():
-            if isinstance(result, Published):
-                assert self.checkpoints is not None
-                self._tell(self.checkpoints.published(result))
-                continue
-            if self.shard is not None:
-                self.shard.snapshot_written()
-            info = result.info
-            part = m.Part(
-                self.me.index,
-                result.number,
-                info.size_bytes if info else 0,
-                info.sha256 if info else "",
-                msgspec.to_builtins(result.snapshot.pieces),
-                result.snapshot.scalars,
-                result.error,
-            )
-            if self.checkpoints is not None:
-                self.checkpoints.part(part)
+        for result in self.parts.results(self.shard):
+            if self.checkpoints is None:
+                self.parts.untold = result if isinstance(result, m.Part) else None
+            elif isinstance(result, m.Part):
+                self.checkpoints.part(result)
             else:
-                self._my_part = part
-        return [Reply(LEADER, self._my_part)] if self._my_part is not None else []
-
-    def _tell(self, line: str | None) -> None:
-        if line:
-            self._say(f"{self.me.task}: {line}")
+                self.checkpoints.published(result)
+        return [Reply(LEADER, self.parts.untold)] if self.parts.untold is not None and self.me.index > 0 else []
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -561,7 +490,7 @@ class Service:
         dead = [i for i, w in workers.items() if not w.left]
         waited_for = missing if leader.quorum.stopped else missing + dead
         if over and (not waited_for or idle_s > LATE_S):
-            if 0 in dead and self._save_unasked(now):
+            if 0 in dead and self.checkpoints is not None and self.checkpoints.save_unasked(now):
                 return  # the chief died and nobody has saved the end
             leader.end(ok=not self._failed, why="the run is over" if not self._failed else "a worker failed")
         elif not over and idle_s > IDLE_S:

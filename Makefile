@@ -11,7 +11,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 ARGS ?=
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2
 PIP_ARGS ?=
 
 VENV := .venv

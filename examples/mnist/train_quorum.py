@@ -16,6 +16,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=100, help="images in a batch (default: %(default)s)")
     parser.add_argument("--lr", type=float, default=0.2, help="learning rate (default: %(default)s)")
     parser.add_argument("--data", metavar="DIR", help="folder with MNIST idx files (default: those in torchquorum)")
+    parser.add_argument("--logdir", default="runs/mnist", help="the run's folder (default: %(default)s)")
     args = parser.parse_args()
 
     mnist = load_mnist(args.data)
@@ -24,7 +25,7 @@ def main() -> None:
     loss_fn = torch.nn.CrossEntropyLoss()
     optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=args.lr), rule=tq.Sync())
 
-    with tq.Session(task, model, optimizer, logdir="runs/mnist", last_step=args.steps) as session:
+    with tq.Session(task, model, optimizer, logdir=args.logdir, last_step=args.steps, data=batches) as session:
         while not session.should_stop():
             x, y = next(batches)
             loss = loss_fn(model(x), y)

@@ -21,6 +21,7 @@ parser.add_argument("--size", type=int, default=1000)
 parser.add_argument("--pause", type=float, default=0.0)
 parser.add_argument("--liveness", type=float, default=5.0)
 parser.add_argument("--silence", type=float, default=10.0)
+parser.add_argument("--start", type=float, default=60.0)
 parser.add_argument("--logdir")
 parser.add_argument("--save-steps", type=int)
 parser.add_argument("--afresh", action="store_true")
@@ -37,7 +38,7 @@ class Counter(nn.Module):
 
 model = Counter()
 optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), rule=parse_rule(args.rule))
-patience = Patience(start_s=60.0, round_s=60.0, silence_s=args.silence, probe_s=0.2, say_s=2.0)
+patience = Patience(start_s=args.start, round_s=60.0, silence_s=args.silence, probe_s=0.2, say_s=2.0)
 for parameter in model.parameters():
     parameter.grad = -torch.ones_like(parameter)
 with tq.Session(

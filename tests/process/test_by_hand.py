@@ -130,12 +130,12 @@ def test_a_frozen_worker_counts_as_dead_and_is_welcomed_back() -> None:
 
 def test_a_killed_second_ps_is_named_and_the_others_end() -> None:
     with by_hand(ps=2, workers=1) as cluster:
-        options = ("--steps=100000", "--pause=0.01", "--silence=2")
+        options = ("--steps=100000", "--pause=0.01", "--silence=2", "--start=6")
         first, second = cluster.start("ps", 0), cluster.start("ps", 1)
         chief = cluster.start("worker", 0, *options)
         chief.until("local 5 ")
         second.kill()
-        assert chief.wait(20) == 1
+        assert chief.wait(30) == 1
         assert any("/job:ps/task:1 (localhost:" in line and "has not answered" in line for line in chief.lines), (
             chief.tail()
         )
@@ -167,16 +167,20 @@ def test_a_killed_worker_over_tcp_is_noticed_within_the_liveness_timeout() -> No
         chief.until("accepted True", 5.0)
 
 
-def test_a_dead_ps_is_named_within_the_deadline() -> None:
+@pytest.mark.parametrize(
+    ("transport", "said"), [("shm", "has closed the connection"), ("tcp", "has not answered for 2 s")]
+)
+def test_a_dead_ps_is_named_at_once_and_given_up_within_the_deadline(transport: str, said: str) -> None:
     with by_hand() as cluster:
-        options = ("--steps=100000", "--pause=0.01", "--silence=2")
+        options = ("--steps=100000", "--pause=0.01", "--silence=2", "--start=6", f"--transport={transport}")
         ps, chief = cluster.start("ps", 0), cluster.start("worker", 0, *options)
         chief.until("local 5 ")
         ps.kill()
-        assert chief.wait(20) == 1
-        assert any("/job:ps/task:0 (localhost:" in line and "has not answered for" in line for line in chief.lines), (
-            chief.tail()
-        )
+        line = chief.until(said, 6.0)
+        assert "/job:ps/task:0 (localhost:" in line
+        assert chief.wait(30) == 1
+        assert "waiting for /job:ps/task:0 (localhost:" in chief.tail()
+        assert any("and gave up. Check that the task runs" in line for line in chief.lines), chief.tail()
         assert not any("Traceback" in line for line in chief.lines)
 
 

@@ -33,7 +33,7 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
         (["--rule=sync"], "Sync()", "shm"),
         (["--rule=async", "--transport=tcp", "--model=softmax", "--decay_rate=0.99", "--l2=1e-4"], "Async()", "tcp"),
         (["--rule=sync:2", "--ps=2", "--workers=3", "--optimizer=Adam", "--lr=0.001"], "Sync(aggregate=2)", "shm"),
-        (["--rule=bounded:2", "--model=cnn", "--batch-size=20", "--lr=0.05", "--steps=12"], "Bounded(2)", "shm"),
+        (["--rule=bounded:2", "--model=cnn", "--batch-size=20", "--lr=0.1", "--steps=40"], "Bounded(2)", "shm"),
     ],
 )
 def test_train_learns_and_reports(options: list[str], rule: str, transport: str, tmp_path: Path) -> None:
@@ -42,9 +42,9 @@ def test_train_learns_and_reports(options: list[str], rule: str, transport: str,
     assert done.returncode == 0, done.stdout + done.stderr
     body = json.loads(report.read_text())
     assert set(body) >= REPORT
-    steps = 12 if "--steps=12" in options else 150
+    steps = 40 if "--steps=40" in options else 150
     assert (body["rule"], body["transport"], body["updates"]) == (rule, transport, steps)
-    assert body["accuracy"] > (0.8 if steps == 150 else 0.15)
+    assert body["accuracy"] > (0.8 if steps == 150 else 0.2)
     assert body["batches"] >= steps and body["batches_per_s"] > 0 and body["start_up_s"] > 0
     for worker in body["per_worker"].values():
         assert {"updates", "batches", "loss", "accuracy", "refused", "staleness_mean", "start_up_s"} <= set(worker)

@@ -30,7 +30,7 @@ EVENTS = "*.tfevents.*"
 )
 @click.option("--open/--no-open", "open_", default=None, help="Open a browser; by default in a terminal only.")
 def board(run: str, port: int, host: str, open_: bool | None) -> int:
-    r"""Show a run in TensorBoard. RUN is the run's folder, or one with several runs in it.
+    """Show a run in TensorBoard. RUN is the run's folder, or one with several runs in it.
 
     \b
     Examples:

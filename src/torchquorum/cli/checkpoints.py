@@ -16,7 +16,7 @@ from torchquorum.errors import ConfigError
 @click.argument("run")
 @click.option("--verify", is_flag=True, help="Read every file and compare its checksum.")
 def checkpoints(run: str, verify: bool) -> int:
-    r"""List the checkpoints in the folder RUN, oldest first, and what is wrong with any.
+    """List the checkpoints in the folder RUN, oldest first, and what is wrong with any.
 
     \b
     Example:
@@ -50,7 +50,7 @@ def checkpoints(run: str, verify: bool) -> int:
 @click.option("--averages", is_flag=True, help="With the moving averages in place of the variables.")
 @click.option("--step", type=int, help="From the checkpoint of this step instead of the newest good one.")
 def export(run: str, file: str, averages: bool, step: int | None) -> int:
-    r"""Write a plain state_dict, which loads without torchquorum, to FILE (.safetensors or .pt).
+    """Write a plain state_dict, which loads without torchquorum, to FILE (.safetensors or .pt).
 
     \b
     Examples:

@@ -43,7 +43,7 @@ SETTINGS: dict[str, Any] = {
 @click.group(cls=Group, context_settings=SETTINGS)
 @click.version_option(torchquorum.__version__, prog_name="torchquorum")
 def commands() -> None:
-    r"""A parameter server for PyTorch.
+    """A parameter server for PyTorch.
 
     \b
     Examples:

@@ -31,7 +31,7 @@ COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(script: str, arguments: tuple[str, ...], quiet: bool, **given: Any) -> int:
-    r"""Start a local cluster of your own script: one process per task, which learns from `tq.join()` who it is.
+    """Start a local cluster of your own script: one process per task, which learns from `tq.join()` who it is.
 
     \b
     Examples:

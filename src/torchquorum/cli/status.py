@@ -18,7 +18,7 @@ from torchquorum.errors import DeadlineError
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.option("--timeout", default=5.0, show_default=True, help="Seconds to wait for an answer.")
 def status(address: str, as_json: bool, timeout: float) -> int:
-    r"""Show how a running cluster is doing. ADDRESS is host:port of ps task 0.
+    """Show how a running cluster is doing. ADDRESS is host:port of ps task 0.
 
     \b
     Example:

@@ -61,7 +61,7 @@ DEFAULTS = MnistOptions()
 @click.option("--ps-hosts", "--ps-host", "ps_hosts", help="host:port,... of the ps tasks.")
 @click.option("--worker-hosts", "--worker-host", "worker_hosts", help="host:port,... of the workers.")
 def train(**given: Any) -> int:
-    r"""Train MNIST on a local cluster, with live progress; or be one task of a cluster started by hand.
+    """Train MNIST on a local cluster, with live progress; or be one task of a cluster started by hand.
 
     \b
     Examples:

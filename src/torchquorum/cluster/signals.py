@@ -13,10 +13,10 @@ from typing import Any
 
 
 class Signals:
-    """Whether a signal has asked to stop. `say` prints a line for people."""
+    """Whether a signal has asked to stop. `say` prints a line for people, with what is going to happen."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
+    def __init__(self, say: Callable[[str], None], what: str) -> None:
+        self._say, self._what = say, what
         self._before: dict[signal.Signals, Any] = {}
         self.asked = False
 
@@ -36,4 +36,4 @@ class Signals:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        self._say(f"{signal.Signals(number).name}: saving and ending; once more ends at once")
+        self._say(f"{signal.Signals(number).name}: {self._what}; once more ends at once")

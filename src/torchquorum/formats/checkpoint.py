@@ -9,6 +9,7 @@ in a manifest is believed before it is checked, no pickle is read, and only the 
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -77,13 +78,17 @@ def _inspect(step: int, path: Path) -> CheckpointInfo:
     try:
         manifest = load_manifest(path)
     except CheckpointError as error:
-        try:
-            created_at = path.stat().st_mtime
+        created_at, size_bytes = 0.0, 0
+        with suppress(OSError):  # no folder, or going away while we look
+            created_at = path.lstat().st_mtime
             size_bytes = sum(file.lstat().st_size for file in path.iterdir())
-        except OSError:  # no folder, or going away while we look
-            created_at, size_bytes = 0.0, 0
         return CheckpointInfo(step, path, created_at, size_bytes, str(error))
     return CheckpointInfo(step, path, manifest.created_at, sum(f.size_bytes for f in manifest.files.values()))
+
+
+def age_order(info: CheckpointInfo) -> tuple[float, int]:
+    """Sorts checkpoints by when they were made: a run that began anew in a used folder is newer at smaller steps."""
+    return info.created_at, info.step
 
 
 def newest_good(folder: Path) -> tuple[tuple[Path, Manifest] | None, list[CheckpointInfo]]:
@@ -94,7 +99,7 @@ def newest_good(folder: Path) -> tuple[tuple[Path, Manifest] | None, list[Checkp
         its problem.
     """
     skipped: list[CheckpointInfo] = []
-    for info in reversed(list_checkpoints(folder)):
+    for info in sorted(list_checkpoints(folder), key=age_order, reverse=True):
         problem = info.problem or verify(info.path)
         if problem is None:
             return (info.path, load_manifest(info.path)), skipped

@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from torchquorum.errors import ConfigError
-from torchquorum.formats.checkpoint import Reader, list_checkpoints, verify
+from torchquorum.formats.checkpoint import Reader, age_order, list_checkpoints, verify
 from torchquorum.formats.checkpoint_manifest import (
     MANIFEST,
     PREFIX,
@@ -180,9 +180,9 @@ def prune(folder: Path, keep: int = KEEP) -> list[Path]:
     """
     if keep < 1:
         raise ConfigError(f"keep={keep}: must be 1 or more, or nothing could be restored")
-    infos = list_checkpoints(folder)
-    good = [info.step for info in infos if info.problem is None]
-    old = [info.path for info in infos if len(good) >= keep and info.step < good[-keep]]
+    infos = sorted(list_checkpoints(folder), key=age_order)
+    good = [age_order(info) for info in infos if info.problem is None]
+    old = [info.path for info in infos if len(good) >= keep and age_order(info) < good[-keep]]
     with _reporting(f"removing old checkpoints in {folder}", note=""):
         left = [path for path in folder.iterdir() if _is_left_behind(path)] if folder.is_dir() else []
         for path in old:

@@ -158,6 +158,7 @@ class LocalCluster:
         Returns:
             The exit code of the run: 0 if it reached its end.
         """
+        before = signal.signal(signal.SIGTERM, _interrupt) if _on_main_thread() else None
         try:
             while any(t.code is None for t in self.tasks):
                 self._look_after()
@@ -172,6 +173,8 @@ class LocalCluster:
             return 130
         finally:
             self.stop(signal.SIGTERM)
+            if before is not None:
+                signal.signal(signal.SIGTERM, before)
         self._look_after(restart=False)
         return self._code()
 
@@ -254,6 +257,15 @@ class LocalCluster:
             held.close()
         for t in self.tasks:
             t.reader.join(timeout=STOP_GRACE_S)
+
+
+def _on_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _interrupt(number: int, frame: object) -> None:
+    """SIGTERM to the launcher is as good as Ctrl-C."""
+    raise KeyboardInterrupt
 
 
 def python_command(script: str, arguments: Sequence[str]) -> list[str]:

@@ -37,6 +37,7 @@ class Saving:
     keep: int
     begun_at: float
     parts: dict[int, Part] = field(default_factory=dict)
+    heard: set[int] = field(default_factory=set)
     publishing: bool = False
 
 
@@ -122,15 +123,21 @@ class Checkpoints:
         """Notes where a worker stood when it first held a version."""
         known = self._positions.setdefault(worker, {})
         known[version] = {**body, "version": version}
+        if self.saving is not None:
+            self.saving.heard.add(worker)
         while len(known) > REMEMBERED_POSITIONS:
             del known[min(known)]
 
     def wants_position(self, worker: int) -> int:
         """Returns the version for which a worker's position is wanted, or -1."""
         saving = self.saving
-        if saving is None or saving.publishing or self._position_of(worker, saving.version) is not None:
-            return -1
-        return saving.version
+        return saving.version if saving is not None and not saving.publishing and self._misses(worker, saving) else -1
+
+    def _misses(self, worker: int, saving: Saving) -> bool:
+        """Whether a worker's position is still to come: that of the very version, or, without rounds, a recent one."""
+        if self._plan.rule.once_per_round:
+            return saving.version not in self._positions.get(worker, {})
+        return worker not in saving.heard
 
     def _position_of(self, worker: int, version: int) -> dict[str, Any] | None:
         known = self._positions.get(worker, {})
@@ -156,7 +163,7 @@ class Checkpoints:
             return
         if len(saving.parts) < self._plan.num_shards:
             return
-        missing = [w for w in self._leader.quorum.alive if self._position_of(w, saving.version) is None]
+        missing = [w for w in self._leader.quorum.alive if self._misses(w, saving)]
         if missing and now - saving.begun_at < POSITIONS_S:
             return
         saving.publishing = True

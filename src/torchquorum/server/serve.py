@@ -85,7 +85,7 @@ class Server:
             self._leader = ZmqChannel(cluster.address(TaskId("ps", 0)), f"ps/{index}/{incarnation:016x}".encode())
         self.service = Service(me, say)
         self._say, self._report = say, report
-        self._signals = Signals(say=lambda line: say(f"{self.task}: {line}"))
+        self._signals = Signals(lambda line: say(f"{self.task}: {line}"), "stopping the run")
         self._stopped = False
         self._watched: dict[int, tuple[int, int]] = {}
         self._poller = select.poll()

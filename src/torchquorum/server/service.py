@@ -204,6 +204,7 @@ class Service:
         else:
             self.shard, manifest = Shard.restored(self.me.index, create.plan, Path(create.restore))
             positions = manifest.workers
+        self.shard.reign = self.reign
         if self.me.index == 0:
             self.ledger = self._open_ledger(create.plan.logdir)
             self.leader = Leader(create.plan, self.tally, self.ledger, self.shard.version)
@@ -317,7 +318,9 @@ class Service:
     def _probe(self, peer: Peer, probe: m.Probe, now: float) -> list[Reply]:
         if self.shard is None:
             joined = any(p == peer for p, _ in self._waiting)
-            return [Reply(peer, self._waiting_for_chief(probe.request) if joined else m.Unknown(probe.request))]
+            return [
+                Reply(peer, self._waiting_for_chief(probe.request) if joined else m.Unknown(probe.request, self.reign))
+            ]
         again = self.shard.answer(probe.worker, probe.incarnation, probe.request)
         if again:
             return again
@@ -327,12 +330,12 @@ class Service:
             hello = self.heartbeat()
             news = [hello] if hello else []
             if key is None:
-                return [Reply(peer, m.Unknown(probe.request)), *news]
+                return [Reply(peer, m.Unknown(probe.request, self.reign)), *news]
             have = m.Have(self.me.index, *key[:2], probe.request, key.local_step, self.shard.followed, self.reign)
             return [Reply(peer, elsewhere), Reply(LEADER, have), *news]
         self.leader.quorum.seen(probe.worker, probe.incarnation, now)
         held = self.leader.held(probe.worker, probe.incarnation, probe.request)
-        return [Reply(peer, held or (elsewhere if key is not None else m.Unknown(probe.request)))]
+        return [Reply(peer, held or (elsewhere if key is not None else m.Unknown(probe.request, self.reign)))]
 
     def _beat(self, peer: Peer, beat: m.Beat, now: float) -> list[Reply]:
         if self.leader is None:

@@ -111,6 +111,7 @@ class Shard:
             raise
         values_now = section_views(self.region, slot)
         self.averages = Averages(plan.average, values_now) if plan.average is not None else None
+        self.reign = 0
         self.followed = 0
         self.taken: list[tuple[SnapshotEntry, Snapshot]] = []
         self.ended: End | None = None
@@ -331,6 +332,7 @@ class Shard:
             ring=self.versions.slots.ref if shared and joining else None,
             outcome=answer.outcome,
             lr=self.update.lr,
+            reign=self.reign,
         )
         return [Reply(guest.peer, message, frames, uncopied)]
 

@@ -60,6 +60,8 @@ class Session:
         save_every_steps: Global steps between checkpoints, instead of seconds.
         keep: How many checkpoints are kept.
         restore: Whether to go on from the newest good checkpoint in the folder.
+        wait_for_workers: Train only when so many workers have joined; by default the first goes ahead alone, which a
+            sync run that shall be the same every time does not want.
         start_afresh: Whether to begin again at step 0 when a ps was restarted and there is no checkpoint; else an error.
         data: What has a position that belongs to a checkpoint: `tq.Batches`, or anything with state_dict and
             load_state_dict; one, or several by name.
@@ -82,6 +84,7 @@ class Session:
         save_every_steps: int | None = None,
         keep: int = 5,
         restore: bool = True,
+        wait_for_workers: int = 1,
         start_afresh: bool = False,
         data: Resumable | Mapping[str, Resumable] | None = None,
         patience: Patience | None = None,
@@ -118,8 +121,13 @@ class Session:
         self.state = State.NEW
         self._stop_asked = False
         self._data: dict[str, Resumable] = dict(data) if isinstance(data, Mapping) else {"data": data} if data else {}
+        if not 1 <= wait_for_workers <= task.num_workers:
+            raise ConfigError(f"wait_for_workers={wait_for_workers}: the cluster has {task.num_workers} workers")
         self._restore, self._keep, self._start_afresh = restore, keep, start_afresh
-        self._signals = Signals(say=lambda line: say(f"{task}: {line}"))
+        self._wait_for_workers = wait_for_workers
+        self._signals = Signals(
+            lambda line: say(f"{task}: {line}"), "saving and ending the run" if task.is_chief else "leaving the run"
+        )
         self._saves = 0
         self._saved_step = -1
         saver = CheckpointHook(every_s=save_every_s, every_steps=save_every_steps)
@@ -165,17 +173,20 @@ class Session:
             for hook in self.hooks:
                 hook.after_run(self, ran)
 
-    def _connect(self) -> Client:
+    def _connect(self, before: Client | None = None) -> Client:
+        """Makes the connection; after a loss, in the same life: surviving ps tasks know this worker."""
         client = Client(
             self.task.cluster,
             self.task.index,
-            secrets.randbits(62),
+            secrets.randbits(62) if before is None else before.incarnation,
             self.task.connect,
             transport=self.task.transport,
             patience=self._patience,
             say=say,
         )
         client.while_waiting = self._obey_signals
+        if before is not None:
+            client.go_on_from(before)
         return client
 
     def _begin(self, client: Client) -> None:
@@ -187,6 +198,7 @@ class Session:
             self._create(client, plan, self.flat, created)
         self._go(State.WAITING)
         self._join(client, plan, self.flat)
+        client.wait_for_workers(self._wait_for_workers)
         if client.position is not None:
             position.restore(client.position, self._data, lambda line: say(f"{self.task}: {line}"))
         if self.logdir is not None:
@@ -225,7 +237,7 @@ class Session:
 
     def _join(self, client: Client, plan: Plan, flat: FlatParameters) -> None:
         first = self.task.cluster.address(self.task.cluster.tasks("ps")[0])
-        beats = self.task.connect(first, f"beat/{self.task.index}/{client.incarnation:016x}".encode())
+        beats = self.task.connect(first, f"beat/{self.task.index}/{secrets.token_hex(8)}".encode())
         self._beat = Beat(beats, self.task.index, client.incarnation, min(1.0, self._liveness_s / 4))
         client.join(plan, flat)
 
@@ -240,13 +252,11 @@ class Session:
         before = self._known()
         while True:
             try:
-                client = self._rejoin(before)
+                client = self._rejoin()
                 break
             except (TaskLostError, LostPlaceError, DeadlineError) as again:
-                self._close_client()
                 if time.monotonic() > deadline:
-                    self._go(State.FAILED)
-                    raise again from error
+                    raise again from None
                 time.sleep(0.2)
         rolled_back = client.version < before.version
         if rolled_back and client.position is not None:
@@ -261,10 +271,10 @@ class Session:
             hook.after_create_session(self)
         return Step(client.version, client.local_step, False, "ps lost", 0, client.lr[0], client.stopped)
 
-    def _rejoin(self, before: Client) -> Client:
+    def _rejoin(self) -> Client:
+        before = self._known()
         self._close_client()
-        client = self._client = self._connect()
-        client.local_step = before.local_step
+        client = self._client = self._connect(before)
         plan, _ = self._plan()
         assert self.flat is not None
         created = client.hello()
@@ -282,7 +292,8 @@ class Session:
 
     def _newest(self) -> str | None:
         """The chief looks for a checkpoint to go on from."""
-        if self.logdir is None or not self._restore:
+        own = self.state is State.RECOVERING and self._saves > 0  # then what is there is this run's own
+        if self.logdir is None or not (self._restore or own):
             return None
         try:
             found, skipped = newest_good(Path(self.logdir))
@@ -324,7 +335,7 @@ class Session:
             raise ConfigError("session.save(): the session has no logdir to save into")
         self._saves += 1
         client.send_position()
-        state = client.save(self._saves, self.logdir, self._keep, wait_s=wait_s)
+        state = client.save(secrets.randbits(48), self.logdir, self._keep, wait_s=wait_s)
         if state is None:
             return None
         if state.state != "done":

@@ -226,6 +226,7 @@ class Variables(Message):
     lr: list[float]
     save: int = -1
     position: dict[str, Any] | None = None
+    reign: int = 0
 
 
 class Held(Message):
@@ -239,9 +240,10 @@ class Held(Message):
 
 
 class Unknown(Message):
-    """The request is not known here: send it again."""
+    """The request is not known here: send it again; and to the others too, if they answered in another reign."""
 
     request: int
+    reign: int = 0
 
 
 class Alive(Message):

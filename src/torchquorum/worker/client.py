@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -130,7 +131,8 @@ class Client:
         self.transport = transport
         self._say = say
         self._ps = cluster.tasks("ps")
-        self._identity = f"worker/{index}/{incarnation:016x}".encode()
+        # A new name for every connection: a closed one may linger, and must not take the answers of the next.
+        self._identity = f"worker/{index}/{incarnation:016x}/{secrets.token_hex(4)}".encode()
         self._connect = connect
         self._channels = [connect(cluster.address(ps), self._identity) for ps in self._ps]
         self._shared = [False] * len(self._ps)
@@ -153,6 +155,11 @@ class Client:
         self.stopped = False
         self.lr = [0.0]
         self.pipeline = False
+
+    def go_on_from(self, before: Client) -> None:
+        """Takes over the counts of a connection that was lost."""
+        self._request, self.local_step = before._request, before.local_step
+        self.version, self.lr = before.version, before.lr
 
     # -- the life of a worker -----------------------------------------------------------------------------------------
 
@@ -397,6 +404,24 @@ class Client:
         self.capture = capture
         self._positions = {self.version: capture()}
 
+    def wait_for_workers(self, count: int) -> None:
+        """Waits until so many workers have joined, this one counted."""
+        started = told = time.monotonic()
+        while count > 1:
+            body = self._ask(0, m.StatusRequest(), [], m.Status, self.patience.round_s, "the other workers").body
+            now, live = time.monotonic(), body.get("live", [])
+            if len(live) >= count or body.get("stopped") or body.get("global_step", 0) > self.version:
+                return
+            if now - started > self.patience.start_s:
+                raise DeadlineError(
+                    f"{self.task}: waited {now - started:.0f} s for {count} workers and gave up; {len(live)} have joined. "
+                    "Start the others, or ask the session for fewer with wait_for_workers."
+                )
+            if now - told >= self.patience.say_s:
+                told = now
+                self._say(f"{self.task}: waiting for {count} workers, {len(live)} have joined: {now - started:.0f} s")
+            time.sleep(0.02)
+
     def send_position(self) -> None:
         """Tells shard 0 where this worker stood when it first held its current version."""
         position = self._positions.get(self.version)
@@ -473,8 +498,11 @@ class Client:
             case m.Held() if answer.request == self._request:
                 waiting.what = self._who(answer)
             case m.Unknown() if answer.request == self._request:
-                message, frames = self._open[k]
-                self._channels[k].send([codec.encode(message), *frames])
+                older = [other for other, (found, _) in waiting.found.items() if found.reign != answer.reign]
+                for again in (k, *older):  # what others answered before a restore does not count any more
+                    waiting.found.pop(again, None)
+                    message, frames = self._open[again]
+                    self._channels[again].send([codec.encode(message), *frames])
             case _:
                 pass  # an answer to something older
         return True

@@ -130,7 +130,11 @@ def test_what_was_written_beyond_the_step_of_a_resumed_run_counts_no_more(tmp_pa
                 hook._last = (time.perf_counter(), 10)
                 hook.after_create_session(session)
 
-    train(lambda _: [hook, Back()], last_step=8)
+    def written(session: tq.Session) -> None:
+        while hook._thread is not None and hook._thread.behind:
+            time.sleep(0.01)
+
+    train(lambda _: [hook, Back()], last_step=8, in_loop=written)
     assert [step for step, _ in points(tmp_path, "learning_rate")][:8] == [1, 2, 3, 4, 5, 7, 8, 8]
 
 

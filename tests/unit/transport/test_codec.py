@@ -38,6 +38,7 @@ entries = st.one_of(
     st.builds(m.Apply, keys, numbers),
     st.builds(m.Drop, keys),
     st.builds(m.Release, numbers, numbers, numbers, numbers, st.booleans()),
+    st.builds(m.Snapshot, numbers, numbers, st.text()),
     st.builds(m.End, st.booleans(), st.text()),
 )
 json = st.recursive(
@@ -70,14 +71,29 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         st.lists(floats, max_size=3),
     ),
     m.Held: st.builds(m.Held, numbers, st.text(), numbers, numbers, st.lists(numbers, max_size=5)),
-    m.Unknown: st.builds(m.Unknown, numbers),
+    m.Unknown: st.builds(m.Unknown, numbers, numbers),
     m.Alive: st.builds(m.Alive, numbers, st.booleans()),
     m.Bye: st.just(m.Bye()),
     m.Status: st.builds(m.Status, st.dictionaries(st.text(), json, max_size=4)),
     m.Fault: st.builds(m.Fault, st.text(), st.text(), numbers),
     m.ShardHello: st.builds(m.ShardHello, numbers, numbers, numbers, numbers, st.text()),
     m.Have: st.builds(m.Have, numbers, numbers, numbers, numbers, numbers, numbers),
-    m.Log: st.builds(m.Log, numbers, st.lists(entries, max_size=5)),
+    m.Log: st.builds(m.Log, numbers, numbers, st.lists(entries, max_size=5)),
+    m.Save: st.builds(m.Save, numbers, numbers, numbers, st.text(), numbers),
+    m.SaveState: st.builds(m.SaveState, numbers, st.text(), numbers, st.text(), st.text()),
+    m.Stop: st.builds(m.Stop, numbers, numbers),
+    m.Position: st.builds(m.Position, numbers, numbers, numbers, st.dictionaries(st.text(), json, max_size=4)),
+    m.Part: st.builds(
+        m.Part,
+        numbers,
+        numbers,
+        numbers,
+        st.text(),
+        st.lists(st.dictionaries(st.text(), json, max_size=3), max_size=3),
+        st.dictionaries(st.text(), json, max_size=3),
+        st.text(),
+    ),
+    m.PartTaken: st.builds(m.PartTaken, numbers),
 }
 
 

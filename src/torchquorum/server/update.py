@@ -92,8 +92,9 @@ class Update:
         self._elementwise = optimizer.name in ELEMENTWISE
         self._groups: list[list[Segment]] = [[] for _ in optimizer.groups]
         for index, section in enumerate(region.sections):
-            whole = not self._elementwise or section.dtype in WHOLE_VARIABLES
-            for group in range(len(optimizer.groups)):
+            for group, given in enumerate(optimizer.groups):
+                # A fused kernel, too, may round the tail of a vector otherwise than its body.
+                whole = not self._elementwise or section.dtype in WHOLE_VARIABLES or bool(given.get("fused"))
                 pieces = [p for p in section.pieces if variables[p.variable].group == group]
                 runs = [[p] for p in pieces] if whole else ([pieces] if pieces else [])
                 self._groups[group] += [self._segment(index, run) for run in runs]

@@ -240,7 +240,7 @@ class ProgressHook(Hook):
     def after_create_session(self, session: Session) -> None:
         """Draws the bar, if there is a terminal for it."""
         if self._last_step is None:
-            self._last_step = getattr(session, "_last_step", None)
+            self._last_step = session.last_step
         now = time.perf_counter()
         self._shown_at, self._from = now, (now, session.local_step)
         terminal = self._console.is_terminal if self._console is not None else sys.stdout.isatty()

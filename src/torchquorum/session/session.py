@@ -420,6 +420,16 @@ class Session:
         return self._saved_step
 
     @property
+    def last_step(self) -> int | None:
+        """Returns the global step at which the run is over, if this worker was given one."""
+        return self._last_step
+
+    @property
+    def results(self) -> dict[str, float]:
+        """Returns what `record` has noted."""
+        return dict(self._results)
+
+    @property
     def transports(self) -> list[str]:
         """Returns how this worker talks to each ps task: shm or tcp."""
         return self._known().transports

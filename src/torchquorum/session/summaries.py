@@ -127,7 +127,7 @@ class SummaryHook(Hook):
         if self._thread is None:
             return
         self._note(session, session.global_step, histograms=True, last=True)
-        for name, value in getattr(session, "_results", {}).items():
+        for name, value in session.results.items():
             self.scalar(name if name == "accuracy" else f"final/{name}", value, session.global_step)
         self.close()
 

@@ -135,9 +135,9 @@ class Checkpoints:
 
     def _misses(self, worker: int, saving: Saving) -> bool:
         """Whether a worker's position is still to come: that of the very version, or, without rounds, a recent one."""
-        if self._plan.rule.once_per_round:
-            return saving.version not in self._positions.get(worker, {})
-        return worker not in saving.heard
+        if saving.version in self._positions.get(worker, {}):
+            return False
+        return self._plan.rule.once_per_round or worker not in saving.heard
 
     def _position_of(self, worker: int, version: int) -> dict[str, Any] | None:
         known = self._positions.get(worker, {})

@@ -24,7 +24,7 @@ from torchquorum.transport.codec import Frame
 from torchquorum.transport.zmq_channel import ZmqChannel, ZmqListener
 
 MAX_PACKET_BYTES = 128 << 10
-SPIN_S = 0.0003
+SPIN_S = 0.001
 _PREFIX = b"\0door/"  # nobody may give himself a ZeroMQ identity with a zero in front
 _CREDENTIALS = struct.Struct("3i")
 

@@ -116,7 +116,16 @@ def train(options: MnistOptions, argv: list[str] | None = None, report: str | No
         average=tq.ExponentialMovingAverage(options.average) if options.average else None,
     )
     regularize = tq.l2_regularizer(options.l2)
-    with tq.Session(task, model, optimizer, logdir=options.logdir, last_step=options.steps, data=batches) as session:
+    with tq.Session(
+        task,
+        model,
+        optimizer,
+        logdir=options.logdir,
+        last_step=options.steps,
+        data=batches,
+        # On a local cluster all workers come, so the run is the same every time; by hand they may come minutes late.
+        wait_for_workers=task.num_workers if task.source == "launcher" else 1,
+    ) as session:
         while not session.should_stop():
             x, y = next(batches)
             loss = cross_entropy(model(x), y)

@@ -32,6 +32,7 @@ from torchquorum.worker.flat import FlatParameters, Puller, Pusher
 
 Connect = Callable[[str, bytes], Channel]
 GOODBYE_S = 2.0
+WORKERS_S = 120.0
 REMEMBERED_POSITIONS = 4
 _Kind = TypeVar("_Kind", bound=m.Message)
 
@@ -412,7 +413,7 @@ class Client:
             now, live = time.monotonic(), body.get("live", [])
             if len(live) >= count or body.get("stopped") or body.get("global_step", 0) > self.version:
                 return
-            if now - started > self.patience.start_s:
+            if now - started > min(WORKERS_S, self.patience.start_s):
                 raise DeadlineError(
                     f"{self.task}: waited {now - started:.0f} s for {count} workers and gave up; {len(live)} have joined. "
                     "Start the others, or ask the session for fewer with wait_for_workers."

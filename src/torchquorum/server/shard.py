@@ -15,7 +15,7 @@ import torch
 from torchquorum.errors import RefusedError
 from torchquorum.formats.checkpoint import Reader, load_manifest
 from torchquorum.formats.checkpoint_manifest import Manifest
-from torchquorum.placement.layout import Layout, check_same_variables, place
+from torchquorum.placement.layout import Layout, check_same_variables
 from torchquorum.rules.quorum import Key
 from torchquorum.server.average import Averages
 from torchquorum.server.snapshot import SavedState, Snapshot, Taker, check_same_model, frames_of, read_region
@@ -93,9 +93,7 @@ class Shard:
 
     def __init__(self, index: int, plan: Plan, values: Frame, constants: Frame, version: int = 0) -> None:
         self.index, self.plan = index, plan
-        self.layout: Layout = place(
-            plan.variables, plan.num_shards, strategy=plan.placement, slice_bytes=plan.slice_bytes
-        )
+        self.layout: Layout = plan.layout()
         self.region = self.layout.trained[index]
         initial = frame_tensor(values, self.region.size_bytes)
         self._constants = bytes(frame_tensor(constants, self.layout.constants[index].size_bytes).numpy())

@@ -15,7 +15,7 @@ import torch
 from torchquorum.formats.checkpoint import Reader
 from torchquorum.formats.checkpoint_manifest import CheckpointError, Manifest, Spec, Stored, torch_dtype
 from torchquorum.formats.checkpoint_write import part_name, tensor_key
-from torchquorum.placement.layout import Layout, Region, Variable, place
+from torchquorum.placement.layout import Layout, Region, Variable
 from torchquorum.transport.memory import tensor_frame
 from torchquorum.transport.messages import Plan
 from torchquorum.transport.slots import section_views
@@ -98,7 +98,7 @@ def read_region(reader: Reader, kind: Any, region: Region, variables: tuple[Vari
 
 def frames_of(reader: Reader, plan: Plan, index: int) -> tuple[memoryview, memoryview]:
     """Returns what a Create would have carried for this shard: its variables and its constants."""
-    layout = place(plan.variables, plan.num_shards, strategy=plan.placement, slice_bytes=plan.slice_bytes)
+    layout = plan.layout()
     regions = layout.trained[index], layout.constants[index]
     values, constants = (read_region(reader, "variable", region, layout.variables) for region in regions)
     return tensor_frame(values), tensor_frame(constants)

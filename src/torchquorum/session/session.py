@@ -39,7 +39,7 @@ from torchquorum.session.position import Resumable
 from torchquorum.session.states import State, check_step
 from torchquorum.transport.messages import Plan
 from torchquorum.worker.beat import Beat
-from torchquorum.worker.client import Client, Patience, Step, make_layout
+from torchquorum.worker.client import Client, Patience, Step
 from torchquorum.worker.flat import FlatParameters, describe
 from torchquorum.worker.optimizer import Optimizer
 
@@ -191,7 +191,7 @@ class Session:
 
     def _begin(self, client: Client) -> None:
         plan, parameters = self._plan()
-        self.flat = FlatParameters(make_layout(plan), parameters)
+        self.flat = FlatParameters(plan.layout(), parameters)
         created = client.hello()
         if self.task.is_chief:
             self._go(State.CREATING)

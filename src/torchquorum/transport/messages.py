@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from torchquorum.placement import Variable
+from torchquorum.placement import Layout, Variable, place
 from torchquorum.rules import Rule
 
 PROTOCOL = 1
@@ -56,6 +56,10 @@ class Plan(msgspec.Struct, kw_only=True):
     last_step: int | None = None
     liveness_s: float = 5.0
     logdir: str | None = None
+
+    def layout(self) -> Layout:
+        """Returns the placement of the variables, the same on every task."""
+        return place(self.variables, self.num_shards, strategy=self.placement, slice_bytes=self.slice_bytes)
 
 
 class MemoryRef(msgspec.Struct):

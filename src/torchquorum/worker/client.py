@@ -21,7 +21,6 @@ import torch
 import torchquorum.transport.messages as m
 from torchquorum.cluster import ClusterSpec, TaskId
 from torchquorum.errors import ClusterError, ConfigError, DeadlineError, LostPlaceError, RefusedError, TaskLostError
-from torchquorum.placement.layout import Layout, place
 from torchquorum.transport import codec
 from torchquorum.transport.channel import Channel
 from torchquorum.transport.codec import Frame
@@ -566,8 +565,3 @@ def _error(fault: m.Fault) -> Exception:
         "LostPlaceError": LostPlaceError,
     }
     return kinds.get(fault.kind, RefusedError)(fault.text)
-
-
-def make_layout(plan: m.Plan) -> Layout:
-    """Returns the placement that a plan describes."""
-    return place(plan.variables, plan.num_shards, strategy=plan.placement, slice_bytes=plan.slice_bytes)

@@ -74,6 +74,7 @@ def test_tf_config_says_who_a_task_is() -> None:
             config = json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
             tasks.append(Started([sys.executable, str(ByHand().program), "--steps=20"], {"TF_CONFIG": config}))
         ends_well(*tasks)
+        assert all(task.lines[-1].endswith(": 20") for task in tasks[1:])
     finally:
         for task in tasks:
             task.end()
@@ -112,6 +113,7 @@ def test_a_killed_chief_is_survived() -> None:
         chief.kill()
         ps.until("/job:worker/task:0 counts as dead (its process ended)", 5.0)
         ends_well(ps, *others)
+        assert all(task.lines[-1].endswith(": 200") for task in others)
 
 
 def test_a_frozen_worker_counts_as_dead_and_is_welcomed_back() -> None:
@@ -163,8 +165,8 @@ def test_a_killed_worker_over_tcp_is_noticed_within_the_liveness_timeout() -> No
         chief, victim = cluster.start("worker", 0, *options), cluster.start("worker", 1, *options)
         victim.until("local 5 ")
         victim.kill()
-        ps.until("/job:worker/task:1 counts as dead", 5.0)
-        chief.until("accepted True", 5.0)
+        assert ps.until("/job:worker/task:1 counts as dead", 5.0)
+        assert chief.until("accepted True", 5.0)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +217,7 @@ def test_a_port_in_use_is_named_with_its_holder() -> None:
         assert ps.wait() == 1
         shown = ps.tail()
         assert f"cannot listen on {cluster.ps_hosts}: the port is in use, held by process" in shown
+        assert "serving on" not in shown
         assert "Traceback" not in shown
 
 

@@ -52,7 +52,7 @@ def test_train_learns_and_reports(options: list[str], rule: str, transport: str,
     assert len(entries) == body["batches"]
     assert sum(not e.accepted for e in entries) == body["refused"]
     assert f"test accuracy {100 * body['accuracy']:.2f} %" in done.stdout
-    assert "run folder" in done.stdout and "try next" in done.stdout
+    assert "run folder" in done.stdout and "try next      torchquorum train --rule" in done.stdout
 
 
 def test_run_starts_anybodys_script_with_its_own_arguments(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import sys
 import tempfile
 import time
@@ -146,4 +148,12 @@ def _summary(console: Console, result: dict[str, Any], options: MnistOptions) ->
     )
     console.print(f"run folder    {options.logdir}")
     other = "sync" if options.rule.startswith("async") else "async"
-    console.print(f"try next      torchquorum train --rule {other}")
+    console.print(f"try next      {_program()} train --rule {other}", soft_wrap=True)
+
+
+def _program() -> str:
+    """How to call torchquorum from here: by its name if the shell finds it, else as it was called now."""
+    called = Path(sys.argv[0])
+    if shutil.which("torchquorum") or called.name != "torchquorum":
+        return "torchquorum"
+    return os.path.relpath(called)

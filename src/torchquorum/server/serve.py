@@ -267,6 +267,7 @@ def serve(
         TaskLostError: The job ended badly.
     """
     server = Server(cluster, index, listen_fd=listen_fd, say=say, report=report, started_at=started_at)
+    say(f"{server.task}: serving on {cluster.address(server.task)} (process {os.getpid()})")
     try:
         if not server.serve():
             raise TaskLostError(f"{server.task}: the job did not end well; see the lines above")

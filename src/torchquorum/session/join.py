@@ -5,7 +5,6 @@ Called once, at the top of a program. With no cluster anywhere, the program trai
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -148,7 +147,6 @@ def join(
 
 
 def _serve(cluster: ClusterSpec, task: TaskId, listen_fd: int | None, report: str | None) -> None:
-    say(f"{task}: serving on {cluster.address(task)} (process {os.getpid()})")
     try:
         serve(
             cluster,

@@ -26,6 +26,7 @@ parser.add_argument("--logdir")
 parser.add_argument("--save-steps", type=int)
 parser.add_argument("--afresh", action="store_true")
 parser.add_argument("--fail-at", type=int, default=-1)
+parser.add_argument("--chief-late", type=float, default=0.0)
 args = parser.parse_args()
 
 
@@ -41,6 +42,9 @@ optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), rule=parse
 patience = Patience(start_s=args.start, round_s=60.0, silence_s=args.silence, probe_s=0.2, say_s=2.0)
 for parameter in model.parameters():
     parameter.grad = -torch.ones_like(parameter)
+if task.is_chief and args.chief_late:
+    print(f"coming {args.chief_late:g} s late", flush=True)
+    time.sleep(args.chief_late)
 with tq.Session(
     task,
     model,

@@ -114,6 +114,16 @@ def test_interrupting_the_launcher_ends_every_task() -> None:
         started.end()
 
 
+def test_interrupting_the_launcher_before_the_run_began_ends_every_task_in_seconds() -> None:
+    started = Started([*TORCHQUORUM, "run", str(PROGRAM), "--steps=1000000", "--chief-late=600"])
+    try:
+        started.until("[worker 0] coming 600 s late")
+        started.process.send_signal(signal.SIGINT)
+        assert started.wait(20) == 130, started.tail()
+    finally:
+        started.end()
+
+
 def test_killing_the_launcher_leaves_no_task_behind() -> None:
     started = Started([*TORCHQUORUM, "run", str(PROGRAM), "--steps=1000000"])
     try:

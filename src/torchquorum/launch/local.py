@@ -27,6 +27,7 @@ from torchquorum.errors import ConfigError
 PS_GRACE_S = 20.0
 WORKER_GRACE_S = 5.0
 INTERRUPT_GRACE_S = 60.0
+AFTER_WORKERS_GRACE_S = 2.0
 STOP_GRACE_S = 5.0
 POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
@@ -225,6 +226,9 @@ class LocalCluster:
                     t.process.send_signal(signal.SIGINT)
             deadline = time.monotonic() + INTERRUPT_GRACE_S
             while any(t.code is None for t in self.tasks) and time.monotonic() < deadline:
+                if all(t.code is not None for t in self.tasks if t.task.job == "worker"):
+                    # A chief that was interrupted before its run began has told no ps to end: `stop` tells them.
+                    deadline = min(deadline, time.monotonic() + AFTER_WORKERS_GRACE_S)
                 time.sleep(POLL_S)
         except KeyboardInterrupt:
             for t in self.tasks:

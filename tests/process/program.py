@@ -26,6 +26,7 @@ parser.add_argument("--logdir")
 parser.add_argument("--save-steps", type=int)
 parser.add_argument("--afresh", action="store_true")
 parser.add_argument("--fail-at", type=int, default=-1)
+parser.add_argument("--summaries", action="store_true")
 parser.add_argument("--chief-late", type=float, default=0.0)
 args = parser.parse_args()
 
@@ -55,6 +56,7 @@ with tq.Session(
     save_every_steps=args.save_steps,
     start_afresh=args.afresh,
     patience=patience,
+    hooks=[tq.SummaryHook(every_steps=2)] if args.summaries else [],
 ) as session:
     print(f"started at {session.global_step} over {'+'.join(session.transports)}", flush=True)
     while not session.should_stop():

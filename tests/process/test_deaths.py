@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.process.tasks import PROGRAM, Started, by_hand
 from torchquorum.formats.checkpoint import list_checkpoints
@@ -92,16 +93,20 @@ def test_a_restarted_chief_goes_on_with_the_live_variables(tmp_path: Path) -> No
         ends_well(ps, again, other)
 
 
-def test_a_dead_chief_that_stays_dead_does_not_cost_the_last_checkpoint(tmp_path: Path) -> None:
+def test_a_dead_chief_that_stays_dead_costs_neither_the_last_checkpoint_nor_the_summaries(tmp_path: Path) -> None:
     with by_hand() as cluster:
-        options = (f"--logdir={tmp_path}", "--steps=80", "--pause=0.01")
+        options = (f"--logdir={tmp_path}", "--steps=150", "--pause=0.03", "--summaries")
         ps = cluster.start("ps", 0)
         chief, other = (cluster.start("worker", i, *options) for i in (0, 1))
         other.until("local 3 ")
         chief.kill()
         ps.until("(ps task 0 saves in its place)")
+        other.until("/job:worker/task:1: the chief is dead; writing the summaries in its place")
         ends_well(ps, other)
-        assert list_checkpoints(tmp_path)[-1].step == 80
+        assert list_checkpoints(tmp_path)[-1].step == 150
+    events = EventAccumulator(str(tmp_path), size_guidance={"scalars": 0})
+    events.Reload()
+    assert events.Scalars("learning_rate")[-1].step == 150
 
 
 def _task_pid(launcher: int, job: str, index: int) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from torchquorum.formats.checkpoint_manifest import CheckpointError, FileInfo, Manifest, Stored
-from torchquorum.formats.checkpoint_write import KEEP, begin, part_name
+from torchquorum.formats.checkpoint_write import begin, part_name
 from torchquorum.server.leader import Leader
 from torchquorum.server.saver import Published, Saver
 from torchquorum.server.shard import Shard
@@ -81,10 +81,16 @@ class Checkpoints:
         self._positions: dict[int, dict[int, dict[str, Any]]] = {}
         self.restored: dict[str, dict[str, Any]] = {}
         self._stood_in_at: float | None = None
+        self._next: tuple[int, str, int] | None = None
 
     def save(self, number: int, folder: str, keep: int, now: float) -> SaveState:
-        """Starts checkpoint `number`, unless it is known or another is being made; returns how it goes."""
+        """Starts checkpoint `number`, unless it is known; while another is being made it waits for its turn.
+
+        One waits at a time, the latest asked for; it will be of the version that there is then.
+        """
         state = self.state(number)
+        if state is None and self.saving is not None:
+            self._next = (number, folder, keep)
         if state is None and self.saving is None:
             version = self._leader.quorum.version
             try:
@@ -116,7 +122,7 @@ class Checkpoints:
         """Saves the current version if it is not saved and the run has a folder; True while that goes on."""
         version = self._leader.quorum.version
         if self.saving is None and self._plan.logdir is not None and version not in (0, self.last.step):
-            self.save(UNASKED - version, self._plan.logdir, KEEP, now)
+            self.save(UNASKED - version, self._plan.logdir, self._plan.keep, now)
         return self.saving is not None
 
     def position(self, worker: int, version: int, body: dict[str, Any]) -> None:
@@ -154,6 +160,9 @@ class Checkpoints:
 
     def advance(self, now: float) -> None:
         """Publishes when all is there, or gives up when a part has failed."""
+        if self.saving is None and self._next is not None:
+            waiting, self._next = self._next, None
+            self.save(*waiting, now)
         saving = self.saving
         if saving is None or saving.publishing:
             return

@@ -127,6 +127,13 @@ class Leader:
                 )
         self._append(End(ok, why))
 
+    @property
+    def lead(self) -> int:
+        """Returns the worker that does the chief's work: the chief, or the first one alive while the chief is dead."""
+        chief = self.quorum.workers.get(0)
+        alive = self.quorum.alive
+        return 0 if chief is None or chief.alive or chief.left or not alive else min(alive)
+
     # -- what is asked ------------------------------------------------------------------------------------------------
 
     def held(self, worker: int, incarnation: int, request: int) -> Held | None:

@@ -122,6 +122,8 @@ class Service:
                 replies = []
             case m.StatusRequest():
                 replies = [Reply(peer, m.Status(self.status()))]
+            case m.MeanRequest():
+                replies = [Reply(peer, *self._ready().mean.answer())]
             case m.Alive() if peer == LEADER:
                 replies = []
             case m.Fault():
@@ -341,7 +343,7 @@ class Service:
         if self.leader is None:
             return [Reply(peer, m.Alive(0, False))]
         self.leader.quorum.seen(beat.worker, beat.incarnation, now)
-        return [Reply(peer, m.Alive(self.leader.quorum.version, self.leader.quorum.stopped))]
+        return [Reply(peer, m.Alive(self.leader.quorum.version, self.leader.quorum.stopped, self.leader.lead))]
 
     def _leave(self, peer: Peer, leave: m.Leave, now: float, wall: float) -> list[Reply]:
         if self.leader is not None:

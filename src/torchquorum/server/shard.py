@@ -18,6 +18,7 @@ from torchquorum.formats.checkpoint_manifest import Manifest
 from torchquorum.placement.layout import Layout, check_same_variables
 from torchquorum.rules.quorum import Key
 from torchquorum.server.average import Averages
+from torchquorum.server.mean import MeanGradient
 from torchquorum.server.snapshot import SavedState, Snapshot, Taker, check_same_model, frames_of, read_region
 from torchquorum.server.update import Update
 from torchquorum.server.versions import SAVING, Versions
@@ -109,6 +110,7 @@ class Shard:
             raise
         values_now = section_views(self.region, slot)
         self.averages = Averages(plan.average, values_now) if plan.average is not None else None
+        self.mean = MeanGradient(self.region, plan.variables)
         self.reign = 0
         self.followed = 0
         self.taken: list[tuple[SnapshotEntry, Snapshot]] = []
@@ -353,11 +355,13 @@ class Shard:
         slots = self.versions.slots
         slot = self.versions.next_slot()
         try:
-            self.update.apply(
+            mean = self.update.apply(
                 slots.sections[self.versions.current], slots.sections[slot], [p.sections for p in parts], absent
             )
         except Exception as error:  # a shard that cannot follow its log must not go on as if it had
             raise AssertionError(f"the update to version {version} failed: {error}") from error
+        if self.mean.wanted:
+            self.mean.keep(version, mean, absent)
         self.versions.publish(slot, version)
         if self.averages is not None:
             self.averages.follow(slots.sections[slot], version)

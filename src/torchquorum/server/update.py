@@ -133,7 +133,7 @@ class Update:
         new: Sequence[torch.Tensor],
         gradients: Sequence[Sequence[torch.Tensor]],
         absent: frozenset[int],
-    ) -> None:
+    ) -> Sequence[torch.Tensor]:
         """Writes the next version into `new`.
 
         Args:
@@ -141,6 +141,9 @@ class Update:
             new: The sections of the next one, to be written in full.
             gradients: The sections of each gradient, in order of worker and local step; absent variables are zero.
             absent: Variables (by index) that have no gradient in any of them.
+
+        Returns:
+            The sections of the mean gradient, until the next update.
         """
         mean = gradients[0] if len(gradients) == 1 else self._mean(gradients)
         if absent:
@@ -151,6 +154,7 @@ class Update:
             self._step(old, new, mean, absent)
         if self._schedule is not None:
             self._schedule.step()
+        return mean
 
     def _step(
         self,

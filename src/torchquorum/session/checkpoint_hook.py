@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from torchquorum.errors import ConfigError, TorchQuorumError
+from torchquorum.errors import ConfigError, LostVariablesError, TorchQuorumError
 from torchquorum.session.hooks import Hook, Ran
 from torchquorum.session.join import say
 
@@ -55,5 +55,7 @@ class CheckpointHook(Hook):
             return
         try:
             session.save(wait_s=LAST_SAVE_S)
+        except LostVariablesError:
+            raise  # the run is not at its end any more
         except TorchQuorumError as error:
             say(f"{session.task}: {error}")

@@ -47,7 +47,7 @@ def run_evaluation(session: Session, evaluate: Evaluate, *, averaged: bool) -> t
 
 
 class EvaluateHook(Hook):
-    """Evaluates every so many global steps, on the chief, and prints a line per result.
+    """Evaluates every so many global steps, on the chief or who stands in for it, and prints a line per result.
 
     The moving averages are in place while the function runs, if `tq.Optimizer(average=...)` keeps them. The chief's loop
     waits for the evaluation, and with it every synchronous worker: keep the validation set small.
@@ -75,7 +75,7 @@ class EvaluateHook(Hook):
 
     def after_run(self, session: Session, ran: Ran) -> None:
         """Evaluates if it is time to."""
-        if not session.task.is_chief or ran.step.version < self._next:
+        if ran.step.version < self._next or not session.leads:
             return
         averaged = self._averaged and session.optimizer.average is not None
         self.step, self.results = run_evaluation(session, self._evaluate, averaged=averaged)

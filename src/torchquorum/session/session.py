@@ -11,11 +11,11 @@ from __future__ import annotations
 import secrets
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -42,6 +42,8 @@ from torchquorum.worker.beat import Beat
 from torchquorum.worker.client import Client, Patience, Step
 from torchquorum.worker.flat import FlatParameters, describe
 from torchquorum.worker.optimizer import Optimizer
+
+_Answer = TypeVar("_Answer")
 
 
 class Session:
@@ -114,6 +116,7 @@ class Session:
         self._patience = patience or Patience()
         self._client: Client | None = None
         self._beat: Beat | None = None
+        self._lead = 0
         self._results: dict[str, float] = {}
         self.flat: FlatParameters | None = None
         self._initial: list[torch.Tensor] | None = None
@@ -147,7 +150,7 @@ class Session:
             self._begin(client)
         except BaseException:
             self._go(State.FAILED)
-            self._end(client)
+            self._end()
             raise
         self.optimizer.attach(client, self)
         self._signals.install()
@@ -238,14 +241,18 @@ class Session:
     def _join(self, client: Client, plan: Plan, flat: FlatParameters) -> None:
         first = self.task.cluster.address(self.task.cluster.tasks("ps")[0])
         beats = self.task.connect(first, f"beat/{self.task.index}/{secrets.token_hex(8)}".encode())
-        self._beat = Beat(beats, self.task.index, client.incarnation, min(1.0, self._liveness_s / 4))
+        self._beat = Beat(beats, self.task.index, client.incarnation, min(1.0, self._liveness_s / 4), self._lead)
         client.join(plan, flat)
 
     def recover(self, error: Exception) -> Step:
-        """A ps task was lost in the middle of a step: waits for it, and goes on from what it holds or from a checkpoint.
+        """A ps task was lost: waits for it, and goes on from what it holds or from a checkpoint.
 
-        The optimizer calls this. The gradient that was being pushed is given up.
+        The optimizer calls this, and whatever else asks the ps tasks. A gradient that was being pushed is given up.
+
+        Raises:
+            LostVariablesError: There is nothing to go on from; or the loop is over and the run is back before its end.
         """
+        stopping = self.state is State.STOPPING
         self._go(State.RECOVERING)
         say(f"{error}\n{self.task}: trying to go on for {self._patience.start_s:.0f} s")
         deadline = time.monotonic() + self._patience.start_s
@@ -263,13 +270,31 @@ class Session:
             position.restore(client.position, self._data, lambda line: say(f"{self.task}: {line}"))
         if self.logdir is not None:
             client.begin_positions(lambda: position.capture(self._data))
+        if stopping:
+            self._check_still_over(client)
         self.optimizer.attach(client, self)
-        self._go(State.RUNNING)
+        self._go(State.STOPPING if stopping else State.RUNNING)
         back = f", {before.version - client.version} steps before where it was" if rolled_back else ""
         say(f"{self.task}: going on at global step {client.version}{back}")
-        for hook in self.hooks:
+        for hook in self.hooks if not stopping else ():
             hook.after_create_session(self)
         return Step(client.version, client.local_step, False, "ps lost", 0, client.lr[0], client.stopped)
+
+    def _check_still_over(self, client: Client) -> None:
+        """A ps was lost after the loop: that is no harm unless the run has lost steps that nobody will make again."""
+        if self.task.is_chief and self._last_step is not None and client.version < self._last_step:
+            raise LostVariablesError(
+                f"{self.task}: a ps task was lost after the last step and before the last checkpoint: the run is back at "
+                f"global step {client.version} of {self._last_step}. Start the program again: it goes on from there."
+            )
+
+    def _surviving(self, ask: Callable[[], _Answer]) -> _Answer:
+        """Asks the ps tasks for something; if one is lost meanwhile, finds it again and asks once more."""
+        while True:
+            try:
+                return ask()
+            except (LostPlaceError, TaskLostError) as error:
+                self.recover(error)
 
     def _rejoin(self) -> Client:
         before = self._known()
@@ -286,6 +311,7 @@ class Session:
     def _close_client(self) -> None:
         if self._beat is not None:
             self._beat.stop()
+            self._lead = self._beat.lead
             self._beat = None
         if self._client is not None:
             self._client.close()
@@ -330,12 +356,12 @@ class Session:
         Returns:
             Its path, if it was waited for.
         """
-        client = self._running()
-        if self.logdir is None:
+        folder = self.logdir
+        if folder is None:
             raise ConfigError("session.save(): the session has no logdir to save into")
         self._saves += 1
-        client.send_position()
-        state = client.save(secrets.randbits(48), self.logdir, self._keep, wait_s=wait_s)
+        self._running().send_position()
+        state = self._surviving(lambda: self._running().save(secrets.randbits(48), folder, self._keep, wait_s=wait_s))
         if state is None:
             return None
         if state.state != "done":
@@ -358,36 +384,36 @@ class Session:
             last_step=self._last_step,
             liveness_s=self._liveness_s,
             logdir=self.logdir,
+            keep=self._keep,
         )
         return plan, parameters
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        client = self._known()
         finished = kind is None
         if self.state is not State.FAILED:
             self._go(State.STOPPING if finished else State.FAILED)
         try:
-            if finished and client.pipeline:
-                client.pull()
+            if finished and self._known().pipeline:
+                self.pull()
             if finished:
                 end_all(self.hooks, self)
-            client.leave(finished=finished, **self._results)
+            self._known().leave(finished=finished, **self._results)
             if finished:
                 self._go(State.CLOSED)
         except BaseException as failure:
             if finished:
                 self._go(State.FAILED)
-                client.leave(finished=False)
+                self._known().leave(finished=False)
                 raise
             if not isinstance(failure, TorchQuorumError):
                 raise
         finally:
             self.optimizer.attach(None)
-            self._end(client)
+            self._end()
 
-    def _end(self, client: Client) -> None:
+    def _end(self) -> None:
         self._signals.remove()
         self._close_client()
         if self.task.alone is not None:
@@ -420,6 +446,11 @@ class Session:
         return self._saved_step
 
     @property
+    def leads(self) -> bool:
+        """Whether this worker does what is the chief's to do: it is the chief, or stands in for it while it is dead."""
+        return self.task.index == (self._beat.lead if self._beat is not None else self._lead)
+
+    @property
     def last_step(self) -> int | None:
         """Returns the global step at which the run is over, if this worker was given one."""
         return self._last_step
@@ -436,15 +467,16 @@ class Session:
 
     def pull(self) -> int:
         """Takes the cluster's current version into the model's parameters; returns it."""
-        return self._running().pull()
+        return self._surviving(lambda: self._running().pull())
 
     @contextmanager
     def averaged(self) -> Iterator[int]:
         """Inside this block the model's parameters are the moving averages; afterwards they are the variables again."""
+        version = self._surviving(lambda: self._running().pull(averaged=True))
         try:
-            yield self._running().pull(averaged=True)
+            yield version
         finally:
-            self._running().pull()
+            self.pull()
 
     def record(self, **results: Any) -> None:
         """Notes this worker's final `loss` and `accuracy` for the report."""

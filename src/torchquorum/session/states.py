@@ -25,8 +25,8 @@ NEXT: dict[State, frozenset[State]] = {
     State.CREATING: frozenset({State.WAITING, State.FAILED}),
     State.WAITING: frozenset({State.RUNNING, State.FAILED}),
     State.RUNNING: frozenset({State.STOPPING, State.RECOVERING, State.FAILED}),
-    State.RECOVERING: frozenset({State.RUNNING, State.FAILED}),
-    State.STOPPING: frozenset({State.CLOSED, State.FAILED}),
+    State.RECOVERING: frozenset({State.RUNNING, State.STOPPING, State.FAILED}),
+    State.STOPPING: frozenset({State.CLOSED, State.RECOVERING, State.FAILED}),
     State.CLOSED: frozenset(),
     State.FAILED: frozenset(),
 }

@@ -1,6 +1,7 @@
 """`tq.SummaryHook`: what TensorBoard shows of a run. The loop's side; the writing is in `summary_writer`.
 
-Given to `tq.Session(hooks=[...])`; does nothing on workers other than the chief. What always holds: the training loop
+Given to `tq.Session(hooks=[...])` of every worker; the chief writes, and while it counts as dead, the first worker
+alive. What always holds: the training loop
 copies numbers and tensors and goes on; it never waits for the disk, for a histogram or for a ps task. When the writer is
 behind, histograms are left out first, then whole moments.
 """
@@ -22,12 +23,13 @@ from torchquorum.session.hooks import Hook, Ran
 from torchquorum.session.join import say
 from torchquorum.session.ready import check_every
 from torchquorum.session.states import State
+from torchquorum.session.summary_asks import Asks
 from torchquorum.session.summary_writer import Moment, Opening, Rewind, SummaryThread
 
 if TYPE_CHECKING:
     from torchquorum.session.session import Session
 
-SAMPLED = 4_000_000  # elements per histogram pass; larger models are sampled evenly
+SAMPLED = 2_000_000  # elements per histogram pass; larger models are sampled evenly
 LEAST_SAMPLED = 10_000  # of each variable
 HISTOGRAM_SHARE = 0.02  # of the writer's time, so that `every_steps=1` does not become a histogram per step
 MOST_BEHIND = 8
@@ -35,13 +37,13 @@ STATUS_EVERY_S = 0.5  # ps task 0 is not asked more often, however often the loo
 
 
 class SummaryHook(Hook):
-    """Writes TensorBoard event files into the run's folder, from the chief, in the background.
+    """Writes TensorBoard event files into the run's folder, from the chief or who stands in for it, in the background.
 
     Scalars: the loss given to `optimizer.step(loss=...)`, accuracy (evaluated or recorded), learning rate per parameter
     group, global steps and examples per second; and, as ps task 0 counts them, staleness and refused gradients since the
     run's start, and per worker batches per second and the share of its time spent waiting for the quorum. Histograms:
-    `variables/<name>`, and `gradients/<name>`, which are the chief's own gradients, not the mean of the round that only
-    the ps tasks have. Then the model's graph, if an example is given, and the configuration as text.
+    `variables/<name>`, and `gradients/<name>`, the mean gradients that became updates, which only the ps tasks
+    have. Then the model's graph, if an example is given, and the configuration as text.
 
     Give it after the hooks whose numbers it shall take, such as `tq.EvaluateHook`.
 
@@ -78,10 +80,11 @@ class SummaryHook(Hook):
         self._last = (0.0, 0)
         self._histograms_at = self._asked_at = 0.0
         self._loss: float | None = None
+        self._told_no_folder = False
 
     def after_create_session(self, session: Session) -> None:
         """Starts the writer; after a recovery, only notes where the run is."""
-        if not session.task.is_chief:
+        if not session.leads:
             return
         if self._thread is not None:
             if session.global_step < self._last[1]:
@@ -90,17 +93,18 @@ class SummaryHook(Hook):
             return
         folder = self._logdir if self._logdir is not None else session.logdir
         if folder is None:
+            self._told_no_folder = True
             say(
                 f"{session.task}: no summaries: there is no folder for them; give tq.Session a logdir=. Training goes on"
             )
             return
         self._last = (time.perf_counter(), session.global_step)
-        ps = session.task.cluster.address(TaskId("ps", 0))
+        cluster, connect = session.task.cluster, session.task.connect
         name = f"summaries/{os.getpid()}/{time.monotonic_ns():x}".encode()
         self._thread = SummaryThread(
             str(folder),
             session.global_step,
-            lambda: session.task.connect(ps, name),
+            Asks(lambda shard: connect(cluster.address(TaskId("ps", shard)), name), session.task.num_ps),
             over=lambda: session.state in (State.CLOSED, State.FAILED),
             batch_size=self._batch_size,
             say=say,
@@ -111,6 +115,8 @@ class SummaryHook(Hook):
 
     def after_run(self, session: Session, ran: Ran) -> None:
         """Notes the numbers of this step, if it is time to."""
+        if session.leads != (self._thread is not None) and not session.task.is_chief:
+            self._stand_in(session)
         if self._thread is None or self._thread.failed:
             return
         self._loss = ran.loss
@@ -121,6 +127,17 @@ class SummaryHook(Hook):
             due = time.perf_counter() - self._last[0] >= self._every_s
         if due and self._thread.behind < MOST_BEHIND:
             self._note(session, ran.step.version, histograms=self._thread.behind == 0)
+
+    def _stand_in(self, session: Session) -> None:
+        """The chief has died: this worker writes in its place; or it is back: no more."""
+        if self._thread is not None:
+            say(f"{session.task}: the chief is back; it writes the summaries again")
+            self.close()
+        elif self._told_no_folder:
+            return
+        else:
+            say(f"{session.task}: the chief is dead; writing the summaries in its place")
+            self.after_create_session(session)
 
     def end(self, session: Session) -> None:
         """Notes the last numbers, writes them and ends the writer."""
@@ -158,27 +175,21 @@ class SummaryHook(Hook):
         rested = now - self._histograms_at >= self._thread.histogram_s / HISTOGRAM_SHARE
         if self._histograms and histograms and (rested or last):
             self._histograms_at = now
-            arrays = take_tensors(session.model)
+            arrays = take_variables(session.model)
         ask = last or now - self._asked_at >= STATUS_EVERY_S
         self._asked_at = now if ask else self._asked_at
-        self._thread.put(Moment(version, time.time(), scalars, arrays, with_status=ask))
+        self._thread.put(Moment(version, time.time(), scalars, arrays, with_status=ask, last=last))
 
 
-def take_tensors(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """Returns copies of a model's variables and gradients, of large models an even sample of each."""
+def take_variables(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """Returns copies of a model's variables, of large models an even sample of each."""
     named = [(name, p) for name, p in model.named_parameters() if p.dtype.is_floating_point]
-    most = max(LEAST_SAMPLED, SAMPLED // max(1, 2 * len(named)))
+    most = max(LEAST_SAMPLED, SAMPLED // max(1, len(named)))
     found: dict[str, np.ndarray] = {}
-    for kind in ("variables", "gradients"):
-        for name, parameter in named:
-            tensor = parameter.detach() if kind == "variables" else parameter.grad
-            if tensor is None:
-                continue
-            if tensor.layout != torch.strided:
-                tensor = tensor.to_dense()
-            flat = tensor.detach().reshape(-1)
-            sample = flat[:: -(-flat.numel() // most)] if flat.numel() > most else flat
-            found[f"{kind}/{name}"] = sample.to("cpu", torch.float32, copy=True).numpy()
+    for name, parameter in named:
+        flat = parameter.detach().reshape(-1)
+        sample = flat[:: -(-flat.numel() // most)] if flat.numel() > most else flat
+        found[f"variables/{name}"] = sample.to("cpu", torch.float32, copy=True).numpy()
     return found
 
 

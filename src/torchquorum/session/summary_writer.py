@@ -1,6 +1,6 @@
-"""The thread that writes TensorBoard's event files, and asks ps task 0 how the run is doing.
+"""The thread that writes TensorBoard's event files, and asks the ps tasks what only they know.
 
-Started by `tq.SummaryHook` on the chief. It owns the files and a channel of its own to ps task 0; the training loop only
+Started by `tq.SummaryHook`. It owns the files and channels of its own to the ps tasks; the training loop only
 drops moments into its queue and never waits for it. What always holds: a failure is said in one line and ends the
 summaries, never the training; every moment is on disk before the next is looked at; the thread ends when it is closed, or
 when the run has failed, which no hook is told.
@@ -18,9 +18,7 @@ from typing import Any
 
 import numpy as np
 
-import torchquorum.transport.messages as m
-from torchquorum.transport import codec
-from torchquorum.transport.channel import Channel
+from torchquorum.session.summary_asks import MEAN_S, Asks
 
 POLL_S = 0.5
 STATUS_S = 1.0
@@ -37,6 +35,7 @@ class Moment:
     scalars: dict[str, float]
     histograms: dict[str, np.ndarray] = field(default_factory=dict)
     with_status: bool = True
+    last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +60,7 @@ class SummaryThread:
     Args:
         folder: Where the event files go.
         first_step: The global step of the start; what an earlier run wrote from there on counts no more.
-        connect: Makes the channel to ps task 0.
+        asks: Questions to the ps tasks; the thread's own from now on.
         over: Whether the run is over, asked from the thread now and then.
         batch_size: Examples per batch, if known.
         say: Prints a line for people.
@@ -71,18 +70,17 @@ class SummaryThread:
         self,
         folder: str,
         first_step: int,
-        connect: Callable[[], Channel],
+        asks: Asks,
         *,
         over: Callable[[], bool],
         batch_size: int | None,
         say: Callable[[str], None],
     ) -> None:
-        self._folder, self._first_step, self._connect = folder, first_step, connect
+        self._folder, self._first_step, self._asks = folder, first_step, asks
         self._say = say
         self._queue: queue.SimpleQueue[Moment | Opening | Rewind | None] = queue.SimpleQueue()
         self._rates = StatusRates(batch_size)
         self._over, self._loop = over, threading.current_thread()
-        self._channel: Channel | None = None
         self.histogram_s = 0.0
         self.failed = False
         self.thread = threading.Thread(target=self._run, name="torchquorum-summaries", daemon=True)
@@ -121,8 +119,7 @@ class SummaryThread:
         except Exception as error:
             self._give_up(f"no more summaries: {type(error).__name__}: {error}. Training goes on")
         finally:
-            if self._channel is not None:
-                self._channel.close()
+            self._asks.close()
 
     def _give_up(self, line: str) -> None:
         self.failed = True
@@ -161,16 +158,22 @@ class SummaryThread:
     def _write_moment(self, writer: Any, moment: Moment) -> None:
         scalars = dict(moment.scalars)
         if moment.with_status:
-            scalars |= self._rates.scalars(self._ask(), time.monotonic())
+            scalars |= self._rates.scalars(self._asks.status(), time.monotonic())
         for name, value in scalars.items():
             writer.add_scalar(name, value, moment.global_step, walltime=moment.wall)
         started = time.perf_counter()
-        for name, values in moment.histograms.items():
+        self._write_histograms(writer, moment.histograms, moment.global_step, moment.wall)
+        if moment.histograms:
+            version, mean = self._asks.mean_gradient(0.0 if moment.last else MEAN_S)
+            gradients = {f"gradients/{name}": values for name, values in mean.items()}
+            self._write_histograms(writer, gradients, version, time.time())
+            self.histogram_s = time.perf_counter() - started
+
+    def _write_histograms(self, writer: Any, arrays: dict[str, np.ndarray], step: int, wall: float) -> None:
+        for name, values in arrays.items():
             finite = values[np.isfinite(values)]
             if finite.size:
-                writer.add_histogram(name, finite, moment.global_step, bins=BINS, walltime=moment.wall)
-        if moment.histograms:
-            self.histogram_s = time.perf_counter() - started
+                writer.add_histogram(name, finite, step, bins=BINS, walltime=wall)
 
     def _write_opening(self, writer: Any, opening: Opening) -> None:
         writer.add_text("configuration", opening.config, 0)
@@ -183,23 +186,6 @@ class SummaryThread:
         except Exception as error:  # a model that cannot be traced is a model all the same
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             self._say(f"summaries: no graph of the model: {reason}")
-
-    def _ask(self) -> dict[str, Any]:
-        """Returns ps task 0's status, or nothing if it does not answer soon."""
-        if self._channel is None:
-            self._channel = self._connect()
-        channel = self._channel
-        while channel.receive(0.0) is not None:
-            pass  # an answer that came too late for the last moment
-        channel.send([codec.encode(m.StatusRequest())])
-        deadline = time.monotonic() + STATUS_S
-        while (left := deadline - time.monotonic()) > 0:
-            frames = channel.receive(left)
-            if frames is not None:
-                message, _ = codec.split(frames)
-                if isinstance(message, m.Status):
-                    return message.body
-        return {}
 
 
 class StatusRates:

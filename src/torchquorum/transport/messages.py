@@ -56,10 +56,19 @@ class Plan(msgspec.Struct, kw_only=True):
     last_step: int | None = None
     liveness_s: float = 5.0
     logdir: str | None = None
+    keep: int = 5
 
     def layout(self) -> Layout:
         """Returns the placement of the variables, the same on every task."""
         return place(self.variables, self.num_shards, strategy=self.placement, slice_bytes=self.slice_bytes)
+
+
+class MeanPiece(msgspec.Struct, array_like=True):
+    """Part of a variable's mean gradient: the variable's name, where the part begins, and how many numbers follow."""
+
+    name: str
+    start: int
+    count: int
 
 
 class MemoryRef(msgspec.Struct):
@@ -184,6 +193,13 @@ class StatusRequest(Message):
     """Anybody asks how the run is doing. Answered by Status."""
 
 
+class MeanRequest(Message):
+    """Anybody asks a shard for the mean gradient of a recent update. Answered by Mean at once.
+
+    The shard keeps the next update's mean after that, for the next time it is asked.
+    """
+
+
 # -- ps to worker ---------------------------------------------------------------------------------------------------------
 
 
@@ -251,10 +267,14 @@ class Unknown(Message):
 
 
 class Alive(Message):
-    """The ps task is alive and at this version; `stop` says that the run is over."""
+    """The ps task is alive and at this version; `stop` says that the run is over.
+
+    `lead` is the worker that does what is the chief's to do: the chief, or, while it counts as dead, the first one alive.
+    """
 
     version: int
     stop: bool
+    lead: int = 0
 
 
 class SaveState(Message):
@@ -275,6 +295,13 @@ class Status(Message):
     """The state of the run, as JSON-able data."""
 
     body: dict[str, Any]
+
+
+class Mean(Message):
+    """The mean gradient that made `version`, -1 for none yet; frame 0: an even sample of each piece, as float32."""
+
+    version: int
+    pieces: list[MeanPiece]
 
 
 class Fault(Message):
@@ -389,6 +416,7 @@ AnyMessage = (
     | Stop
     | Position
     | StatusRequest
+    | MeanRequest
     | Welcome
     | Created
     | Variables
@@ -398,6 +426,7 @@ AnyMessage = (
     | Bye
     | SaveState
     | Status
+    | Mean
     | Fault
     | ShardHello
     | Have

@@ -1,7 +1,7 @@
 """A worker's sign of life, from a thread of its own, so that a long batch is not taken for a death.
 
 Started and stopped by the session. Uses a channel that nobody else uses; shares nothing with the worker's thread but a
-flag to stop.
+flag to stop and one number that only this thread writes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,18 @@ INTERVAL_S = 1.0
 
 
 class Beat:
-    """Says every second that the worker is alive."""
+    """Says every second that the worker is alive.
 
-    def __init__(self, channel: Channel, worker: int, incarnation: int, interval_s: float = INTERVAL_S) -> None:
+    Attributes:
+        lead: The worker that does what is the chief's to do, as ps task 0 last said; may be read on any thread.
+    """
+
+    def __init__(
+        self, channel: Channel, worker: int, incarnation: int, interval_s: float = INTERVAL_S, lead: int = 0
+    ) -> None:
         self._channel, self._interval_s = channel, interval_s
         self._message = codec.encode(m.Beat(worker, incarnation))
+        self.lead = lead
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="torchquorum-beat", daemon=True)
         self._thread.start()
@@ -28,8 +35,10 @@ class Beat:
     def _run(self) -> None:
         while not self._stop.wait(self._interval_s):
             self._channel.send([self._message])
-            while self._channel.receive(0.0) is not None:
-                pass
+            while (received := self._channel.receive(0.0)) is not None:
+                answer, _ = codec.split(received)
+                if isinstance(answer, m.Alive):
+                    self.lead = answer.lead
         self._channel.close()
 
     def stop(self) -> None:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PROGRAM = Path(__file__).parent / "program.py"
-DEADLINE_S = 60.0
+DEADLINE_S = 150.0  # generous: a busy machine is no failure
 
 
 def free_ports(count: int) -> list[int]:

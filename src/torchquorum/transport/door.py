@@ -73,30 +73,24 @@ class DoorChannel:
     def receive(self, timeout_s: float) -> list[Frame] | None:
         """Returns the next message; the first moments are spent awake, giving the core to whoever wants it."""
         awake_until = time.perf_counter() + min(SPIN_S, timeout_s)
-        while True:
-            try:
-                packet = self._socket.recv(MAX_PACKET_BYTES)
-            except BlockingIOError:
-                if time.perf_counter() < awake_until:
-                    os.sched_yield()
-                    continue
-            except OSError:
-                packet = b""
-            else:
-                if packet:
-                    return _unpack(packet)
-            break
-        if timeout_s <= 0 or not self._poll.poll(timeout_s * 1000):
-            return None
+        while not (packet := self._read()) and not self.closed and time.perf_counter() < awake_until:
+            os.sched_yield()
+        if not packet and not self.closed and timeout_s > 0 and self._poll.poll(timeout_s * 1000):
+            packet = self._read()
+        if self.closed:
+            time.sleep(min(timeout_s, 0.05))  # closed by the ps: do not turn every wait into a busy loop
+        return _unpack(packet) if packet else None
+
+    def _read(self) -> bytes:
+        """Returns a packet, or nothing; notes it if the ps has closed its end."""
         try:
             packet = self._socket.recv(MAX_PACKET_BYTES)
+        except BlockingIOError:
+            return b""
         except OSError:
             packet = b""
-        if not packet:
-            self.closed = True
-            time.sleep(min(timeout_s, 0.05))  # closed by the ps: do not turn every wait into a busy loop
-            return None
-        return _unpack(packet)
+        self.closed |= not packet
+        return packet
 
     def close(self) -> None:
         """Closes this end."""

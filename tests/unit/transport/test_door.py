@@ -243,3 +243,17 @@ def test_wait_also_watches_the_way_to_shard_0(listener: DoorListener) -> None:
     finally:
         leader.close()
         shard_0.close()
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.2])
+def test_a_door_closed_by_the_other_side_is_noticed_without_waiting(address: str, timeout_s: float) -> None:
+    listener = DoorListener(ZmqListener(address))
+    channel = DoorChannel(listener.name)
+    try:
+        let_in(listener, 1)
+        assert channel.receive(0.0) is None and not channel.closed
+        listener.close()
+        assert channel.receive(timeout_s) is None
+        assert channel.closed
+    finally:
+        channel.close()

@@ -58,6 +58,8 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     m.Beat: st.builds(m.Beat, numbers, numbers),
     m.Leave: st.builds(m.Leave, numbers, numbers, st.none() | floats, st.none() | floats, st.booleans()),
     m.StatusRequest: st.just(m.StatusRequest()),
+    m.MeanRequest: st.just(m.MeanRequest()),
+    m.Mean: st.builds(m.Mean, numbers, st.lists(st.builds(m.MeanPiece, st.text(), numbers, numbers), max_size=3)),
     m.Welcome: st.builds(m.Welcome, numbers, st.text(), numbers, st.text(), numbers, st.booleans(), st.text()),
     m.Created: st.builds(m.Created, numbers, st.booleans()),
     m.Variables: st.builds(
@@ -72,7 +74,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     ),
     m.Held: st.builds(m.Held, numbers, st.text(), numbers, numbers, st.lists(numbers, max_size=5)),
     m.Unknown: st.builds(m.Unknown, numbers, numbers),
-    m.Alive: st.builds(m.Alive, numbers, st.booleans()),
+    m.Alive: st.builds(m.Alive, numbers, st.booleans(), numbers),
     m.Bye: st.just(m.Bye()),
     m.Status: st.builds(m.Status, st.dictionaries(st.text(), json, max_size=4)),
     m.Fault: st.builds(m.Fault, st.text(), st.text(), numbers),

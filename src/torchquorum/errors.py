@@ -50,3 +50,7 @@ class DataError(TorchQuorumError):
 
 class ConfigError(TorchQuorumError):
     """A setting has a value that is not allowed, or two settings contradict each other."""
+
+
+class NonfiniteError(TorchQuorumError):
+    """Every gradient of a worker holds NaN or infinity."""

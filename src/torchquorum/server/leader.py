@@ -27,6 +27,7 @@ class Arrival:
 
     version: int | None = None
     loss: float | None = None
+    finite: bool = True
     shards: set[int] = field(default_factory=set)
 
 
@@ -82,7 +83,7 @@ class Leader:
         arrival = self._arrivals.setdefault(key, Arrival())
         arrival.shards.add(shard)
         if push is not None:
-            arrival.version, arrival.loss = push.version, push.loss
+            arrival.version, arrival.loss, arrival.finite = push.version, push.loss, push.finite
             if known is not None and known.incarnation == key.incarnation:
                 self._requests[key.worker] = (key.incarnation, request)
         while len(self._arrivals) > REMEMBERED_ARRIVALS:
@@ -92,7 +93,7 @@ class Leader:
         del self._arrivals[key]
         self.outcomes.pop(key.worker, None)
         self.tally.worker(key.worker).hold(wall)
-        self._follow(self.quorum.push(key, arrival.version, now), wall, arrival.loss)
+        self._follow(self.quorum.push(key, arrival.version, now, finite=arrival.finite), wall, arrival.loss)
 
     def leave(self, worker: int, incarnation: int, wall: float) -> None:
         """A worker goes for good."""

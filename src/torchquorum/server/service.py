@@ -286,7 +286,7 @@ class Service:
                     LEADER, m.Have(self.me.index, *key[:2], push.request, push.local_step, shard.followed, self.reign)
                 )
             ]
-        self.leader.arrived(0, key, push.request, now, wall, push=Arrival(push.version, push.loss))
+        self.leader.arrived(0, key, push.request, now, wall, push=Arrival(push.version, push.loss, push.finite))
         return []
 
     def _not_joined(self, worker: int, incarnation: int, request: int) -> m.Fault:

@@ -117,7 +117,10 @@ class Join(Message):
 
 
 class Push(Message):
-    """One gradient; in frame 0, or in the worker's shared memory at `slot`. Answered by Variables."""
+    """One gradient; in frame 0, or in the worker's shared memory at `slot`. Answered by Variables.
+
+    `finite` is False if it holds NaN or infinity: it will be refused.
+    """
 
     worker: int
     incarnation: int
@@ -127,6 +130,7 @@ class Push(Message):
     slot: int
     absent: list[int]
     loss: float | None
+    finite: bool = True
 
 
 class Pull(Message):

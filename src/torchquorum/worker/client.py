@@ -155,6 +155,7 @@ class Client:
         self.stopped = False
         self.lr = [0.0]
         self.pipeline = False
+        self.allow_nonfinite = False
 
     def go_on_from(self, before: Client) -> None:
         """Takes over the counts of a connection that was lost."""
@@ -254,13 +255,22 @@ class Client:
         self.local_step += 1
         self._request += 1
         absent = self._fill()
+        finite = self.allow_nonfinite or all(pusher.finite() for pusher in self._pushers)
         if loss is not None and not math.isfinite(loss):
             loss = None
         self._open = []
         for k in range(len(self._ps)):
             slot = 0 if self._gradients[k] is not None else -1
             message = m.Push(
-                self.index, self.incarnation, self._request, self.local_step, computed_at, slot, absent[k], loss
+                self.index,
+                self.incarnation,
+                self._request,
+                self.local_step,
+                computed_at,
+                slot,
+                absent[k],
+                loss,
+                finite,
             )
             buffer = self._buffers[k]
             self._open.append((message, [tensor_frame(buffer)] if buffer is not None else []))
@@ -326,6 +336,16 @@ class Client:
                 self._buffers[k] = buffer
                 sections = section_views(region, buffer)
             self._pushers.append(Pusher(self._flat, region, sections))
+
+    def nonfinite(self) -> list[str]:
+        """Returns the variables whose gradients hold NaN or infinity."""
+        assert self._flat is not None
+        named = zip(self._flat.layout.variables, self._flat.parameters, strict=True)
+        return [v.name for v, p in named if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+
+    def say(self, line: str) -> None:
+        """Prints a line for people, with the worker's name."""
+        self._say(f"{self.task}: {line}")
 
     def _fill(self) -> list[list[int]]:
         assert self._flat is not None

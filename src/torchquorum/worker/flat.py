@@ -7,6 +7,7 @@ neighbours in a shard that are neighbours here are copied as one piece, so with 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -132,6 +133,7 @@ class Pusher:
 
     def __init__(self, flat: FlatParameters, region: Region, sections: Sequence[torch.Tensor]) -> None:
         self._entries: list[tuple[nn.Parameter, int, torch.Tensor, slice | None]] = []
+        self._sections = [s for s in sections if s.dtype.is_floating_point]
         for section, theirs in zip(region.sections, sections, strict=True):
             for piece in section.pieces:
                 parameter = flat.parameters[piece.variable]
@@ -145,6 +147,11 @@ class Pusher:
                         None if whole else slice(piece.start, piece.stop),
                     )
                 )
+
+    def finite(self) -> bool:
+        """Whether what was copied last holds neither NaN nor infinity; reads it once, while it is still in the cache."""
+        # A sum is not finite if a term is not; if it is only too large for its dtype, a second look says so.
+        return all(math.isfinite(s.sum().item()) or bool(torch.isfinite(s).all()) for s in self._sections)
 
     def __call__(self) -> list[int]:
         """Copies, and returns the variables that have no gradient; their place is filled with zeros."""

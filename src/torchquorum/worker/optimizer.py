@@ -16,6 +16,7 @@ from torchquorum.errors import ConfigError, LostPlaceError, TaskLostError
 from torchquorum.rules import Rule, Sync
 from torchquorum.transport.messages import AverageSpec, OptimizerSpec, ScheduleSpec
 from torchquorum.worker.client import Client, Step
+from torchquorum.worker.nonfinite import Nonfinite
 
 Schedule = ScheduleSpec
 
@@ -109,6 +110,7 @@ class Optimizer:
         placement: How variables are placed on ps tasks: `round_robin` or `greedy`.
         slice_bytes: A variable of more bytes is sliced over all ps tasks.
         average: Moving averages of the variables, see `tq.ExponentialMovingAverage`; evaluate with `session.averaged()`.
+        allow_nonfinite: Apply gradients with NaN or infinity, as plain PyTorch does; by default they are refused.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class Optimizer:
         placement: str = "round_robin",
         slice_bytes: int | None = None,
         average: AverageSpec | None = None,
+        allow_nonfinite: bool = False,
     ) -> None:
         if isinstance(optimizer, Optimizer):
             raise ConfigError("tq.Optimizer of a tq.Optimizer: wrap the torch.optim optimizer once")
@@ -133,6 +136,8 @@ class Optimizer:
         self.rule = rule if rule is not None else Sync()
         self.schedule = _as_schedule(schedule)
         self.placement, self.slice_bytes, self.average = placement, slice_bytes, average
+        self.allow_nonfinite = allow_nonfinite
+        self._nonfinite = Nonfinite()
         self.last: Step | None = None
         self._client: Client | None = None
         self._watcher: Watcher | None = None
@@ -168,6 +173,8 @@ class Optimizer:
         if client is None and self._client is not None:
             self._last_lr = self._client.lr
         self._client, self._watcher = client, watcher
+        if client is not None:
+            client.allow_nonfinite = self.allow_nonfinite
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients."""
@@ -199,11 +206,13 @@ class Optimizer:
         shown = float(loss) if loss is not None else None
         if self._watcher is None:
             self.last = self._client.push(shown)
+            self._nonfinite.follow(self.last, self._client)
             return self.last
         self._watcher.before_run()
         started = time.perf_counter()
         try:
             self.last = self._client.push(shown)
+            self._nonfinite.follow(self.last, self._client)
         except (LostPlaceError, TaskLostError) as error:
             self.last = self._watcher.recover(error)
         self._watcher.after_run(self.last, shown, time.perf_counter() - started)

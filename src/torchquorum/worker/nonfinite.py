@@ -1,0 +1,48 @@
+"""Gradients with NaN or infinity, which the rule refuses: they are said, and a worker that has nothing else gives up.
+
+Owned by `tq.Optimizer`, on the training loop's thread. What always holds: a run whose every gradient is refused ends with
+an error that names the variables, instead of going on for ever without a step.
+"""
+
+from __future__ import annotations
+
+from torchquorum.errors import NonfiniteError
+from torchquorum.rules.quorum import Reason
+from torchquorum.worker.client import Client, Step
+
+MOST_IN_A_ROW = 100
+SHOWN = 3
+
+
+class Nonfinite:
+    """Counts how many gradients in a row were refused because they were not finite."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+
+    def follow(self, step: Step, client: Client) -> None:
+        """Looks at what became of a gradient, while the model still has it.
+
+        Raises:
+            NonfiniteError: A hundred in a row were refused.
+        """
+        if step.reason != Reason.NOT_FINITE.value:
+            if step.accepted:
+                self._in_a_row = 0
+            return
+        self._in_a_row += 1
+        if self._in_a_row not in (1, MOST_IN_A_ROW):
+            return
+        names = client.nonfinite()
+        shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+        if self._in_a_row == 1:
+            client.say(
+                f"the gradient of local step {step.local_step} was refused: not finite in {shown or 'a variable'}"
+            )
+            return
+        raise NonfiniteError(
+            f"{client.task}: {MOST_IN_A_ROW} gradients in a row were refused because they hold NaN or infinity, the last one "
+            f"in {shown or 'a variable'}, at global step {step.version}. Try a smaller learning rate or clip the gradients "
+            "(torch.nn.utils.clip_grad_norm_), and look at the data; tq.Optimizer(allow_nonfinite=True) applies such "
+            "gradients all the same."
+        )

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torchquorum.data import Batches, load_mnist
     from torchquorum.data.coordinator import Coordinator, Prefetcher
     from torchquorum.errors import TorchQuorumError
+    from torchquorum.launcher.functions import LaunchError, launch
     from torchquorum.rules import Async, Bounded, Buffered, Rule, Sync
     from torchquorum.session.evaluation import EvaluateHook, FinalAccuracyHook
     from torchquorum.session.hooks import Hook, Ran
@@ -45,6 +46,7 @@ _HOMES = {
     "ExponentialMovingAverage": "worker.optimizer",
     "FinalAccuracyHook": "session.evaluation",
     "Hook": "session.hooks",
+    "LaunchError": "launcher.functions",
     "LogHook": "session.ready",
     "NanGuardHook": "session.ready",
     "NanLossError": "session.ready",
@@ -64,6 +66,7 @@ _HOMES = {
     "TorchQuorumError": "errors",
     "join": "session.join",
     "l2_regularizer": "worker.regularizer",
+    "launch": "launcher.functions",
     "load_mnist": "data",
     "schedule": "worker.optimizer",
 }
@@ -80,6 +83,7 @@ __all__ = [
     "ExponentialMovingAverage",
     "FinalAccuracyHook",
     "Hook",
+    "LaunchError",
     "LogHook",
     "NanGuardHook",
     "NanLossError",
@@ -99,6 +103,7 @@ __all__ = [
     "TorchQuorumError",
     "join",
     "l2_regularizer",
+    "launch",
     "load_mnist",
     "schedule",
 ]

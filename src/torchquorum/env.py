@@ -1,8 +1,8 @@
 """The environment: the only place where torchquorum reads it.
 
-`cluster` asks it who this task is, `launch` makes the environment of the tasks it starts, `cli`, `jobs` and `session`
-ask for their defaults. What always holds: nothing is read at import, nothing is ever written to this process's own
-environment, and a variable that is set but blank counts as not set.
+`cluster` asks it who this task is, `launcher` makes the environment of the tasks it starts, `cli`, `jobs` and `session`
+ask for their defaults. What always holds: nothing is read at import, nothing is written to this process's own
+environment but by a fork of `tq.launch` before it begins, and a variable that is set but blank counts as not set.
 """
 
 import os
@@ -88,3 +88,16 @@ def child_environment(**extra: str | None) -> dict[str, str]:
         else:
             environment[name] = value
     return environment
+
+
+def become_child(**extra: str | None) -> None:
+    """Change the environment of this process, which was just forked to be a task, as `child_environment` would.
+
+    Args:
+        **extra: Variables to set; one that is None is taken out.
+    """
+    for name, value in extra.items():
+        if value is None:
+            os.environ.pop(name, None)  # noqa: TID251
+        else:
+            os.environ[name] = value  # noqa: TID251

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from torchquorum.cluster import TaskId
-from torchquorum.launch.local import LocalCluster, Options, python_command
+from torchquorum.launcher.local import LocalCluster, Options, python_command
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 

@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 
 from torchquorum.cli.view import worker_table
-from torchquorum.cli.watch import Watcher
+from torchquorum.launcher.watch import Watcher
 from torchquorum.cluster.spec import parse_address
 from torchquorum.errors import DeadlineError
 

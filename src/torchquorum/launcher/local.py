@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 from torchquorum import env
 from torchquorum.cluster import ClusterSpec, TaskId, launcher_task
@@ -63,12 +63,38 @@ class Options:
                 raise ConfigError(f"--{name} {getattr(self, name)}: must be 1 or more")
 
 
+class Process(Protocol):
+    """A process of a task, as subprocess.Popen has it."""
+
+    @property
+    def pid(self) -> int:
+        """Returns its number."""
+        ...
+
+    @property
+    def stdout(self) -> IO[bytes] | None:
+        """Returns where its output comes out."""
+        ...
+
+    def poll(self) -> int | None:
+        """Returns its exit code, negative for a signal, or None while it runs."""
+        ...
+
+    def send_signal(self, sig: int) -> None:
+        """Sends it a signal, unless it has ended."""
+        ...
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        ...
+
+
 @dataclass
 class Running:
     """A started task."""
 
     task: TaskId
-    process: subprocess.Popen[bytes]
+    process: Process
     reader: threading.Thread = field(init=False)
     restarts: int = 0
 
@@ -125,16 +151,7 @@ class LocalCluster:
         }
         if not env.has_omp_num_threads():
             extra[env.OMP_NUM_THREADS] = str(threads)
-        process = subprocess.Popen(
-            list(self.options.command),
-            env=env.child_environment(**extra),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=fds,
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
+        process = self._spawn(task, extra, fds)
         running = Running(task, process)
         assert process.stdout is not None
         running.reader = threading.Thread(
@@ -142,6 +159,19 @@ class LocalCluster:
         )
         running.reader.start()
         return running
+
+    def _spawn(self, task: TaskId, extra: dict[str, str | None], fds: list[int]) -> Process:
+        """Starts the process of a task; `extra` changes its environment, `fds` are open files that it shall have."""
+        return subprocess.Popen(
+            list(self.options.command),
+            env=env.child_environment(**extra),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=fds,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
 
     def _read(self, task: TaskId, pipe: IO[bytes]) -> None:
         with pipe:
@@ -306,7 +336,7 @@ def _describe(code: int) -> str:
         return f"was ended by signal {-code}"
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """In the child: ends it when the launcher dies, so that kill -9 of the launcher leaves nothing behind."""
     libc = ctypes.CDLL(None, use_errno=True)
     prctl = getattr(libc, "prctl", None)

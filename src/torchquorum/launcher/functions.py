@@ -1,0 +1,318 @@
+"""`tq.launch`: a function of this process, of a notebook for instance, run on a local cluster.
+
+Every task is a fork of this process, so the function and all that it refers to are there without travelling: nothing is
+pickled. What always holds: when `launch` returns, by whatever way, no process of the cluster is left; what the functions
+return comes back as plain data.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any
+
+import msgspec
+import torch
+
+from torchquorum import env
+from torchquorum.cluster import TaskId
+from torchquorum.errors import ConfigError, TorchQuorumError
+from torchquorum.launcher.local import LocalCluster, Options, die_with_parent
+from torchquorum.launcher.progress import ProgressLine
+
+MAX_RESULT_BYTES = 1 << 30
+
+
+class LaunchError(TorchQuorumError):
+    """A run that was launched from a function did not end well."""
+
+
+def launch(
+    function: Callable[..., Any],
+    *arguments: Any,
+    workers: int = 2,
+    ps: int = 1,
+    transport: str = "auto",
+    logdir: str | None = None,
+    report: str | None = None,
+    max_restarts: int = 3,
+    quiet: bool = False,
+    output: Callable[[TaskId, str], None] | None = None,
+    **keywords: Any,
+) -> list[Any]:
+    """Runs a function on a local cluster, once per worker, and waits for the end.
+
+    The function calls `tq.join()` itself, as a script does. What it prints appears here with the worker's name in front.
+    Variables that it changes are its own: each worker is another process, with one thread for operations. For more threads,
+    for CUDA that this process has used already, and for other machines, write a script and use `torchquorum run`.
+
+    Args:
+        function: What every worker runs.
+        *arguments: Its arguments.
+        workers: How many workers.
+        ps: How many ps tasks.
+        transport: auto, shm or tcp.
+        logdir: The run's folder, for sessions that name none.
+        report: Where ps task 0 writes the report.
+        max_restarts: How often each task may be started again after a signal ended it.
+        quiet: Do not print the tasks' output.
+        output: Takes every line that a task prints, instead of printing it.
+        **keywords: The function's keyword arguments.
+
+    Returns:
+        What the function returned on each worker: numbers, text, bytes, lists, dicts, tensors; anything else is an error.
+
+    Raises:
+        LaunchError: A task failed; its last lines are in the message.
+        ConfigError: This process cannot be forked: it has used CUDA.
+    """
+    _check(function, arguments, keywords)
+    lines: dict[TaskId, list[str]] = {}
+
+    def show(task: TaskId, line: str) -> None:
+        lines.setdefault(task, []).append(line)
+        del lines[task][:-30]
+        if output is not None:
+            output(task, line)
+        elif not quiet:
+            progress.clear()
+            print(f"[{task.job} {task.index}] {line}", flush=True)
+
+    options = Options(
+        command=(),
+        ps=ps,
+        workers=workers,
+        transport=transport,
+        threads=1,
+        report=report,
+        logdir=logdir,
+        max_restarts=max_restarts,
+    )
+    note: Callable[[str], None] = (lambda line: print(f"torchquorum: {line}", flush=True)) if not quiet else _nothing
+    cluster = ForkedCluster(options, show, note, lambda: function(*arguments, **keywords))
+    progress = ProgressLine(cluster.cluster.address(TaskId("ps", 0)))
+    try:
+        cluster.start()
+        code = cluster.wait(None if quiet or output is not None else progress.poll)
+        progress.clear()
+        if code == 130:
+            raise KeyboardInterrupt
+        if code != 0:
+            raise LaunchError(_what_failed(cluster, lines))
+        return cluster.results()
+    finally:
+        cluster.stop(signal.SIGTERM)
+        cluster.close()
+        progress.close()
+
+
+def _nothing(_: str) -> None:
+    pass
+
+
+def _check(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+    if not callable(function):
+        raise ConfigError(f"tq.launch({function!r}): give it a function, such as tq.launch(train, workers=2)")
+    if not hasattr(os, "fork"):
+        raise ConfigError("tq.launch needs a system that can fork; here, write a script and use `torchquorum run`")
+    if torch.cuda.is_initialized():
+        raise ConfigError(
+            "tq.launch: this process has used CUDA, which does not survive a fork. Restart the notebook and touch the GPU "
+            "only inside the function"
+        )
+    try:
+        inspect.signature(function).bind(*arguments, **keywords)
+    except TypeError as error:
+        name = getattr(function, "__name__", "the function")
+        raise ConfigError(f"tq.launch: {name} cannot be called like that: {error}") from None
+    except ValueError:
+        pass  # a builtin without a signature
+
+
+def _what_failed(cluster: ForkedCluster, lines: Mapping[TaskId, Sequence[str]]) -> str:
+    failed = cluster.failed
+    first = failed[0] if failed else None
+    if first is None and not any("joined" in line for line in lines.get(TaskId("ps", 0), ())):
+        return "no worker began a session: the function shall call tq.join() and train inside `with tq.Session(...)`"
+    if first is None:
+        return "; ".join(cluster.messages) or "the run failed"
+    shown = "\n".join(lines.get(first, ["it printed nothing"])[-15:])
+    others = ", ".join(str(t) for t in failed if t != first)
+    return f"{first} failed{f', and {others}' if others else ''}. Its last lines:\n{shown}"
+
+
+class ForkedCluster(LocalCluster):
+    """A local cluster whose tasks are forks of this process."""
+
+    def __init__(
+        self,
+        options: Options,
+        output: Callable[[TaskId, str], None],
+        note: Callable[[str], None],
+        call: Callable[[], Any],
+    ) -> None:
+        super().__init__(options, output, note)
+        self._call = call
+        self._results: dict[TaskId, tuple[threading.Thread, list[bytes]]] = {}
+
+    def _spawn(self, task: TaskId, extra: dict[str, str | None], fds: list[int]) -> Forked:
+        out, child_out = os.pipe()
+        result, child_result = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none of this process's
+            pid = os.fork()
+        if pid == 0:
+            os.close(out)
+            os.close(result)
+            _be_the_child(self._call, task, extra, child_out, child_result)
+        os.close(child_out)
+        os.close(child_result)
+        chunks: list[bytes] = []
+        reader = threading.Thread(target=_drain, args=(result, chunks), name="torchquorum-result", daemon=True)
+        reader.start()
+        self._results[task] = reader, chunks
+        return Forked(pid, os.fdopen(out, "rb", buffering=0))
+
+    @property
+    def failed(self) -> list[TaskId]:
+        """Returns the workers whose function has failed, as opposed to those that were ended for it."""
+        return [t.task for t in self.tasks if t.task.job == "worker" and 0 < (t.code or 0) < 128]
+
+    def _hopeless(self) -> bool:
+        """A function that fails will not do better on the other workers: all end."""
+        return bool(self.failed) or super()._hopeless()
+
+    def results(self) -> list[Any]:
+        """Returns what each worker's function returned."""
+        found: list[Any] = []
+        for task in self.cluster.tasks("worker"):
+            reader, chunks = self._results[task]
+            reader.join(timeout=10.0)
+            found.append(_decode(b"".join(chunks)))
+        return found
+
+    def close(self) -> None:
+        """Waits for the threads that read results."""
+        for reader, _ in self._results.values():
+            reader.join(timeout=10.0)
+
+
+class Forked:
+    """A forked child, with the methods of subprocess.Popen that a cluster needs."""
+
+    def __init__(self, pid: int, stdout: IO[bytes]) -> None:
+        self.pid, self.stdout = pid, stdout
+        self._code: int | None = None
+
+    def poll(self) -> int | None:
+        """Returns the exit code, negative for a signal, or None while it runs."""
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid == self.pid:
+                self._code = os.waitstatus_to_exitcode(status)
+        return self._code
+
+    def send_signal(self, sig: int) -> None:
+        """Sends a signal, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, sig)
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self.send_signal(signal.SIGKILL)
+
+
+def _be_the_child(
+    call: Callable[[], Any], task: TaskId, extra: Mapping[str, str | None], out: int, result: int
+) -> None:
+    """Runs a task in a forked child; never returns."""
+    code = 1
+    try:
+        os.setsid()
+        die_with_parent()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        # A notebook's streams belong to its kernel's threads, which are not here.
+        sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace")
+        sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="replace")
+        sys.argv = [task.job]  # the arguments of a notebook are its kernel's
+        env.become_child(**extra)
+        # A fork has the parent's thread pool in name only: more threads than one would wait for those that are not here.
+        torch.set_num_threads(1)
+        if task.job == "ps":
+            from torchquorum.session.join import join
+
+            join()  # serves until the job ends, and exits
+        value = _encode(call())
+        with os.fdopen(result, "wb") as pipe:
+            pipe.write(value)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else 0 if end.code is None else 1
+    except KeyboardInterrupt:
+        code = 130
+    except TorchQuorumError as error:
+        print(f"{task}: {error}", file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # what this process would do at its end is its parent's business
+
+
+def _drain(fd: int, chunks: list[bytes]) -> None:
+    size = 0
+    with os.fdopen(fd, "rb") as pipe:
+        while chunk := pipe.read(1 << 20):
+            size += len(chunk)
+            if size <= MAX_RESULT_BYTES:
+                chunks.append(chunk)
+
+
+def _encode(value: Any) -> bytes:
+    def tensors(found: Any) -> Any:
+        if isinstance(found, torch.Tensor):
+            flat = found.detach().cpu().contiguous()
+            raw = flat.reshape(-1).view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+            return {"~tensor": str(flat.dtype).removeprefix("torch."), "shape": list(flat.shape), "bytes": raw}
+        if hasattr(found, "item") and getattr(found, "ndim", 1) == 0:
+            return found.item()
+        raise TypeError
+
+    try:
+        encoded = msgspec.msgpack.encode(value, enc_hook=tensors)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"tq.launch: the function returned {type(value).__name__}, and only plain data comes back from another process: "
+            "numbers, text, lists, dicts, tensors. Return model.state_dict() instead of a model"
+        ) from None
+    if len(encoded) > MAX_RESULT_BYTES:
+        raise ConfigError(
+            f"tq.launch: the function returned {len(encoded)} bytes; at most {MAX_RESULT_BYTES} come back"
+        )
+    return encoded
+
+
+def _decode(encoded: bytes) -> Any:
+    def revive(found: Any) -> Any:
+        if isinstance(found, dict):
+            if "~tensor" in found:
+                dtype = getattr(torch, found["~tensor"])
+                raw = torch.frombuffer(bytearray(found["bytes"]), dtype=torch.uint8) if found["bytes"] else None
+                return (torch.empty(0, dtype=dtype) if raw is None else raw.view(dtype)).view(found["shape"])
+            return {key: revive(value) for key, value in found.items()}
+        return [revive(value) for value in found] if isinstance(found, list) else found
+
+    return revive(msgspec.msgpack.decode(encoded)) if encoded else None

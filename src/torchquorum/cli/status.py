@@ -8,9 +8,9 @@ import click
 from rich.console import Console
 
 from torchquorum.cli.view import worker_table
-from torchquorum.launcher.watch import Watcher
 from torchquorum.cluster.spec import parse_address
 from torchquorum.errors import DeadlineError
+from torchquorum.launcher.watch import Watcher
 
 
 @click.command(short_help="Show how a running cluster is doing.")

@@ -15,11 +15,11 @@ import click
 from rich.console import Console
 
 from torchquorum.cli.view import View
-from torchquorum.launcher.watch import Watcher
 from torchquorum.cluster import TaskId
 from torchquorum.errors import ConfigError
 from torchquorum.jobs.mnist import MnistOptions
 from torchquorum.launcher.local import LocalCluster, Options
+from torchquorum.launcher.watch import Watcher
 
 DEFAULTS = MnistOptions()
 

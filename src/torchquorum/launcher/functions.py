@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import queue
 import signal
 import sys
 import threading
@@ -27,6 +28,7 @@ from torchquorum.launcher.local import LocalCluster, Options, die_with_parent
 from torchquorum.launcher.progress import ProgressLine
 
 MAX_RESULT_BYTES = 1 << 30
+LAST_LINES = 30
 
 
 class LaunchError(TorchQuorumError):
@@ -73,17 +75,7 @@ def launch(
         ConfigError: This process cannot be forked: it has used CUDA.
     """
     _check(function, arguments, keywords)
-    lines: dict[TaskId, list[str]] = {}
-
-    def show(task: TaskId, line: str) -> None:
-        lines.setdefault(task, []).append(line)
-        del lines[task][:-30]
-        if output is not None:
-            output(task, line)
-        elif not quiet:
-            progress.clear()
-            print(f"[{task.job} {task.index}] {line}", flush=True)
-
+    shown = Output(output, quiet=quiet)
     options = Options(
         command=(),
         ps=ps,
@@ -94,26 +86,71 @@ def launch(
         logdir=logdir,
         max_restarts=max_restarts,
     )
-    note: Callable[[str], None] = (lambda line: print(f"torchquorum: {line}", flush=True)) if not quiet else _nothing
-    cluster = ForkedCluster(options, show, note, lambda: function(*arguments, **keywords))
-    progress = ProgressLine(cluster.cluster.address(TaskId("ps", 0)))
+    cluster = ForkedCluster(options, shown.put, shown.note, lambda: function(*arguments, **keywords))
+    shown.progress = ProgressLine(cluster.cluster.address(TaskId("ps", 0)))
     try:
         cluster.start()
-        code = cluster.wait(None if quiet or output is not None else progress.poll)
-        progress.clear()
+        code = cluster.wait(shown.show)
         if code == 130:
             raise KeyboardInterrupt
         if code != 0:
-            raise LaunchError(_what_failed(cluster, lines))
+            shown.show()
+            raise LaunchError(_what_failed(cluster, shown.last))
         return cluster.results()
     finally:
         cluster.stop(signal.SIGTERM)
         cluster.close()
-        progress.close()
+        shown.close()
 
 
-def _nothing(_: str) -> None:
-    pass
+class Output:
+    """The tasks' lines, printed by the thread that called `launch`: a notebook gives what others print to any cell.
+
+    Args:
+        output: Takes the lines instead.
+        quiet: Print nothing.
+
+    Attributes:
+        last: The last lines of each task.
+        progress: The line about the run as a whole.
+    """
+
+    def __init__(self, output: Callable[[TaskId, str], None] | None, *, quiet: bool) -> None:
+        self._output, self._quiet = output, quiet
+        self._lines: queue.SimpleQueue[tuple[TaskId | None, str]] = queue.SimpleQueue()
+        self.last: dict[TaskId, list[str]] = {}
+        self.progress: ProgressLine | None = None
+
+    def put(self, task: TaskId, line: str) -> None:
+        """Takes a line of a task, on the thread that reads it."""
+        self._lines.put((task, line))
+
+    def note(self, line: str) -> None:
+        """Takes a line of the launcher's own."""
+        self._lines.put((None, line))
+
+    def show(self) -> None:
+        """Prints what has come."""
+        while not self._lines.empty():
+            task, line = self._lines.get()
+            if task is not None:
+                kept = self.last.setdefault(task, [])
+                kept.append(line)
+                del kept[:-LAST_LINES]
+            if self._output is not None and task is not None:
+                self._output(task, line)
+            elif not self._quiet:
+                if self.progress is not None:
+                    self.progress.clear()
+                print(f"[{task.job} {task.index}] {line}" if task is not None else f"torchquorum: {line}", flush=True)
+        if self.progress is not None and not self._quiet and self._output is None:
+            self.progress.poll()
+
+    def close(self) -> None:
+        """Prints what is left."""
+        self.show()
+        if self.progress is not None:
+            self.progress.close()
 
 
 def _check(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:

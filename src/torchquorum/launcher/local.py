@@ -240,6 +240,12 @@ class LocalCluster:
             if all(t.code for t in workers) or now - gone_at > PS_GRACE_S:
                 self._say("the workers are gone before the run was over: ending the ps tasks")
                 return True
+        if running and all(t.code == 0 for t in self.tasks if t.task.job == "ps"):
+            gone_at = self._ended_at.setdefault("run", now)
+            if now - gone_at > WORKER_GRACE_S:
+                late = ", ".join(str(t.task) for t in running)
+                self._say(f"the run is over: ending {late}, which came back too late for it")
+                return True
         if any(t.task.job == "ps" and t.code for t in self.tasks):
             gone_at = self._ended_at.setdefault("ps", now)
             if now - gone_at > WORKER_GRACE_S:

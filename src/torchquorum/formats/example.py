@@ -1,0 +1,289 @@
+"""tf.train.Example: named lists of bytes, floats or whole numbers, and their bytes.
+
+Called by the reader of batches, the converter and users' programs. `Example` is one example in memory; `scan` finds where
+in the bytes each feature lies without decoding it. What always holds: features are written in the order in which they were
+given and read in the order in which they stand, so that what was read is written again byte for byte, if TensorFlow wrote
+it; what protobuf accepts is accepted, and means the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from torchquorum.errors import ConfigError
+from torchquorum.formats.wire import BYTES, ExampleError, decode_varints, encode_field, encode_varints, fields
+
+Kind: TypeAlias = Literal["bytes_list", "float_list", "int64_list"]
+KINDS: tuple[Kind, ...] = ("bytes_list", "float_list", "int64_list")
+Scanned: TypeAlias = tuple[Kind | None, list[tuple[int, int]], bool]
+
+_FIELD_1, _FIELD_2, _FIELD_3 = (number << 3 | BYTES for number in (1, 2, 3))
+_KIND_OF_TAG: dict[int, Kind] = {_FIELD_1: "bytes_list", _FIELD_2: "float_list", _FIELD_3: "int64_list"}
+_UNPACKED = {"bytes_list": _FIELD_1, "float_list": 1 << 3 | 5, "int64_list": 1 << 3 | 0}
+_SHOWN = 4
+
+
+class Feature:
+    """One named list of an example: of bytes, of float32 or of int64; or of nothing, if no kind is given.
+
+    Attributes:
+        kind: "bytes_list", "float_list", "int64_list" or None.
+        value: The list: of bytes, or a NumPy array of float32 or int64.
+    """
+
+    __slots__ = ("kind", "value")
+
+    def __init__(self, *, bytes_list: Any = None, float_list: Any = None, int64_list: Any = None) -> None:
+        given = dict(zip(KINDS, (bytes_list, float_list, int64_list), strict=True))
+        kinds = [kind for kind in KINDS if given[kind] is not None]
+        if len(kinds) > 1:
+            raise ConfigError(f"Feature({', '.join(kinds)}): a feature is a list of one kind; give one of them")
+        self.kind: Kind | None = kinds[0] if kinds else None
+        self.value: Any = [] if self.kind is None else _CONVERT[self.kind](given[self.kind])
+
+    @classmethod
+    def of(cls, value: Any) -> Feature:
+        """Returns a feature whose kind follows from the type of the value or values.
+
+        Text and bytes make a list of bytes, whole numbers and truth values one of int64, floats one of float32; arrays
+        and tensors are flattened.
+
+        Raises:
+            ConfigError: The type is another one, or cannot be told because there are no values.
+        """
+        if isinstance(value, Feature):
+            return value
+        if isinstance(value, bytes | bytearray | memoryview | str):
+            return cls(bytes_list=[value])
+        if isinstance(value, list | tuple):
+            if not value:
+                raise ConfigError("an empty list has no kind; write Feature(int64_list=[]), or float_list or bytes_list")
+            if all(isinstance(each, bytes | bytearray | memoryview | str) for each in value):
+                return cls(bytes_list=value)
+        array = _as_array(value)
+        if array.dtype.kind in "iub":
+            return cls(int64_list=array)
+        if array.dtype.kind == "f":
+            return cls(float_list=array)
+        raise ConfigError(f"{_show(value)}: a feature is made of bytes, text, whole numbers or floats")
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Feature) and self.kind == other.kind and _encode_list(self) == _encode_list(other)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def __repr__(self) -> str:
+        if self.kind is None:
+            return "Feature()"
+        shown = ", ".join(_show(each) for each in self.value[:_SHOWN])
+        more = f", and {len(self.value) - _SHOWN:,} more" if len(self.value) > _SHOWN else ""
+        return f"Feature({self.kind}=[{shown}{more}])"
+
+
+class Example:
+    """A tf.train.Example: features by name.
+
+    Args:
+        features: Names and `Feature`s, or values whose kind follows from their type: `{"label": 7, "image_raw": b"..."}`.
+            They are written in this order. None is an example without even an empty set of features.
+
+    Raises:
+        ConfigError: A name is no text, or a value cannot be a feature.
+    """
+
+    __slots__ = ("features",)
+
+    def __init__(self, features: Mapping[str, Any] | None = None) -> None:
+        self.features: dict[str, Feature] | None = None
+        if features is None:
+            return
+        self.features = {}
+        for name, value in features.items():
+            if not isinstance(name, str):
+                raise ConfigError(f"a feature's name is {name!r}: it must be text")
+            try:
+                self.features[name] = Feature.of(value)
+            except ConfigError as error:
+                raise ConfigError(f"feature {name!r}: {error}") from None
+
+    def __getitem__(self, name: str) -> Feature:
+        return (self.features or {})[name]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Example) and self.features == other.features
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+    def __repr__(self) -> str:
+        return f"Example({self.features!r})"
+
+    def SerializeToString(self, deterministic: bool = False) -> bytes:
+        """Returns the example's bytes, the features in the order in which they were given.
+
+        TensorFlow's own order is another one in every process, unless it is told to be deterministic.
+
+        Args:
+            deterministic: In the order of the names, as TensorFlow does it then.
+        """
+        if self.features is None:
+            return b""
+        # By UTF-8 and not by UTF-16 or locale, so that names beyond ASCII come where protobuf puts them.
+        names = sorted(self.features, key=str.encode) if deterministic else self.features
+        entries = []
+        for name in names:
+            feature = self.features[name]
+            content = b""
+            if feature.kind is not None:
+                content = encode_field(1 + KINDS.index(feature.kind), _encode_list(feature))
+            try:
+                key = name.encode()
+            except UnicodeEncodeError:
+                raise ConfigError(f"feature {name!r}: the name must be text that UTF-8 can hold") from None
+            entries.append(encode_field(1, encode_field(1, key) + encode_field(2, content)))
+        return encode_field(1, b"".join(entries))
+
+    @classmethod
+    def FromString(cls, record: bytes) -> Example:
+        """Returns the example that these bytes are.
+
+        Raises:
+            ExampleError: They are none.
+        """
+        if not isinstance(record, bytes):
+            record = bytes(record)
+        example = cls()
+        scanned = scan(record)
+        if scanned is not None:
+            example.features = {name: _decode(record, found) for name, found in scanned.items()}
+        return example
+
+
+def scan(record: bytes) -> dict[str, Scanned] | None:
+    """Finds the features of an example: of each its kind, where its values lie, and whether all of those are packed.
+
+    The values are not looked into. Of a list of numbers, the pieces after one another are its packed form, whether it was
+    packed or not. Of several features with one name the last one counts. None stands for not even an empty set of features.
+
+    Raises:
+        ExampleError: The bytes are no example.
+    """
+    found: dict[str, Scanned] | None = None
+    for tag, start, end in fields(record, 0, len(record)):
+        if tag == _FIELD_1:
+            if found is None:
+                found = {}
+            for inner_tag, inner_start, inner_end in fields(record, start, end):
+                if inner_tag == _FIELD_1:
+                    name, feature = _scan_entry(record, inner_start, inner_end)
+                    found[name] = feature
+    return found
+
+
+def _scan_entry(record: bytes, at: int, end: int) -> tuple[str, Scanned]:
+    name: str = ""
+    feature: Scanned = (None, [], True)
+    for tag, start, stop in fields(record, at, end):
+        if tag == _FIELD_1:
+            try:
+                name = record[start:stop].decode()
+            except UnicodeDecodeError:
+                raise ExampleError(f"no tf.train.Example: a name at byte {start} of the record is no UTF-8") from None
+        elif tag == _FIELD_2:
+            feature = _scan_feature(record, start, stop, feature)
+    return name, feature
+
+
+def _scan_feature(record: bytes, at: int, end: int, before: Scanned) -> Scanned:
+    kind, pieces, packed = before
+    for tag, start, stop in fields(record, at, end):
+        this = _KIND_OF_TAG.get(tag)
+        if this is None:
+            continue
+        if this != kind:  # the last kind counts, and lists of one kind are joined
+            kind, pieces, packed = this, [], True
+        unpacked = _UNPACKED[this]
+        for inner_tag, inner_start, inner_end in fields(record, start, stop):
+            if inner_tag in (_FIELD_1, unpacked):
+                if this == "float_list" and (inner_end - inner_start) % 4:
+                    raise ExampleError(
+                        f"no tf.train.Example: at byte {inner_start} of the record, floats of {inner_end - inner_start} "
+                        "bytes, which is no multiple of 4"
+                    )
+                pieces.append((inner_start, inner_end))
+                packed = packed and inner_tag == _FIELD_1
+    return kind, pieces, packed
+
+
+def _decode(record: bytes, scanned: Scanned) -> Feature:
+    kind, pieces, _ = scanned
+    feature = Feature()
+    feature.kind = kind
+    values = [record[start:end] for start, end in pieces]
+    if kind == "bytes_list":
+        feature.value = values
+    elif kind == "float_list":
+        feature.value = np.frombuffer(b"".join(values), "<f4").astype(np.float32)
+    elif kind == "int64_list":
+        feature.value = decode_varints(np.frombuffer(b"".join(values), np.uint8))[0]
+    return feature
+
+
+def _encode_list(feature: Feature) -> bytes:
+    if feature.kind == "bytes_list":
+        return b"".join(encode_field(1, each) for each in feature.value)
+    packed = encode_varints(feature.value) if feature.kind == "int64_list" else np.asarray(feature.value, "<f4").tobytes()
+    return encode_field(1, packed) if packed else b""
+
+
+def _as_array(value: Any) -> np.ndarray:
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{_show(value)}: it cannot become an array: {error}") from None
+    return array.reshape(-1)
+
+
+def _to_bytes(values: Any) -> list[bytes]:
+    if isinstance(values, bytes | bytearray | memoryview | str) or not isinstance(values, Iterable):
+        raise ConfigError(f"bytes_list={_show(values)}: must be a list of bytes or text")
+    converted = []
+    for each in values:
+        if isinstance(each, str):
+            each = each.encode()
+        elif not isinstance(each, bytes | bytearray | memoryview):
+            raise ConfigError(f"bytes_list with {_show(each)}: must be a list of bytes or text")
+        converted.append(bytes(each))
+    return converted
+
+
+def _to_floats(values: Any) -> np.ndarray:
+    array = _as_array(values)
+    if array.dtype.kind not in "fiub":
+        raise ConfigError(f"float_list={_show(values)}: must be a list of numbers")
+    with np.errstate(over="ignore"):  # beyond float32 is infinity, as in protobuf
+        return array.astype(np.float32)
+
+
+def _to_ints(values: Any) -> np.ndarray:
+    array = _as_array(values)
+    if array.dtype.kind not in "iub" and array.size:
+        raise ConfigError(f"int64_list={_show(values)}: must be a list of whole numbers of at most 64 bits")
+    if array.dtype == np.uint64 and array.size and int(array.max()) >= 1 << 63:
+        raise ConfigError(f"int64_list with {array.max()}: must be from -2**63 to 2**63 - 1")
+    return array.astype(np.int64)
+
+
+_CONVERT = {"bytes_list": _to_bytes, "float_list": _to_floats, "int64_list": _to_ints}
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, bytes) and len(value) > 16:
+        return f"{value[:12]!r}... ({len(value):,} bytes)"
+    text = repr(value.item() if isinstance(value, np.generic) else value)
+    return text if len(text) <= 60 else f"{text[:56]}... ({type(value).__name__})"

@@ -1,0 +1,313 @@
+"""Reading TFRecord files: records one after another, each with its length and two checksums.
+
+    length (8 bytes, little-endian) | masked crc32c of those 8 | data | masked crc32c of the data
+
+Called by the dataset, `torchquorum data inspect` and users' programs. What always holds: every record before a damaged
+one is delivered, and then the damage is named by file and offset; a length that cannot be true costs no memory; what is
+skipped is walked over by its lengths, without its data being read, in a plain file.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from torchquorum.errors import DataError
+from torchquorum.formats.compression import PackedSource, PlainSource, Source, looks_packed, parse_compression
+from torchquorum.formats.crc32c import masked_crc32c, masked_crc32c_many
+
+HEADER_BYTES = 12
+FOOTER_BYTES = 4
+MAX_RECORD_BYTES = (1 << 31) - 1  # protobuf's own limit for a message
+_CHUNK_BYTES = 1 << 19
+_SKIM_BYTES = 1 << 13
+_BLOCK_RECORDS = 1024
+_KNOWN_HEADERS = 4096
+_FEWEST_ALIKE = 4
+_header = struct.Struct("<QI")
+
+
+class RecordError(DataError):
+    """A record of a file is damaged.
+
+    Attributes:
+        path: The file.
+        offset: Where the record begins, in the unpacked bytes.
+    """
+
+    def __init__(self, path: Path, offset: int, record: int | None, what: str, *, packed: bool = False) -> None:
+        self.path, self.offset = path, offset
+        which = f"record {record:,}, " if record is not None else "a record "
+        unpacked = " of the unpacked data" if packed else ""
+        super().__init__(f"{path}: {which}at byte {offset}{unpacked}: {what}")
+
+    def __reduce__(self) -> tuple[object, ...]:  # DataLoader carries it from one process to another
+        return _restore_error, (self.path, self.offset, str(self))
+
+
+def _restore_error(path: Path, offset: int, text: str) -> RecordError:
+    error = RecordError.__new__(RecordError)
+    DataError.__init__(error, text)
+    error.path, error.offset = path, offset
+    return error
+
+
+def open_source(path: Path, compression: str | None) -> Source:
+    """Opens a file for reading.
+
+    Raises:
+        DataError: It cannot be opened.
+        ConfigError: There is no such compression.
+    """
+    kind = parse_compression(compression)
+    try:
+        if kind is None:
+            with path.open("rb") as file:
+                head = file.read(HEADER_BYTES)
+            # A good header is a plain file's, even if its length happens to look like gzip's first bytes.
+            kind = "none" if _is_header(head) else looks_packed(head)
+        return PlainSource(path) if kind == "none" else PackedSource(path, kind)
+    except OSError as error:
+        raise DataError(f"{path}: it cannot be read: {error.strerror}; name a TFRecord file") from error
+
+
+def _is_header(head: bytes) -> bool:
+    return len(head) == HEADER_BYTES and masked_crc32c(head[:8]) == _header.unpack(head)[1]
+
+
+class RecordReader:
+    """Reads the records of one file in order. Owned by one thread.
+
+    Args:
+        path: The file.
+        compression: "GZIP", "ZLIB", None for none, or "auto".
+        verify: Whether the data's checksums are compared; those of the lengths always are.
+        place: Added to the offset that comes with each record, so that a caller can tell files apart.
+    """
+
+    def __init__(self, path: str | Path, compression: str | None = "auto", *, verify: bool = True, place: int = 0) -> None:
+        self.path = Path(path)
+        self._source = open_source(self.path, compression)
+        self.packed = isinstance(self._source, PackedSource)
+        self._verify, self._place = verify, place
+        self._buffer, self._at = b"", 0
+        self._base = 0  # the offset of the buffer's first byte
+        self._count = 0
+        self._known: dict[bytes, int] = {}
+        self._failure: DataError | None = None
+
+    @property
+    def offset(self) -> int:
+        """Returns where the next record begins."""
+        return self._base + self._at
+
+    def read(self, most: int = _BLOCK_RECORDS) -> list[tuple[bytes, int]]:
+        """Returns the next records with their places, at least one unless the file is at its end, at most so many.
+
+        Raises:
+            RecordError: The next record is damaged or cut off.
+            DataError: The file cannot be read or unpacked.
+        """
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            data, places, footers = self._cut(most)
+            if data:
+                break
+            if self._failure is None and not self._fill_to_next():
+                return []
+        bad = self._first_bad(data, footers) if self._verify else None
+        if bad is not None:
+            where = places[bad] - self._place
+            self._failure = self._damage(where, "the data does not match its checksum", record=self._count + bad)
+            if bad == 0:
+                raise self._failure
+            del data[bad:], places[bad:]
+        self._count += len(data)
+        return list(zip(data, places, strict=True))
+
+    def skip(self, count: int) -> int:
+        """Passes over records without looking at their data; returns how many there were to pass over.
+
+        Raises:
+            RecordError: A length on the way is damaged, or the file ends inside a record.
+            DataError: The file cannot be read or unpacked.
+        """
+        left, chunk_bytes = count, _SKIM_BYTES
+        while left:
+            if self._failure is not None:
+                raise self._failure
+            if not self._fill(HEADER_BYTES, chunk_bytes):
+                break
+            header = self._buffer[self._at : self._at + HEADER_BYTES]
+            length = self._length(header)
+            if self._failure is not None:
+                raise self._failure
+            size = HEADER_BYTES + length + FOOTER_BYTES
+            chunk_bytes = _CHUNK_BYTES if size < _SKIM_BYTES // 2 else _SKIM_BYTES  # long ones are jumped over
+            run = 1
+            beyond = self._at + size - len(self._buffer)
+            if beyond > 0:
+                there = self._pass_over(beyond)
+                if there < beyond:
+                    raise self._cut_off("data", length, size - beyond + there)
+                self._base += self._at + size
+                self._buffer, self._at = b"", 0
+            else:
+                run = self._count_alike(self._at, header, length, left)
+                self._at += run * size
+            self._count += run
+            left -= run
+        return count - left
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._source.close()
+
+    def _cut(self, most: int) -> tuple[list[bytes], list[int], list[bytes]]:
+        """Cuts the records out of the buffer that are whole."""
+        buffer, at, size = self._buffer, self._at, len(self._buffer)
+        base, known = self._base + self._place, self._known
+        data: list[bytes] = []
+        places: list[int] = []
+        footers: list[bytes] = []
+        while len(data) < most and at + HEADER_BYTES <= size:
+            header = buffer[at : at + HEADER_BYTES]
+            length = known.get(header)
+            if length is None:
+                self._at = at
+                length = self._length(header, self._count + len(data))
+                if self._failure is not None:
+                    break
+            start = at + HEADER_BYTES
+            end = start + length
+            if end + FOOTER_BYTES > size:
+                break
+            run = self._count_alike(at, header, length, most - len(data))
+            stride = length + HEADER_BYTES + FOOTER_BYTES
+            data += [buffer[start + i : end + i] for i in range(0, run * stride, stride)]
+            footers += [buffer[end + i : end + FOOTER_BYTES + i] for i in range(0, run * stride, stride)]
+            places += range(base + at, base + at + run * stride, stride)
+            at += run * stride
+        self._at = at
+        return data, places, footers
+
+    def _count_alike(self, at: int, header: bytes, length: int, most: int) -> int:
+        """Returns how many whole records follow in the buffer from this one on that have the same length."""
+        buffer, stride = self._buffer, length + HEADER_BYTES + FOOTER_BYTES
+        if most < _FEWEST_ALIKE or not all(buffer.startswith(header, at + i * stride) for i in range(1, _FEWEST_ALIKE)):
+            return 1
+        whole = min(most, (len(buffer) - at) // stride)
+        rows = np.frombuffer(buffer, np.uint8, whole * stride, at).reshape(whole, stride)
+        alike = (rows[:, :HEADER_BYTES] == np.frombuffer(header, np.uint8)).all(axis=1)
+        return whole if alike.all() else max(1, int(alike.argmin()))
+
+    def _first_bad(self, data: list[bytes], footers: list[bytes]) -> int | None:
+        wrong = masked_crc32c_many(data) != np.frombuffer(b"".join(footers), "<u4")
+        return int(wrong.argmax()) if wrong.any() else None
+
+    def _length(self, header: bytes, record: int | None = None) -> int:
+        """Returns the length in a header; where that is damaged, notes it."""
+        known = self._known.get(header)
+        if known is not None:
+            return known
+        length, stored = _header.unpack(header)
+        record = self._count if record is None else record
+        if masked_crc32c(header[:8]) != stored:
+            self._failure = self._damage(self.offset, "the length does not match its checksum", record=record)
+            return 0
+        if length > MAX_RECORD_BYTES:
+            what = f"a length of {length:,} bytes, where at most {MAX_RECORD_BYTES:,} are allowed"
+            self._failure = self._damage(self.offset, what, record=record)
+            return 0
+        if len(self._known) >= _KNOWN_HEADERS:
+            self._known.clear()
+        self._known[header] = length
+        return length
+
+    def _fill_to_next(self) -> bool:
+        """Reads on until the next record is whole; returns whether there is one."""
+        if not self._fill(HEADER_BYTES, _CHUNK_BYTES):
+            return False
+        length = self._length(self._buffer[self._at : self._at + HEADER_BYTES])
+        if self._failure is not None:
+            return True
+        size = HEADER_BYTES + length + FOOTER_BYTES
+        there = self._source.size()
+        if there is not None and self.offset + size > there:  # no memory for a length that cannot be true
+            raise self._cut_off("data", length, there - self.offset)
+        if not self._fill(size, _CHUNK_BYTES):
+            raise AssertionError("a record's header was there")
+        if len(self._buffer) - self._at < size:
+            raise self._cut_off("data", length, len(self._buffer) - self._at)
+        return True
+
+    def _fill(self, size: int, chunk_bytes: int) -> bool:
+        """Has at least so many bytes in the buffer, unless the file ends; False if there are none at all.
+
+        Raises:
+            RecordError: There are some, but fewer than a header's.
+        """
+        have = len(self._buffer) - self._at
+        if have >= size:
+            return True
+        pieces = [self._buffer[self._at :]]
+        while have < size and (piece := self._read(chunk_bytes)):
+            pieces.append(piece)
+            have += len(piece)
+        self._base += self._at
+        self._buffer, self._at = b"".join(pieces), 0
+        if 0 < have < HEADER_BYTES:
+            raise self._cut_off("length", HEADER_BYTES, have)
+        return have > 0
+
+    def _read(self, size_bytes: int) -> bytes:
+        try:
+            return self._source.read(size_bytes)
+        except OSError as error:
+            raise DataError(f"{self.path}: it cannot be read: {error.strerror}") from error
+
+    def _pass_over(self, size_bytes: int) -> int:
+        try:
+            return self._source.skip(size_bytes)
+        except OSError as error:
+            raise DataError(f"{self.path}: it cannot be read: {error.strerror}") from error
+
+    def _cut_off(self, part: str, length: int, there: int) -> RecordError:
+        if part == "length":
+            what = f"the file ends in the record's length, after {there} of {HEADER_BYTES} bytes"
+        else:
+            what = (
+                f"the file ends in the record's data: {HEADER_BYTES + length + FOOTER_BYTES:,} bytes were announced, "
+                f"{max(0, there):,} are there"
+            )
+        self._failure = self._damage(self.offset, what)
+        return self._failure
+
+    def _damage(self, offset: int, what: str, *, record: int | None = None) -> RecordError:
+        number = self._count if record is None else record
+        return RecordError(self.path, offset, number, f"{what}; copy or write the file again", packed=self.packed)
+
+
+def read_records(path: str | Path, compression: str | None = "auto", *, verify: bool = True) -> Iterator[bytes]:
+    """Yields the records of a TFRecord file.
+
+    Args:
+        path: The file.
+        compression: "GZIP", "ZLIB", None for none, or "auto" to tell from the file.
+        verify: Whether the data's checksums are compared.
+
+    Raises:
+        RecordError: A record is damaged; those before it have been yielded.
+        DataError: The file cannot be read or unpacked.
+    """
+    reader = RecordReader(path, compression, verify=verify)
+    try:
+        while block := reader.read():
+            for record, _ in block:
+                yield record
+    finally:
+        reader.close()

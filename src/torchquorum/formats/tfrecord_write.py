@@ -1,0 +1,155 @@
+"""Writing TFRecord files, to the bytes that TensorFlow writes.
+
+Called by the converter and users' programs. What always holds: a file under its own name is whole; until `close` it has a
+hidden one, and what an exception or a kill interrupts never takes the place of what was there.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import struct
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+
+from torchquorum.errors import ConfigError, DataError
+from torchquorum.formats.compression import packer, parse_compression
+from torchquorum.formats.crc32c import masked_crc32c
+from torchquorum.formats.example import Example
+from torchquorum.formats.tfrecord import MAX_RECORD_BYTES
+
+_BUFFER_BYTES = 1 << 18
+
+
+def frame(record: bytes) -> bytes:
+    """Returns a record as it stands in a file: its length, its data, their checksums."""
+    length = struct.pack("<Q", len(record))
+    return b"".join(
+        (length, struct.pack("<I", masked_crc32c(length)), record, struct.pack("<I", masked_crc32c(record)))
+    )
+
+
+class TFRecordWriter:
+    """Writes a TFRecord file; the file appears, whole, when the writer is closed.
+
+    As a context manager it closes at the end of the block; after an exception there it leaves everything as it was.
+
+    Args:
+        path: The file; one that is there is replaced at the end.
+        compression: "GZIP", "ZLIB" or None.
+
+    Raises:
+        ConfigError: There is no such compression, or the path is a folder or device.
+        DataError: The file cannot be written there.
+    """
+
+    def __init__(self, path: str | Path, compression: str | None = None) -> None:
+        self._closed = True
+        kind = parse_compression(compression)
+        if kind is None:
+            raise ConfigError("compression='auto': a file to be written needs 'GZIP', 'ZLIB' or None")
+        self.path = Path(path)
+        if self.path.exists() and not self.path.is_file():
+            raise ConfigError(f"{self.path}: is no ordinary file; name the file that is to be written")
+        self._packer = None if kind == "none" else packer(kind)
+        self._partial = self.path.with_name(f".{self.path.name}.partial-{secrets.token_hex(4)}")
+        try:
+            self._file = self._partial.open("xb", buffering=_BUFFER_BYTES)
+        except OSError as error:
+            raise self._unwritable(error) from error
+        self._closed = False
+        self.records = 0
+
+    def write(self, record: bytes | Example) -> None:
+        """Appends a record: bytes, or an `Example`, which is serialized.
+
+        Raises:
+            ConfigError: It is neither, or too long, or the writer is closed.
+            DataError: It cannot be written; nothing is left of the file.
+        """
+        if self._closed:
+            raise ConfigError(f"{self.path}: the writer is closed; make a new one")
+        if isinstance(record, Example):
+            record = record.SerializeToString()
+        elif not isinstance(record, bytes):
+            if not isinstance(record, bytearray | memoryview):
+                raise ConfigError(f"{self.path}: a record is bytes or an Example, not {type(record).__name__}")
+            record = bytes(record)
+        if len(record) > MAX_RECORD_BYTES:
+            raise ConfigError(f"{self.path}: a record of {len(record):,} bytes, at most {MAX_RECORD_BYTES:,} are allowed")
+        self._put(frame(record))
+        self.records += 1
+
+    def flush(self) -> None:
+        """Hands what was written, as far as it is packed, to the operating system; the file appears at `close`."""
+        if not self._closed:
+            try:
+                self._file.flush()
+            except OSError as error:
+                self.discard()
+                raise self._unwritable(error) from error
+
+    def close(self) -> None:
+        """Finishes the file and gives it its name; from then on it survives a loss of power.
+
+        Raises:
+            DataError: It cannot be written; nothing is left of it.
+        """
+        if self._closed:
+            return
+        if self._packer is not None:
+            self._put(None)
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._partial.replace(self.path)
+        except OSError as error:
+            self.discard()
+            raise self._unwritable(error) from error
+        self._closed = True
+
+    def discard(self) -> None:
+        """Gives up: what was written is removed, and a file that was there before stays."""
+        if not self._closed:
+            self._closed = True
+            with suppress(OSError):
+                self._file.close()
+            with suppress(OSError):
+                self._partial.unlink()
+
+    def _put(self, framed: bytes | None) -> None:
+        try:
+            if self._packer is None:
+                assert framed is not None
+                self._file.write(framed)
+            else:
+                self._file.write(self._packer.flush() if framed is None else self._packer.compress(framed))
+        except OSError as error:
+            self.discard()
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: OSError) -> DataError:
+        return DataError(f"{self.path}: it cannot be written: {error.strerror}; free the way or name another file")
+
+    def __enter__(self) -> TFRecordWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+    def __del__(self) -> None:
+        if not self._closed:
+            self.discard()
+            warnings.warn(
+                f"{self.path}: its writer was never closed, so it was not written; call close(), or use `with`",
+                RuntimeWarning,
+                stacklevel=2,
+            )

@@ -1,0 +1,185 @@
+"""The wire format of protocol buffers, as far as tf.train.Example needs it: varints and fields.
+
+Called by `formats/example.py` and by the parser of whole batches. Numbers in lists are decoded and encoded by NumPy, all
+at once. What always holds: bytes that are no message raise `ExampleError` with the place in the record, and nothing is
+read outside the bounds that were given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from torchquorum.errors import DataError
+
+VARINT, FIXED64, BYTES, START_GROUP, END_GROUP, FIXED32 = range(6)
+_LONGEST_VARINT = 10
+_DEEPEST_GROUP = 100
+_FEW = 8
+
+
+class ExampleError(DataError):
+    """A record is no tf.train.Example, or not the one that was expected."""
+
+
+def _bad(at: int, what: str) -> ExampleError:
+    return ExampleError(f"no tf.train.Example: {what} at byte {at} of the record")
+
+
+def read_varint(data: bytes, at: int, end: int) -> tuple[int, int]:
+    """Returns the varint that starts at `at`, as an unsigned number of 64 bits, and where it ends."""
+    value = shift = 0
+    for place in range(at, min(end, at + _LONGEST_VARINT)):
+        byte = data[place]
+        value |= (byte & 127) << shift
+        if byte < 128:
+            if value >> 64:
+                raise _bad(at, "a number of more than 64 bits")
+            return value, place + 1
+        shift += 7
+    raise _bad(at, "a number that does not end" if end - at < _LONGEST_VARINT else "a number of more than 64 bits")
+
+
+def fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yields (tag, start, end) of each field of the message in data[at:end]; a field of BYTES without its length.
+
+    Groups, which nobody writes any more, are passed over. A tag is the field's number times eight plus its wire type.
+    """
+    while at < end:
+        tag = data[at]
+        if tag < 128:
+            at += 1
+        else:
+            tag, at = _read_long_tag(data, at, end)
+        kind = tag & 7
+        if kind == BYTES:
+            if at < end and data[at] < 128:
+                start = at + 1
+                stop = start + data[at]
+            else:
+                length, start = read_varint(data, at, end)
+                stop = start + length
+            if stop > end:
+                raise _bad(at, f"a field of {stop - start:,} bytes where {end - start:,} are left")
+        elif kind == START_GROUP and tag >= 8:
+            at = _skip_group(data, at, end, tag >> 3)
+            continue
+        else:
+            start, stop = at, _skip_number(data, at, end, kind)
+        if tag < 8:
+            raise _bad(at, "a field with the number 0")
+        yield tag, start, stop
+        at = stop
+
+
+def _read_long_tag(data: bytes, at: int, end: int) -> tuple[int, int]:
+    tag, after = read_varint(data, at, min(end, at + 5))
+    if tag >> 32:
+        raise _bad(at, "a field with too large a number")
+    return tag, after
+
+
+def _skip_number(data: bytes, at: int, end: int, kind: int) -> int:
+    if kind == VARINT:
+        return read_varint(data, at, end)[1]
+    if kind not in (FIXED32, FIXED64):
+        raise _bad(at, "the end of a group that was not begun" if kind == END_GROUP else f"a field of the kind {kind}")
+    stop = at + (4 if kind == FIXED32 else 8)
+    if stop > end:
+        raise _bad(at, "a number that does not end")
+    return stop
+
+
+def _skip_group(data: bytes, at: int, end: int, number: int) -> int:
+    """Returns where the group ends whose opening tag has just been read."""
+    open_groups = [number]
+    while open_groups:
+        if at >= end:
+            raise _bad(at, "a group that does not end")
+        tag, at = _read_long_tag(data, at, end)
+        number, kind = tag >> 3, tag & 7
+        if number == 0:
+            raise _bad(at, "a field with the number 0")
+        if kind == START_GROUP:
+            open_groups.append(number)
+            if len(open_groups) > _DEEPEST_GROUP:
+                raise _bad(at, f"more than {_DEEPEST_GROUP} groups within each other")
+        elif kind == END_GROUP:
+            if open_groups.pop() != number:
+                raise _bad(at, "the end of another group than was begun")
+        elif kind == BYTES:
+            length, start = read_varint(data, at, end)
+            at = start + length
+            if at > end:
+                raise _bad(start, f"a field of {length:,} bytes where {end - start:,} are left")
+        else:
+            at = _skip_number(data, at, end, kind)
+    return at
+
+
+def decode_varints(packed: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.intp]]:
+    """Decodes varints that follow one another.
+
+    Returns:
+        The numbers, and where each of them ends: the place of its last byte.
+
+    Raises:
+        ExampleError: The last number does not end, or one has more than 64 bits.
+    """
+    ends = np.flatnonzero(packed < 128)
+    if (ends[-1] if len(ends) else -1) != len(packed) - 1:
+        raise _bad(len(packed), "in a list, a number that does not end")
+    if len(ends) == len(packed):
+        return packed.astype(np.int64), ends
+    starts = np.empty_like(ends)
+    starts[0] = 0
+    starts[1:] = ends[:-1] + 1
+    lengths = ends - starts + 1
+    longest = int(lengths.max())
+    values = (packed[starts] & np.uint8(127)).astype(np.uint64)
+    for place in range(1, min(longest, _LONGEST_VARINT)):
+        longer = np.flatnonzero(lengths > place)
+        bits = (packed[starts[longer] + place] & np.uint8(127)).astype(np.uint64)
+        values[longer] |= bits << np.uint64(7 * place)
+    if longest > _LONGEST_VARINT or (longest == _LONGEST_VARINT and (packed[ends[lengths == longest]] > 1).any()):
+        raise _bad(0, "in a list, a number of more than 64 bits")
+    return values.view(np.int64), ends
+
+
+def encode_varint(value: int) -> bytes:
+    """Returns a number, 0 or more, as a varint."""
+    if value < 128:
+        return value.to_bytes(1, "little")
+    pieces = bytearray()
+    while value >= 128:
+        pieces.append(value & 127 | 128)
+        value >>= 7
+    pieces.append(value)
+    return bytes(pieces)
+
+
+def encode_varints(numbers: npt.NDArray[np.int64]) -> bytes:
+    """Returns the numbers as varints, one after another; a negative one takes ten bytes."""
+    if len(numbers) < _FEW:
+        return b"".join(encode_varint(int(number) & 0xFFFF_FFFF_FFFF_FFFF) for number in numbers)
+    values = numbers.astype(np.int64, copy=False).view(np.uint64)
+    if int(values.max()) < 128:
+        return values.astype(np.uint8).tobytes()
+    lengths = np.ones(len(values), np.intp)
+    for place in range(1, _LONGEST_VARINT):
+        lengths += values >= np.uint64(1 << 7 * place)
+    ends = np.cumsum(lengths)
+    starts = ends - lengths
+    packed = np.empty(int(ends[-1]), np.uint8)
+    for place in range(int(lengths.max())):
+        longer = np.flatnonzero(lengths > place)
+        bits = ((values[longer] >> np.uint64(7 * place)) & np.uint64(127)).astype(np.uint8)
+        packed[starts[longer] + place] = bits | np.where(lengths[longer] > place + 1, 128, 0).astype(np.uint8)
+    return packed.tobytes()
+
+
+def encode_field(number: int, content: bytes) -> bytes:
+    """Returns a field of BYTES."""
+    return encode_varint(number << 3 | BYTES) + encode_varint(len(content)) + content

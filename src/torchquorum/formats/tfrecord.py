@@ -79,17 +79,32 @@ def _is_header(head: bytes) -> bool:
 
 
 class RecordReader:
-    """Reads the records of one file in order. Owned by one thread.
+    """Reads the records of one file in order, all or every so many. Owned by one thread.
 
     Args:
         path: The file.
         compression: "GZIP", "ZLIB", None for none, or "auto".
         verify: Whether the data's checksums are compared; those of the lengths always are.
         place: Added to the offset that comes with each record, so that a caller can tell files apart.
+        stride: 1 for every record, n for every n-th; the others are passed over.
+        phase: How many records are passed over before the first one.
+
+    Attributes:
+        phase: How many records have still to be passed over before the next one; at the end of a file, in the one after.
     """
 
-    def __init__(self, path: str | Path, compression: str | None = "auto", *, verify: bool = True, place: int = 0) -> None:
-        self.path = Path(path)
+    def __init__(
+        self,
+        path: str | Path,
+        compression: str | None = "auto",
+        *,
+        verify: bool = True,
+        place: int = 0,
+        stride: int = 1,
+        phase: int = 0,
+    ) -> None:
+        assert 0 <= phase < stride, (phase, stride)
+        self.path, self.phase, self._stride = Path(path), phase, stride
         self._source = open_source(self.path, compression)
         self.packed = isinstance(self._source, PackedSource)
         self._verify, self._place = verify, place
@@ -114,20 +129,20 @@ class RecordReader:
         while True:
             if self._failure is not None:
                 raise self._failure
-            data, places, footers = self._cut(most)
+            first = self._count
+            data, places, footers = self._cut(self.phase + (most - 1) * self._stride + 1)
+            self._count += len(data)
+            mine = slice(self.phase, None, self._stride)
+            self.phase = (self.phase - len(data)) % self._stride
+            data, places, footers = data[mine], places[mine], footers[mine]
             if data:
-                break
-            if self._failure is None and not self._fill_to_next():
-                return []
-        bad = self._first_bad(data, footers) if self._verify else None
-        if bad is not None:
-            where = places[bad] - self._place
-            self._failure = self._damage(where, "the data does not match its checksum", record=self._count + bad)
-            if bad == 0:
-                raise self._failure
-            del data[bad:], places[bad:]
-        self._count += len(data)
-        return list(zip(data, places, strict=True))
+                return self._verified(data, places, footers, first + mine.start)
+            if self._failure is None:
+                if self.phase:
+                    if not self._pass_by(self.phase):
+                        return []
+                elif not self._fill_to_next():
+                    return []
 
     def skip(self, count: int) -> int:
         """Passes over records without looking at their data; returns how many there were to pass over.
@@ -136,6 +151,14 @@ class RecordReader:
             RecordError: A length on the way is damaged, or the file ends inside a record.
             DataError: The file cannot be read or unpacked.
         """
+        if count < 1:
+            return 0
+        before = self.phase
+        passed = self._pass_by(before + (count - 1) * self._stride + 1)
+        return 0 if passed <= before else (passed - before - 1) // self._stride + 1
+
+    def _pass_by(self, count: int) -> int:
+        """Passes over records, of this reader or not; returns how many there were."""
         left, chunk_bytes = count, _SKIM_BYTES
         while left:
             if self._failure is not None:
@@ -161,7 +184,24 @@ class RecordReader:
                 self._at += run * size
             self._count += run
             left -= run
+        self.phase = (self.phase - (count - left)) % self._stride
         return count - left
+
+    def _verified(
+        self, data: list[bytes], places: list[int], footers: list[bytes], first: int
+    ) -> list[tuple[bytes, int]]:
+        """Returns the records up to the first damaged one, which is noted, and raised if nothing comes before it."""
+        if self._verify:
+            wrong = masked_crc32c_many(data) != np.frombuffer(b"".join(footers), "<u4")
+            if wrong.any():
+                bad = int(wrong.argmax())
+                self._failure = self._damage(
+                    places[bad] - self._place, "the data does not match its checksum", first + bad * self._stride
+                )
+                if bad == 0:
+                    raise self._failure
+                del data[bad:], places[bad:]
+        return list(zip(data, places, strict=True))
 
     def close(self) -> None:
         """Closes the file."""
@@ -205,10 +245,6 @@ class RecordReader:
         alike = (rows[:, :HEADER_BYTES] == np.frombuffer(header, np.uint8)).all(axis=1)
         return whole if alike.all() else max(1, int(alike.argmin()))
 
-    def _first_bad(self, data: list[bytes], footers: list[bytes]) -> int | None:
-        wrong = masked_crc32c_many(data) != np.frombuffer(b"".join(footers), "<u4")
-        return int(wrong.argmax()) if wrong.any() else None
-
     def _length(self, header: bytes, record: int | None = None) -> int:
         """Returns the length in a header; where that is damaged, notes it."""
         known = self._known.get(header)
@@ -217,11 +253,11 @@ class RecordReader:
         length, stored = _header.unpack(header)
         record = self._count if record is None else record
         if masked_crc32c(header[:8]) != stored:
-            self._failure = self._damage(self.offset, "the length does not match its checksum", record=record)
+            self._failure = self._damage(self.offset, "the length does not match its checksum", record)
             return 0
         if length > MAX_RECORD_BYTES:
             what = f"a length of {length:,} bytes, where at most {MAX_RECORD_BYTES:,} are allowed"
-            self._failure = self._damage(self.offset, what, record=record)
+            self._failure = self._damage(self.offset, what, record)
             return 0
         if len(self._known) >= _KNOWN_HEADERS:
             self._known.clear()
@@ -287,7 +323,7 @@ class RecordReader:
         self._failure = self._damage(self.offset, what)
         return self._failure
 
-    def _damage(self, offset: int, what: str, *, record: int | None = None) -> RecordError:
+    def _damage(self, offset: int, what: str, record: int | None = None) -> RecordError:
         number = self._count if record is None else record
         return RecordError(self.path, offset, number, f"{what}; copy or write the file again", packed=self.packed)
 

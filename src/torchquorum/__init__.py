@@ -12,7 +12,13 @@ if TYPE_CHECKING:
     from torchquorum.cluster import ClusterSpec, TaskId
     from torchquorum.data import Batches, load_mnist
     from torchquorum.data.coordinator import Coordinator, Prefetcher
+    from torchquorum.data.features import FixedLenFeature, RawFeature, VarLenFeature, decode_raw
+    from torchquorum.data.parsing import parse_example, parse_single_example
+    from torchquorum.data.tfrecords import TFRecordDataset
     from torchquorum.errors import TorchQuorumError
+    from torchquorum.formats.example import Example, Feature
+    from torchquorum.formats.tfrecord import RecordError, read_records
+    from torchquorum.formats.tfrecord_write import TFRecordWriter
     from torchquorum.launcher.functions import LaunchError, launch
     from torchquorum.rules import Async, Bounded, Buffered, Rule, Sync
     from torchquorum.session.evaluation import EvaluateHook, FinalAccuracyHook
@@ -42,9 +48,12 @@ _HOMES = {
     "ClusterSpec": "cluster",
     "Coordinator": "data.coordinator",
     "EvaluateHook": "session.evaluation",
+    "Example": "formats.example",
     "ExponentialDecay": "worker.optimizer",
     "ExponentialMovingAverage": "worker.optimizer",
+    "Feature": "formats.example",
     "FinalAccuracyHook": "session.evaluation",
+    "FixedLenFeature": "data.features",
     "Hook": "session.hooks",
     "LaunchError": "launcher.functions",
     "LogHook": "session.ready",
@@ -54,6 +63,8 @@ _HOMES = {
     "Prefetcher": "data.coordinator",
     "ProgressHook": "session.ready",
     "Ran": "session.hooks",
+    "RawFeature": "data.features",
+    "RecordError": "formats.tfrecord",
     "Rule": "rules",
     "Session": "session.session",
     "Step": "worker.client",
@@ -61,13 +72,20 @@ _HOMES = {
     "StopAtStepHook": "session.ready",
     "SummaryHook": "session.summaries",
     "Sync": "rules",
+    "TFRecordDataset": "data.tfrecords",
+    "TFRecordWriter": "formats.tfrecord_write",
     "Task": "session.join",
     "TaskId": "cluster",
     "TorchQuorumError": "errors",
+    "VarLenFeature": "data.features",
+    "decode_raw": "data.features",
     "join": "session.join",
     "l2_regularizer": "worker.regularizer",
     "launch": "launcher.functions",
     "load_mnist": "data",
+    "parse_example": "data.parsing",
+    "parse_single_example": "data.parsing",
+    "read_records": "formats.tfrecord",
     "schedule": "worker.optimizer",
 }
 
@@ -79,9 +97,12 @@ __all__ = [
     "ClusterSpec",
     "Coordinator",
     "EvaluateHook",
+    "Example",
     "ExponentialDecay",
     "ExponentialMovingAverage",
+    "Feature",
     "FinalAccuracyHook",
+    "FixedLenFeature",
     "Hook",
     "LaunchError",
     "LogHook",
@@ -91,6 +112,8 @@ __all__ = [
     "Prefetcher",
     "ProgressHook",
     "Ran",
+    "RawFeature",
+    "RecordError",
     "Rule",
     "Session",
     "Step",
@@ -98,13 +121,20 @@ __all__ = [
     "StopAtStepHook",
     "SummaryHook",
     "Sync",
+    "TFRecordDataset",
+    "TFRecordWriter",
     "Task",
     "TaskId",
     "TorchQuorumError",
+    "VarLenFeature",
+    "decode_raw",
     "join",
     "l2_regularizer",
     "launch",
     "load_mnist",
+    "parse_example",
+    "parse_single_example",
+    "read_records",
     "schedule",
 ]
 

@@ -55,7 +55,7 @@ def commands() -> None:
 
 def main() -> None:
     """Runs the command line; the entry point of the `torchquorum` program."""
-    from torchquorum.cli import board, checkpoints, run, status, train
+    from torchquorum.cli import board, checkpoints, data, run, status, train
 
     commands.add_command(train.train)
     commands.add_command(run.run)
@@ -63,6 +63,7 @@ def main() -> None:
     commands.add_command(checkpoints.checkpoints)
     commands.add_command(checkpoints.export)
     commands.add_command(board.board)
+    commands.add_command(data.data)
     try:
         code = commands.main(standalone_mode=False)
     except click.ClickException as error:

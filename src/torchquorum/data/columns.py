@@ -135,7 +135,8 @@ def _numbers(record: bytes, found: Scanned, row: int) -> npt.NDArray[Any]:
 
 class _NumberColumn:
     def __init__(self, name: str, spec: FixedLenFeature, rows: int) -> None:
-        self._name, self._spec, self._kind = name, spec, spec.kind
+        self._name, self._spec = name, spec
+        self._kind: Kind = spec.kind
         self._size = math.prod(spec.shape)
         dtype = np.float32 if self._kind == "float_list" else np.int64
         self._out = np.empty((rows, self._size), dtype)
@@ -254,7 +255,8 @@ class _StringColumn:
 
 class _VariedColumn:
     def __init__(self, name: str, spec: VarLenFeature, rows: int) -> None:
-        self._name, self._spec, self._kind = name, spec, spec.kind
+        self._name, self._spec = name, spec
+        self._kind: Kind = spec.kind
         self._dtype = np.float32 if self._kind == "float_list" else np.int64
         self._out: list[Any] = [[] if self._kind == "bytes_list" else np.empty(0, self._dtype)] * rows
 

@@ -218,9 +218,10 @@ class _Source:
             return batch
 
     def _begin(self) -> Iterator[Any]:
-        set_epoch = getattr(getattr(self._batches, "sampler", None), "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(self._epoch)  # a DistributedSampler shuffles by it
+        for name in ("sampler", "dataset"):  # a DistributedSampler shuffles by it, and so does a TFRecordDataset
+            set_epoch = getattr(getattr(self._batches, name, None), "set_epoch", None)
+            if set_epoch is not None:
+                set_epoch(self._epoch)
         return iter(self._batches)
 
 

@@ -27,7 +27,19 @@ _KIND_OF_NAME: dict[str, Kind] = {
 }
 _RAW: dict[str, torch.dtype] = {
     name: getattr(torch, name)
-    for name in ("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "uint16", "uint32", "uint64")
+    for name in (
+        "uint8",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "float16",
+        "float32",
+        "float64",
+        "uint16",
+        "uint32",
+        "uint64",
+    )
 }
 
 
@@ -58,7 +70,9 @@ def _check_shape(shape: Any, where: str) -> tuple[int, ...]:
         raise ConfigError(f"{where}: shape={shape!r}: must be a list of sizes, [] for a single value")
     for size in sizes:
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
-            raise ConfigError(f"{where}: shape={shape!r}: every size must be a whole number, 0 or more; VarLenFeature has none")
+            raise ConfigError(
+                f"{where}: shape={shape!r}: every size must be a whole number, 0 or more; VarLenFeature has none"
+            )
     return tuple(sizes)
 
 
@@ -154,7 +168,9 @@ def check_specs(features: Any) -> dict[str, Spec]:
         raise ConfigError(f"features={features!r}: must be names with FixedLenFeature, VarLenFeature or RawFeature")
     for name, spec in features.items():
         if not isinstance(name, str) or not isinstance(spec, FixedLenFeature | VarLenFeature | RawFeature):
-            raise ConfigError(f"features: {name!r}: {spec!r}: must be a name with FixedLenFeature, VarLenFeature or RawFeature")
+            raise ConfigError(
+                f"features: {name!r}: {spec!r}: must be a name with FixedLenFeature, VarLenFeature or RawFeature"
+            )
     return dict(features)
 
 
@@ -176,7 +192,9 @@ def _fill(value: Any, kind: Kind, count: int) -> Any:
         values = [value] if isinstance(value, str | bytes) else list(value)
         values = [each.encode() if isinstance(each, str) else each for each in values]
         if not all(isinstance(each, bytes) for each in values):
-            raise ConfigError(f"FixedLenFeature: default_value={value!r}: must be bytes or text, as its dtype is 'string'")
+            raise ConfigError(
+                f"FixedLenFeature: default_value={value!r}: must be bytes or text, as its dtype is 'string'"
+            )
     else:
         try:
             array = np.asarray(value).reshape(-1)
@@ -188,5 +206,7 @@ def _fill(value: Any, kind: Kind, count: int) -> Any:
     if len(values) == 1 and count != 1:
         return [values[0]] * count if isinstance(values, list) else np.repeat(values, count)
     if len(values) != count:
-        raise ConfigError(f"FixedLenFeature: default_value has {len(values)} values: must be one or {count}, as its shape")
+        raise ConfigError(
+            f"FixedLenFeature: default_value has {len(values)} values: must be one or {count}, as its shape"
+        )
     return values

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -136,14 +136,15 @@ class TFRecordDataset(IterableDataset[Any]):
         return self._position["epoch"]
 
     def set_epoch(self, epoch: int) -> None:
-        """Says with which epoch the next pass begins; for a DataLoader, whose processes always start from a fresh copy.
+        """Says which pass is the next, from 0; for a DataLoader, whose processes always start from a fresh copy.
 
         Raises:
             ConfigError: It is no whole number, 0 or more.
         """
         _check_number("epoch", epoch, 0)
-        self._next_epoch, self._jump = epoch, None
-        self._position = {"first_epoch": epoch, "epoch": epoch, "taken": 0}
+        first = epoch * (self._repeat or 1)
+        self._next_epoch, self._jump = first, None
+        self._position = {"first_epoch": first, "epoch": first, "taken": 0}
 
     def __iter__(self) -> Iterator[Any]:
         return _Pass(self)
@@ -168,7 +169,7 @@ class TFRecordDataset(IterableDataset[Any]):
                     f"{name}={value!r}: the saved position is in {what}, and does not lead to the same records; use what "
                     "it was saved with, or start the data from the beginning"
                 )
-        position = {name: state.get(name) for name in ("first_epoch", "epoch", "taken")}
+        position: dict[str, Any] = {name: state.get(name) for name in ("first_epoch", "epoch", "taken")}
         for name, value in position.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"{name}={value!r} in the saved position: must be a whole number, 0 or more")
@@ -186,7 +187,7 @@ class TFRecordDataset(IterableDataset[Any]):
                 )
             part = reading.share.divide(loader.id, loader.num_workers)
             name = f"{reading.name} {loader.id}/{loader.num_workers}"
-            reading = Reading(**{**{k: getattr(reading, k) for k in reading.__slots__}, "share": part, "name": name})
+            reading = replace(reading, share=part, name=name)
         first = jump["first_epoch"] if jump is not None else self._next_epoch
         position = jump if jump is not None else {"first_epoch": first, "epoch": first, "taken": 0}
         self._next_epoch = first + (self._repeat or 1)

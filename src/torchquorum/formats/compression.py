@@ -99,7 +99,9 @@ class PackedSource:
                 if not self._packed:
                     if self._fresh:
                         return b""
-                    raise DataError(f"{self._path}: the {self._kind} stream ends in the middle, at byte {self._read}; {_AGAIN}")
+                    raise DataError(
+                        f"{self._path}: the {self._kind} stream ends in the middle, at byte {self._read}; {_AGAIN}"
+                    )
             try:
                 data = self._unpack.decompress(self._packed, size_bytes)
             except zlib.error as error:
@@ -112,7 +114,9 @@ class PackedSource:
                 self._packed = self._unpack.unused_data
                 if self._packed and self._kind == "ZLIB":
                     place = self._read - len(self._packed)
-                    raise DataError(f"{self._path}: more bytes after the end of the ZLIB stream, from byte {place}; {_AGAIN}")
+                    raise DataError(
+                        f"{self._path}: more bytes after the end of the ZLIB stream, from byte {place}; {_AGAIN}"
+                    )
                 self._unpack = zlib.decompressobj(_WINDOW_BITS[self._kind])
                 self._fresh = True
             if data:

@@ -37,8 +37,8 @@ class Feature:
     __slots__ = ("kind", "value")
 
     def __init__(self, *, bytes_list: Any = None, float_list: Any = None, int64_list: Any = None) -> None:
-        given = dict(zip(KINDS, (bytes_list, float_list, int64_list), strict=True))
-        kinds = [kind for kind in KINDS if given[kind] is not None]
+        given: dict[Kind, Any] = dict(zip(KINDS, (bytes_list, float_list, int64_list), strict=True))
+        kinds: list[Kind] = [kind for kind in KINDS if given[kind] is not None]
         if len(kinds) > 1:
             raise ConfigError(f"Feature({', '.join(kinds)}): a feature is a list of one kind; give one of them")
         self.kind: Kind | None = kinds[0] if kinds else None
@@ -60,7 +60,9 @@ class Feature:
             return cls(bytes_list=[value])
         if isinstance(value, list | tuple):
             if not value:
-                raise ConfigError("an empty list has no kind; write Feature(int64_list=[]), or float_list or bytes_list")
+                raise ConfigError(
+                    "an empty list has no kind; write Feature(int64_list=[]), or float_list or bytes_list"
+                )
             if all(isinstance(each, bytes | bytearray | memoryview | str) for each in value):
                 return cls(bytes_list=value)
         array = _as_array(value)
@@ -237,7 +239,9 @@ def _decode(record: bytes, scanned: Scanned) -> Feature:
 def _encode_list(feature: Feature) -> bytes:
     if feature.kind == "bytes_list":
         return b"".join(encode_field(1, each) for each in feature.value)
-    packed = encode_varints(feature.value) if feature.kind == "int64_list" else np.asarray(feature.value, "<f4").tobytes()
+    packed = (
+        encode_varints(feature.value) if feature.kind == "int64_list" else np.asarray(feature.value, "<f4").tobytes()
+    )
     return encode_field(1, packed) if packed else b""
 
 

@@ -36,23 +36,16 @@ class RecordError(DataError):
     Attributes:
         path: The file.
         offset: Where the record begins, in the unpacked bytes.
+        record: Its number in the file, from 0.
+        goes_on: Whether the records after it can still be found: its length is good, its data not.
     """
 
-    def __init__(self, path: Path, offset: int, record: int | None, what: str, *, packed: bool = False) -> None:
-        self.path, self.offset = path, offset
-        which = f"record {record:,}, " if record is not None else "a record "
-        unpacked = " of the unpacked data" if packed else ""
-        super().__init__(f"{path}: {which}at byte {offset}{unpacked}: {what}")
+    def __init__(self, text: str, path: Path, offset: int, record: int, goes_on: bool = False) -> None:
+        super().__init__(text, path, offset, record, goes_on)  # all of it, for those who pass it between processes
+        self.path, self.offset, self.record, self.goes_on = path, offset, record, goes_on
 
-    def __reduce__(self) -> tuple[object, ...]:  # DataLoader carries it from one process to another
-        return _restore_error, (self.path, self.offset, str(self))
-
-
-def _restore_error(path: Path, offset: int, text: str) -> RecordError:
-    error = RecordError.__new__(RecordError)
-    DataError.__init__(error, text)
-    error.path, error.offset = path, offset
-    return error
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 def open_source(path: Path, compression: str | None) -> Source:
@@ -195,9 +188,8 @@ class RecordReader:
             wrong = masked_crc32c_many(data) != np.frombuffer(b"".join(footers), "<u4")
             if wrong.any():
                 bad = int(wrong.argmax())
-                self._failure = self._damage(
-                    places[bad] - self._place, "the data does not match its checksum", first + bad * self._stride
-                )
+                what = "the data does not match its checksum"
+                self._failure = self._damage(places[bad] - self._place, what, first + bad * self._stride, goes_on=True)
                 if bad == 0:
                     raise self._failure
                 del data[bad:], places[bad:]
@@ -253,7 +245,10 @@ class RecordReader:
         length, stored = _header.unpack(header)
         record = self._count if record is None else record
         if masked_crc32c(header[:8]) != stored:
-            self._failure = self._damage(self.offset, "the length does not match its checksum", record)
+            what = "the length does not match its checksum"
+            if record == 0:
+                what += " (is this a TFRecord file, and packed as was said?)"
+            self._failure = self._damage(self.offset, what, record)
             return 0
         if length > MAX_RECORD_BYTES:
             what = f"a length of {length:,} bytes, where at most {MAX_RECORD_BYTES:,} are allowed"
@@ -323,9 +318,11 @@ class RecordReader:
         self._failure = self._damage(self.offset, what)
         return self._failure
 
-    def _damage(self, offset: int, what: str, record: int | None = None) -> RecordError:
+    def _damage(self, offset: int, what: str, record: int | None = None, *, goes_on: bool = False) -> RecordError:
         number = self._count if record is None else record
-        return RecordError(self.path, offset, number, f"{what}; copy or write the file again", packed=self.packed)
+        unpacked = " of the unpacked data" if self.packed else ""
+        text = f"{self.path}: record {number:,}, at byte {offset}{unpacked}: {what}; copy or write the file again"
+        return RecordError(text, self.path, offset, number, goes_on)
 
 
 def read_records(path: str | Path, compression: str | None = "auto", *, verify: bool = True) -> Iterator[bytes]:

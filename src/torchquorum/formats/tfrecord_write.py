@@ -46,7 +46,7 @@ class TFRecordWriter:
     """
 
     def __init__(self, path: str | Path, compression: str | None = None) -> None:
-        self._closed = True
+        self._closed, self._finished = True, False
         kind = parse_compression(compression)
         if kind is None:
             raise ConfigError("compression='auto': a file to be written needs 'GZIP', 'ZLIB' or None")
@@ -69,7 +69,7 @@ class TFRecordWriter:
             ConfigError: It is neither, or too long, or the writer is closed.
             DataError: It cannot be written; nothing is left of the file.
         """
-        if self._closed:
+        if self._closed or self._finished:
             raise ConfigError(f"{self.path}: the writer is closed; make a new one")
         if isinstance(record, Example):
             record = record.SerializeToString()
@@ -78,26 +78,28 @@ class TFRecordWriter:
                 raise ConfigError(f"{self.path}: a record is bytes or an Example, not {type(record).__name__}")
             record = bytes(record)
         if len(record) > MAX_RECORD_BYTES:
-            raise ConfigError(f"{self.path}: a record of {len(record):,} bytes, at most {MAX_RECORD_BYTES:,} are allowed")
+            raise ConfigError(
+                f"{self.path}: a record of {len(record):,} bytes, at most {MAX_RECORD_BYTES:,} are allowed"
+            )
         self._put(frame(record))
         self.records += 1
 
     def flush(self) -> None:
         """Hands what was written, as far as it is packed, to the operating system; the file appears at `close`."""
-        if not self._closed:
+        if not self._closed and not self._finished:
             try:
                 self._file.flush()
             except OSError as error:
                 self.discard()
                 raise self._unwritable(error) from error
 
-    def close(self) -> None:
-        """Finishes the file and gives it its name; from then on it survives a loss of power.
+    def finish(self) -> None:
+        """Writes everything to the disk; the file keeps its hidden name until `publish`, for those who write several.
 
         Raises:
             DataError: It cannot be written; nothing is left of it.
         """
-        if self._closed:
+        if self._closed or self._finished:
             return
         if self._packer is not None:
             self._put(None)
@@ -105,11 +107,35 @@ class TFRecordWriter:
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
+        except OSError as error:
+            self.discard()
+            raise self._unwritable(error) from error
+        self._finished = True
+
+    def publish(self) -> None:
+        """Gives a finished file its name.
+
+        Raises:
+            DataError: It cannot get it; nothing is left of it.
+        """
+        if self._closed:
+            return
+        assert self._finished
+        try:
             self._partial.replace(self.path)
         except OSError as error:
             self.discard()
             raise self._unwritable(error) from error
         self._closed = True
+
+    def close(self) -> None:
+        """Finishes the file and gives it its name; from then on it is whole, whatever happens to this process.
+
+        Raises:
+            DataError: It cannot be written; nothing is left of it.
+        """
+        self.finish()
+        self.publish()
 
     def discard(self) -> None:
         """Gives up: what was written is removed, and a file that was there before stays."""

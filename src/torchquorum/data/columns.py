@@ -67,7 +67,6 @@ class Ints:
             (place, np.flatnonzero(lengths > place), (starts + place)[lengths > place])
             for place in range(int(lengths.max(initial=0)))
         ]
-        self.tenth = ends[lengths == 10]
 
     def decode(self, packed: Bytes) -> npt.NDArray[np.int64]:
         """Returns the numbers of each row."""

@@ -39,9 +39,7 @@ class _Template:
             for start, end in pieces:
                 mask[start:end] = 128 if ends_matter else 0
             if kind == "int64_list" and name in wanted:
-                ints = self.ints[name] = Ints(join_columns(first[np.newaxis], pieces)[0])
-                places = np.concatenate([np.arange(0), *(np.arange(start, end) for start, end in pieces)])
-                mask[places[ints.tenth]] = 254  # a tenth byte holds the 64th bit and no more
+                self.ints[name] = Ints(join_columns(first[np.newaxis], pieces)[0])
         self._columns = np.flatnonzero(mask)
         self._mask = mask[self._columns]
         self._expected = first[self._columns] & self._mask

@@ -228,6 +228,14 @@ class _Pass:
         dataset._position = self._elements.state_dict()
         return element
 
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the dataset's position."""
+        return self._dataset.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sends the dataset, and so this pass, to a position."""
+        self._dataset.load_state_dict(state)
+
     def _close(self) -> None:
         if self._elements is not None:
             self._elements = None

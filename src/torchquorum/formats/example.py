@@ -135,20 +135,17 @@ class Example:
         """
         if self.features is None:
             return b""
-        # By UTF-8 and not by UTF-16 or locale, so that names beyond ASCII come where protobuf puts them.
-        names = sorted(self.features, key=str.encode) if deterministic else self.features
-        entries = []
-        for name in names:
-            feature = self.features[name]
+        entries = [(_encode_name(name), feature) for name, feature in self.features.items()]
+        if deterministic:
+            # protobuf's Python library puts a name after those that begin with it.
+            entries.sort(key=lambda entry: (*entry[0], 256))
+        pieces = []
+        for name, feature in entries:
             content = b""
             if feature.kind is not None:
                 content = encode_field(1 + KINDS.index(feature.kind), _encode_list(feature))
-            try:
-                key = name.encode()
-            except UnicodeEncodeError:
-                raise ConfigError(f"feature {name!r}: the name must be text that UTF-8 can hold") from None
-            entries.append(encode_field(1, encode_field(1, key) + encode_field(2, content)))
-        return encode_field(1, b"".join(entries))
+            pieces.append(encode_field(1, encode_field(1, name) + encode_field(2, content)))
+        return encode_field(1, b"".join(pieces))
 
     @classmethod
     def FromString(cls, record: bytes) -> Example:
@@ -234,6 +231,13 @@ def _decode(record: bytes, scanned: Scanned) -> Feature:
     elif kind == "int64_list":
         feature.value = decode_varints(np.frombuffer(b"".join(values), np.uint8))[0]
     return feature
+
+
+def _encode_name(name: str) -> bytes:
+    try:
+        return name.encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"feature {name!r}: the name must be text that UTF-8 can hold") from None
 
 
 def _encode_list(feature: Feature) -> bytes:

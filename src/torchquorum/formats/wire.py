@@ -18,6 +18,7 @@ VARINT, FIXED64, BYTES, START_GROUP, END_GROUP, FIXED32 = range(6)
 _LONGEST_VARINT = 10
 _DEEPEST_GROUP = 100
 _FEW = 8
+_ALL_BITS = (1 << 64) - 1
 
 
 class ExampleError(DataError):
@@ -35,11 +36,9 @@ def read_varint(data: bytes, at: int, end: int) -> tuple[int, int]:
         byte = data[place]
         value |= (byte & 127) << shift
         if byte < 128:
-            if value >> 64:
-                raise _bad(at, "a number of more than 64 bits")
-            return value, place + 1
+            return value & _ALL_BITS, place + 1  # as protobuf: what is too much in the tenth byte is dropped
         shift += 7
-    raise _bad(at, "a number that does not end" if end - at < _LONGEST_VARINT else "a number of more than 64 bits")
+    raise _bad(at, "a number that does not end" if end - at < _LONGEST_VARINT else "a number of more than ten bytes")
 
 
 def fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
@@ -126,7 +125,7 @@ def decode_varints(packed: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.int64]
         The numbers, and where each of them ends: the place of its last byte.
 
     Raises:
-        ExampleError: The last number does not end, or one has more than 64 bits.
+        ExampleError: The last number does not end, or one has more than ten bytes.
     """
     ends = np.flatnonzero(packed < 128)
     if (ends[-1] if len(ends) else -1) != len(packed) - 1:
@@ -143,8 +142,8 @@ def decode_varints(packed: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.int64]
         longer = np.flatnonzero(lengths > place)
         bits = (packed[starts[longer] + place] & np.uint8(127)).astype(np.uint64)
         values[longer] |= bits << np.uint64(7 * place)
-    if longest > _LONGEST_VARINT or (longest == _LONGEST_VARINT and (packed[ends[lengths == longest]] > 1).any()):
-        raise _bad(0, "in a list, a number of more than 64 bits")
+    if longest > _LONGEST_VARINT:
+        raise _bad(0, "in a list, a number of more than ten bytes")
     return values.view(np.int64), ends
 
 
@@ -163,7 +162,7 @@ def encode_varint(value: int) -> bytes:
 def encode_varints(numbers: npt.NDArray[np.int64]) -> bytes:
     """Returns the numbers as varints, one after another; a negative one takes ten bytes."""
     if len(numbers) < _FEW:
-        return b"".join(encode_varint(int(number) & 0xFFFF_FFFF_FFFF_FFFF) for number in numbers)
+        return b"".join(encode_varint(int(number) & _ALL_BITS) for number in numbers)
     values = numbers.astype(np.int64, copy=False).view(np.uint64)
     if int(values.max()) < 128:
         return values.astype(np.uint8).tobytes()

@@ -1,0 +1,95 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import torchquorum as tq
+from torchquorum.errors import ConfigError, DataError
+from torchquorum.formats.tfrecord import read_records
+from torchquorum.formats.tfrecord_write import TFRecordWriter
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_file_appears_whole_when_the_writer_is_closed(tmp_path: Path) -> None:
+    writer = tq.TFRecordWriter(tmp_path / "file")
+    writer.write(b"one")
+    writer.write(tq.Example({"a": 1}))
+    writer.flush()
+    assert not (tmp_path / "file").exists() and len(names(tmp_path)) == 1
+    writer.close()
+    writer.close()
+    assert names(tmp_path) == ["file"]
+    assert list(read_records(tmp_path / "file")) == [b"one", tq.Example({"a": 1}).SerializeToString()]
+    assert writer.records == 2
+
+
+def test_an_exception_leaves_what_was_there(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"before")
+
+    def write_some() -> None:
+        with TFRecordWriter(tmp_path / "file") as writer:
+            writer.write(b"one")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        write_some()
+    assert names(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == b"before"
+    with TFRecordWriter(tmp_path / "file") as writer:
+        writer.write(b"one")
+    assert list(read_records(tmp_path / "file")) == [b"one"]
+
+
+def test_a_writer_that_is_never_closed_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    writer = TFRecordWriter(tmp_path / "file")
+    writer.write(b"one")
+    with pytest.warns(RuntimeWarning, match="file: its writer was never closed"):
+        del writer
+    assert names(tmp_path) == []
+
+
+def test_a_finished_file_has_no_name_until_it_is_published(tmp_path: Path) -> None:
+    writer = TFRecordWriter(tmp_path / "file", "GZIP")
+    writer.write(b"one")
+    writer.finish()
+    assert not (tmp_path / "file").exists()
+    with pytest.raises(ConfigError, match="the writer is closed"):
+        writer.write(b"two")
+    writer.publish()
+    assert list(read_records(tmp_path / "file")) == [b"one"]
+
+
+@pytest.mark.parametrize("record", ["text", None, 5, ["a"]])
+def test_only_bytes_and_examples_are_records(record: Any, tmp_path: Path) -> None:
+    with (
+        TFRecordWriter(tmp_path / "file") as writer,
+        pytest.raises(ConfigError, match="a record is bytes or an Example"),
+    ):
+        writer.write(record)
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="it cannot be written: No such file or directory"):
+        TFRecordWriter(tmp_path / "nowhere" / "file")
+    with pytest.raises(ConfigError, match="is no ordinary file"):
+        TFRecordWriter(tmp_path)
+    with pytest.raises(ConfigError, match="is no ordinary file"):
+        TFRecordWriter("/dev/null")
+    with pytest.raises(ConfigError, match="compression='auto'"):
+        TFRecordWriter(tmp_path / "file", "auto")
+    with pytest.raises(ConfigError, match="compression='bz2'"):
+        TFRecordWriter(tmp_path / "file", "bz2")
+    assert names(tmp_path) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = TFRecordWriter(tmp_path / "file")
+    writer._file.close()
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        monkeypatch.setattr(writer, "_file", full)
+        with pytest.raises(DataError, match="file: it cannot be written: No space left on device"):
+            writer.write(b"x" * 100)
+    assert names(tmp_path) == []

@@ -146,3 +146,47 @@ def test_a_run_ends_for_everybody_when_its_time_is_up(tmp_path: Path) -> None:
     _, _, started = run(10**9, tmp_path, max_seconds=0.5)
     assert started == 0
     assert list_checkpoints(tmp_path)[-1].step > 0
+
+
+def train_on_records(files: str, last_step: int, logdir: Path | None) -> tuple[list[torch.Tensor], int]:
+    """Two workers that read TFRecord files, each its share, shuffled and read ahead."""
+    cluster = Cluster(workers=2)
+    all_in = threading.Barrier(2)
+    features = {"x": tq.FixedLenFeature([37], torch.float32), "y": tq.FixedLenFeature([], torch.int64)}
+
+    def work(task: Task) -> Any:
+        with _LOCK:
+            model = Net()
+        dataset = tq.TFRecordDataset(
+            files, features, batch_size=8, shuffle=30, repeat=None, prefetch=3, share=(task.index, task.num_workers)
+        )
+        batches = iter(dataset)
+        optimizer = tq.Optimizer(OPTIMIZERS["adam"](model), rule=tq.Sync())
+        with tq.Session(
+            task, model, optimizer, last_step=last_step, logdir=logdir, data=dataset, patience=PATIENCE
+        ) as session:
+            all_in.wait(20)
+            started = session.global_step
+            while not session.should_stop():
+                batch = next(batches)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(batch["x"], True), batch["y"]).backward()
+                optimizer.step()
+            session.pull()
+        return [p.detach().clone() for p in model.parameters()], started
+
+    return cluster.run(work, work)[0]
+
+
+def test_a_run_that_reads_tfrecord_files_is_resumed_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    for part in range(3):
+        with tq.TFRecordWriter(tmp_path / f"train-{part}") as writer:
+            for row in range(part * 40, part * 40 + 40):
+                writer.write(tq.Example({"x": X[row], "y": int(Y[row])}))
+    files = str(tmp_path / "train-*")
+    whole, _ = train_on_records(files, 14, None)
+    train_on_records(files, 3, tmp_path / "run")
+    _, started = train_on_records(files, 8, tmp_path / "run")
+    assert started == 3
+    resumed, started = train_on_records(files, 14, tmp_path / "run")
+    assert started == 8 and same(resumed, whole)

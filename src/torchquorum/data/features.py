@@ -189,7 +189,7 @@ def decode_raw(data: bytes, dtype: Any = torch.uint8) -> torch.Tensor:
 def _fill(value: Any, kind: Kind, count: int) -> Any:
     """Returns a default value as the list of an example."""
     if kind == "bytes_list":
-        values = [value] if isinstance(value, str | bytes) else list(value)
+        values = list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
         values = [each.encode() if isinstance(each, str) else each for each in values]
         if not all(isinstance(each, bytes) for each in values):
             raise ConfigError(

@@ -177,10 +177,9 @@ class TFRecordDataset(IterableDataset[Any]):
 
     def _start(self) -> tuple[Position, Iterator[Any], Any]:
         """Begins a pass, at the position that was loaded if one was; returns that, what to iterate over and what to close."""
-        jump, self._jump = self._jump, None
         reading, loader = self._reading, get_worker_info()
         if loader is not None:
-            if jump is not None:
+            if self._jump is not None:
                 raise ConfigError(
                     "the processes of a DataLoader cannot take up a position; use num_workers=0, or give "
                     "tq.Prefetcher(loader) a position instead"
@@ -188,6 +187,7 @@ class TFRecordDataset(IterableDataset[Any]):
             part = reading.share.divide(loader.id, loader.num_workers)
             name = f"{reading.name} {loader.id}/{loader.num_workers}"
             reading = replace(reading, share=part, name=name)
+        jump, self._jump = self._jump, None
         first = jump["first_epoch"] if jump is not None else self._next_epoch
         position = jump if jump is not None else {"first_epoch": first, "epoch": first, "taken": 0}
         self._next_epoch = first + (self._repeat or 1)

@@ -7,10 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
-import torchquorum as tq
-
 TORCHQUORUM = [sys.executable, "-m", "torchquorum.cli.main"]
 GOLDEN = Path(__file__).parents[1] / "golden" / "mnist_200.tfrecords"
 
@@ -38,63 +34,6 @@ def test_mnist_becomes_the_file_that_tensorflow_wrote_and_inspect_shows_it(tmp_p
         ["'label'", "int64_list", "1", "5"],
         ["'image_raw'", "bytes_list", "1", "784", "bytes"],
     ]
-
-
-def test_shards_hold_every_image_once_and_are_not_overwritten_unasked(tmp_path: Path) -> None:
-    done = run("data", "tfrecord", "--split=test", "--limit=1003", "--shards=4", "--compression=gzip", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert names(tmp_path / "mnist") == [f"test-0000{i}-of-00004" for i in range(4)]
-    assert "mnist/test-00000-of-00004 to test-00003-of-00004, 4 files: 1,003 examples" in done.stdout
-    features = {"label": tq.FixedLenFeature([], "int64")}
-    labels = [x["label"].item() for x in tq.TFRecordDataset(str(tmp_path / "mnist" / "test-*"), features)]
-    assert labels == tq.load_mnist().test.labels[:1003].tolist()
-
-    again = run("data", "tfrecord", "--split=test", "--limit=5", "--shards=4", cwd=tmp_path)
-    assert again.returncode == 2 and "and 3 more: there already; --force replaces it" in again.stderr
-    other = run("data", "tfrecord", "--split=test", "--limit=5", "--shards=2", cwd=tmp_path)
-    assert other.returncode == 2 and "is one of another number of shards, and test-* would read both" in other.stderr
-    forced = run("data", "tfrecord", "--split=test", "--limit=5", "--shards=2", "--force", cwd=tmp_path)
-    assert forced.returncode == 0, forced.stderr
-    assert names(tmp_path / "mnist") == ["test-00000-of-00002", "test-00001-of-00002"]
-
-
-def test_inspect_names_all_damage_and_goes_on_where_it_can(tmp_path: Path) -> None:
-    body = bytearray(GOLDEN.read_bytes())
-    body[860 * 3 + 100] ^= 1
-    body[860 * 150 + 100] ^= 1
-    (tmp_path / "bad").write_bytes(body[: 860 * 180 + 7])
-    (tmp_path / "text").write_text("no records, but some text that anybody may have written")
-    done = run("data", "inspect", "bad", cwd=tmp_path)
-    assert done.returncode == 1
-    assert "bad: 180 records" in done.stdout and "DAMAGED" in done.stdout
-    for record, offset in ((3, 860 * 3), (150, 860 * 150), (180, 860 * 180)):
-        assert f"bad: record {record}, at byte {offset}: " in done.stdout
-    assert "the file ends in the record's length, after 7 of 12 bytes" in done.stdout
-    text = run("data", "inspect", "text", cwd=tmp_path)
-    assert text.returncode == 1 and "text: record 0, at byte 0: " in text.stdout
-    assert "is this a TFRecord file" in text.stdout
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["inspect", "nothing-*"], "nothing-*: no file matches"),
-        (["inspect", "nowhere"], "nowhere: there is no such file"),
-        (["tfrecord", "--limit=3", "--shards=5"], "--shards 5: there are only 3 images"),
-        (
-            ["tfrecord", "--limit=3", "--shards=2", "--output=file"],
-            "--output file: is a file, and --shards wants a folder",
-        ),
-        (["tfrecord", "--limit=3", "--output=file/x"], "the folder cannot be made"),
-        (["tfrecord", "--compression=bz2"], "bz2"),
-        (["tfrecord", "--shards=0"], "--shards"),
-    ],
-)
-def test_mistakes_are_told_without_a_traceback(arguments: list[str], message: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    done = run("data", *arguments, cwd=tmp_path)
-    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
-    assert names(tmp_path) == ["file"]
 
 
 def test_ctrl_c_leaves_no_file(tmp_path: Path) -> None:

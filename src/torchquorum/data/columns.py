@@ -57,7 +57,8 @@ class Ints:
     """Where the varints of a row stand, which is the same for all rows that look alike."""
 
     def __init__(self, packed: Bytes) -> None:
-        _, ends = decode_varints(packed)
+        decode_varints(packed)  # raises where they are none
+        ends = np.flatnonzero(packed < 128)
         starts = np.concatenate(([0], ends[:-1] + 1)) if len(ends) else ends
         lengths = ends - starts + 1
         self.count = len(ends)
@@ -168,21 +169,29 @@ class _NumberColumn:
         return torch.from_numpy(self._out.reshape(len(self._out), *self._spec.shape))
 
     def _decode(self) -> None:
+        if len(self._rows) == 1:
+            values = _numbers(self._packed[0], (self._kind, [(0, len(self._packed[0]))], True), self._rows[0])
+            if len(values) != self._size:
+                self._blame()
+            self._out[self._rows[0]] = values
+            return
         joined = b"".join(self._packed)
         if self._kind == "float_list":
             if any(len(packed) != 4 * self._size for packed in self._packed):
                 self._blame()
             self._out[self._rows] = np.frombuffer(joined, "<f4").reshape(-1, self._size)
             return
-        boundaries = np.cumsum([len(packed) for packed in self._packed])
+        lengths = np.array([len(packed) for packed in self._packed])
+        ends, numbers = np.cumsum(lengths), np.frombuffer(joined, np.uint8)
         try:
-            values, ends = decode_varints(np.frombuffer(joined, np.uint8))
+            values, continued = decode_varints(numbers)
         except ExampleError:
             self._blame()
             raise
-        # The last number of every row must end where the row does, and so many must lie between two ends.
-        last = np.arange(1, len(self._rows) + 1) * self._size - 1
-        if len(values) != len(self._rows) * self._size or (self._size and (ends[last] != boundaries - 1).any()):
+        # Where a row ends, a number must have ended, and as many of them as the rows up to there should hold.
+        unfinished = (numbers[ends[lengths > 0] - 1] > 127).any()
+        ended = ends - np.searchsorted(continued, ends)
+        if unfinished or (ended != np.arange(1, len(ends) + 1) * self._size).any():
             self._blame()
         self._out[self._rows] = values.reshape(-1, self._size)
 

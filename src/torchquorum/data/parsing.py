@@ -21,8 +21,8 @@ from torchquorum.formats.wire import ExampleError
 
 _FEWEST_ALIKE = 4  # a template for fewer rows costs more than it saves
 _TEMPLATES_PER_LENGTH = 4
-_MOST_TEMPLATES = 64
-_MOST_TRIALS = 256  # templates that were made in vain before none are made any more
+_MOST_LENGTHS = 64
+_MOST_TRIALS = 64  # after so many templates that nothing else looked like, no more are made
 
 
 class _Template:
@@ -81,7 +81,9 @@ class BatchParser:
         Raises:
             RowError: The record is no example or not of this kind.
         """
-        return {name: values[0] for name, values in self.parse([record]).items()}
+        columns = {name: make_column(name, spec, 1) for name, spec in self._specs.items()}
+        self._put(0, record, columns)
+        return {name: column.finish()[0] for name, column in columns.items()}
 
     def _put(self, row: int, record: bytes, columns: Mapping[str, Column]) -> None:
         try:
@@ -115,10 +117,13 @@ class BatchParser:
             if len(numbers) == 0:
                 break
             rows, numbers, matrix = self._fill_matching(template, rows, numbers, matrix, columns)
-        if len(numbers) >= _FEWEST_ALIKE and (template := self._make_template(matrix[0].tobytes(), columns)):
+        if len(numbers) >= _FEWEST_ALIKE and (template := self._make_template(matrix[0].tobytes())):
             before = len(numbers)
             rows, numbers, matrix = self._fill_matching(template, rows, numbers, matrix, columns)
-            self._trials += before - len(numbers) < _FEWEST_ALIKE
+            if before - len(numbers) >= _FEWEST_ALIKE:
+                self._keep(length, template)
+            else:
+                self._trials += 1
         return numbers.tolist()
 
     def _fill_matching(
@@ -140,10 +145,9 @@ class BatchParser:
             return [], numbers[:0], matrix[:0]
         return numbers[~alike], numbers[~alike], matrix[~alike]
 
-    def _make_template(self, record: bytes, columns: Mapping[str, Column]) -> _Template | None:
+    def _make_template(self, record: bytes) -> _Template | None:
         """Makes a template of a record that is what the specifications say; of another one, none."""
-        known = self._templates.get(len(record), [])
-        if len(known) >= _TEMPLATES_PER_LENGTH or self._trials >= _MOST_TRIALS:
+        if len(self._templates.get(len(record), ())) >= _TEMPLATES_PER_LENGTH or self._trials >= _MOST_TRIALS:
             return None
         try:
             found = scan(record) or {}
@@ -154,10 +158,12 @@ class BatchParser:
             template = _Template(record, found, self._specs)
         except ExampleError:
             return None  # taken apart by itself, it says what is wrong
-        if len(self._templates) >= _MOST_TEMPLATES:
-            self._templates.clear()
-        self._templates.setdefault(len(record), []).append(template)
         return template
+
+    def _keep(self, length: int, template: _Template) -> None:
+        if len(self._templates) >= _MOST_LENGTHS:
+            self._templates.clear()
+        self._templates.setdefault(length, []).append(template)
 
 
 def parse_single_example(serialized: bytes, features: Specs) -> dict[str, Any]:

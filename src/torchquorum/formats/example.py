@@ -14,7 +14,15 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from torchquorum.errors import ConfigError
-from torchquorum.formats.wire import BYTES, ExampleError, decode_varints, encode_field, encode_varints, fields
+from torchquorum.formats.wire import (
+    BYTES,
+    ExampleError,
+    decode_varints,
+    encode_field,
+    encode_varints,
+    fields,
+    read_length,
+)
 
 Kind: TypeAlias = Literal["bytes_list", "float_list", "int64_list"]
 KINDS: tuple[Kind, ...] = ("bytes_list", "float_list", "int64_list")
@@ -172,6 +180,12 @@ def scan(record: bytes) -> dict[str, Scanned] | None:
     Raises:
         ExampleError: The bytes are no example.
     """
+    try:
+        usual = _scan_usual(record)
+    except (IndexError, UnicodeDecodeError, ExampleError):
+        usual = None  # the long way says what is wrong, if anything is
+    if usual is not None:
+        return usual
     found: dict[str, Scanned] | None = None
     for tag, start, end in fields(record, 0, len(record)):
         if tag == _FIELD_1:
@@ -181,6 +195,50 @@ def scan(record: bytes) -> dict[str, Scanned] | None:
                 if inner_tag == _FIELD_1:
                     name, feature = _scan_entry(record, inner_start, inner_end)
                     found[name] = feature
+    return found
+
+
+def _scan_usual(record: bytes) -> dict[str, Scanned] | None:
+    """Finds the features of an example that is encoded as everybody does it, in a third of the time; None of another."""
+    found: dict[str, Scanned] = {}
+    size = len(record)
+    if size == 0 or record[0] != _FIELD_1:
+        return None
+    length, at = read_length(record, 1)
+    if at + length != size:
+        return None
+    while at < size:
+        if record[at] != _FIELD_1:
+            return None
+        length, at = read_length(record, at + 1)
+        end = at + length
+        if end > size or record[at] != _FIELD_1:
+            return None
+        length, start = read_length(record, at + 1)
+        at = start + length
+        name = record[start:at].decode()
+        if at >= end or record[at] != _FIELD_2:
+            return None
+        length, at = read_length(record, at + 1)
+        if at + length != end:
+            return None
+        kind, pieces = None, []
+        if length:
+            kind = _KIND_OF_TAG.get(record[at])
+            length, at = read_length(record, at + 1)
+            if kind is None or at + length != end:
+                return None
+            while at < end:
+                if record[at] != _FIELD_1:
+                    return None
+                length, start = read_length(record, at + 1)
+                at = start + length
+                pieces.append((start, at))
+                if kind == "float_list" and length % 4:
+                    return None
+        if at != end:
+            return None
+        found[name] = (kind, pieces, True)
     return found
 
 

@@ -41,6 +41,17 @@ def read_varint(data: bytes, at: int, end: int) -> tuple[int, int]:
     raise _bad(at, "a number that does not end" if end - at < _LONGEST_VARINT else "a number of more than ten bytes")
 
 
+def read_length(data: bytes, at: int) -> tuple[int, int]:
+    """Returns the length that stands at `at`, and where it ends; an IndexError says that the bytes have ended."""
+    byte = data[at]
+    if byte < 128:
+        return byte, at + 1
+    following = data[at + 1]
+    if following < 128:
+        return byte & 127 | following << 7, at + 2
+    return read_varint(data, at, len(data))
+
+
 def fields(data: bytes, at: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Yields (tag, start, end) of each field of the message in data[at:end]; a field of BYTES without its length.
 
@@ -122,29 +133,32 @@ def decode_varints(packed: npt.NDArray[np.uint8]) -> tuple[npt.NDArray[np.int64]
     """Decodes varints that follow one another.
 
     Returns:
-        The numbers, and where each of them ends: the place of its last byte.
+        The numbers, and the places of all bytes that are not the last one of their number.
 
     Raises:
         ExampleError: The last number does not end, or one has more than ten bytes.
     """
-    ends = np.flatnonzero(packed < 128)
-    if (ends[-1] if len(ends) else -1) != len(packed) - 1:
+    continued = np.flatnonzero(packed > 127)
+    if len(continued) == 0:
+        return packed.astype(np.int64), continued
+    if continued[-1] == len(packed) - 1:
         raise _bad(len(packed), "in a list, a number that does not end")
-    if len(ends) == len(packed):
-        return packed.astype(np.int64), ends
-    starts = np.empty_like(ends)
-    starts[0] = 0
-    starts[1:] = ends[:-1] + 1
-    lengths = ends - starts + 1
-    longest = int(lengths.max())
-    values = (packed[starts] & np.uint8(127)).astype(np.uint64)
-    for place in range(1, min(longest, _LONGEST_VARINT)):
-        longer = np.flatnonzero(lengths > place)
-        bits = (packed[starts[longer] + place] & np.uint8(127)).astype(np.uint64)
-        values[longer] |= bits << np.uint64(7 * place)
-    if longest > _LONGEST_VARINT:
+    values = packed[packed < 128].astype(np.uint64)
+    # Before each of these bytes, as many numbers have ended as bytes stand there that are none of them.
+    numbers = continued - np.arange(len(continued))
+    first = np.flatnonzero(np.concatenate(([True], numbers[1:] != numbers[:-1])))
+    counts = np.diff(np.append(first, len(numbers)))
+    most = int(counts.max())
+    if most >= _LONGEST_VARINT:
         raise _bad(0, "in a list, a number of more than ten bytes")
-    return values.view(np.int64), ends
+    long = numbers[first]
+    some = values[long] << (7 * counts).astype(np.uint64)
+    for place in range(most):
+        longer = counts > place
+        bits = (packed[continued[first[longer] + place]] & np.uint8(127)).astype(np.uint64)
+        some[longer] |= bits << np.uint64(7 * place)
+    values[long] = some
+    return values.view(np.int64), continued
 
 
 def encode_varint(value: int) -> bytes:

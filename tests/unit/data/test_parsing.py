@@ -216,7 +216,7 @@ def test_types_are_taken_in_every_spelling(dtype: Any) -> None:
     [
         (lambda: tq.FixedLenFeature([], torch.int32), "an example holds torch.int64, torch.float32 and 'string'"),
         (lambda: tq.FixedLenFeature([-1], torch.int64), "every size must be a whole number, 0 or more"),
-        (lambda: tq.FixedLenFeature("3", torch.int64), "must be a list of sizes"),
+        (lambda: tq.FixedLenFeature("3", torch.int64), "must be a list of sizes"),  # pyright: ignore
         (lambda: tq.FixedLenFeature([3], torch.int64, [1, 2]), "default_value has 2 values: must be one or 3"),
         (lambda: tq.FixedLenFeature([], torch.int64, 1.5), "must be numbers of its dtype"),
         (lambda: tq.FixedLenFeature([], "string", 5), "default_value"),

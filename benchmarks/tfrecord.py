@@ -4,7 +4,7 @@
 
 Every measurement is repeated in turn, and the median printed. Seconds are those of the processor (all threads of this process
 together), so that a busy machine changes little; the files come from the page cache. `--peers` adds protobuf's own parser on
-the same records, and the `tfrecord` package if it is installed.
+the same records.
 """
 
 import argparse
@@ -114,7 +114,7 @@ def peers(folder: Path) -> dict[str, Callable[[], float]]:
         values = getattr(feature[name], kind).value
         return list(values), feature["label"].int64_list.value[0]
 
-    found: dict[str, Callable[[], float]] = {
+    return {
         "protobuf, image_raw": lambda: count(
             protobuf(record, "image_raw", "bytes_list") for record in tq.read_records(folder / "raw")
         ),
@@ -122,12 +122,6 @@ def peers(folder: Path) -> dict[str, Callable[[], float]]:
             protobuf(record, "image", "int64_list") for record in tq.read_records(folder / "ints")
         ),
     }
-    try:
-        from tfrecord import tfrecord_loader
-    except ImportError:
-        return found
-    kinds = {"image_raw": "byte", "label": "int"}
-    return {**found, "tfrecord, image_raw": lambda: count(tfrecord_loader(str(folder / "raw"), None, kinds))}
 
 
 def main() -> None:

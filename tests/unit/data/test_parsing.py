@@ -88,7 +88,7 @@ def data_sets(draw: Any) -> tuple[list[bytes], dict[str, Any]]:
     return records, {name: features[name] for name in wanted}
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(data_sets())
 def test_batches_equal_examples_parsed_one_by_one(data_set: tuple[list[bytes], dict[str, Any]]) -> None:
     records, features = data_set
@@ -101,7 +101,7 @@ def test_batches_equal_examples_parsed_one_by_one(data_set: tuple[list[bytes], d
             assert same(values, expected[name]), name
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(data_sets(), st.data())
 def test_a_batch_is_refused_exactly_if_one_of_its_examples_is(
     data_set: tuple[list[bytes], dict[str, Any]], data: Any
@@ -123,7 +123,7 @@ def test_a_batch_is_refused_exactly_if_one_of_its_examples_is(
         assert all(same(batch[name], expected[name]) for name in features)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(st.lists(st.binary(max_size=40), min_size=1, max_size=8))
 def test_arbitrary_bytes_raise_nothing_but_our_error(records: list[bytes]) -> None:
     features = {"a": tq.VarLenFeature(torch.int64), "b": tq.FixedLenFeature([], torch.float32, default_value=0.0)}

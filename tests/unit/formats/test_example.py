@@ -89,13 +89,13 @@ LIKELY = st.sampled_from(
 )
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.lists(LIKELY | st.integers(0, 255), max_size=40).map(bytes))
 def test_arbitrary_bytes_get_the_verdict_that_protobuf_gives(record: bytes) -> None:
     assert_same_verdict(record)
 
 
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(EXAMPLES, st.data())
 def test_damaged_examples_get_the_verdict_that_protobuf_gives(features: dict[str, Feature], data: Any) -> None:
     record = bytearray(to_real(features).SerializeToString())

@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from torchquorum.data.features import FixedLenFeature, RawFeature, VarLenFeature, decode_raw
     from torchquorum.data.parsing import parse_example, parse_single_example
     from torchquorum.data.tfrecords import TFRecordDataset
-    from torchquorum.errors import TorchQuorumError
+    from torchquorum.errors import DeviceError, TorchQuorumError
     from torchquorum.formats.example import Example, Feature
     from torchquorum.formats.tfrecord import RecordError, read_records
     from torchquorum.formats.tfrecord_write import TFRecordWriter
     from torchquorum.launcher.functions import LaunchError, launch
     from torchquorum.rules import Async, Bounded, Buffered, Rule, Sync
+    from torchquorum.session.config import ConfigProto, GPUOptions
     from torchquorum.session.evaluation import EvaluateHook, FinalAccuracyHook
     from torchquorum.session.hooks import Hook, Ran
     from torchquorum.session.join import Task, join
@@ -34,8 +35,12 @@ if TYPE_CHECKING:
     )
     from torchquorum.session.session import Session
     from torchquorum.session.summaries import SummaryHook
+    from torchquorum.worker.cannot_run import allow_soft_placement
     from torchquorum.worker.client import Step
+    from torchquorum.worker.device_scope import device
     from torchquorum.worker.optimizer import ExponentialDecay, ExponentialMovingAverage, Optimizer, schedule
+    from torchquorum.worker.place import place
+    from torchquorum.worker.placement_log import constant, log_device_placement
     from torchquorum.worker.regularizer import l2_regularizer
 
 __version__ = "0.1.0"
@@ -46,7 +51,9 @@ _HOMES = {
     "Bounded": "rules",
     "Buffered": "rules",
     "ClusterSpec": "cluster",
+    "ConfigProto": "session.config",
     "Coordinator": "data.coordinator",
+    "DeviceError": "errors",
     "EvaluateHook": "session.evaluation",
     "Example": "formats.example",
     "ExponentialDecay": "worker.optimizer",
@@ -54,6 +61,7 @@ _HOMES = {
     "Feature": "formats.example",
     "FinalAccuracyHook": "session.evaluation",
     "FixedLenFeature": "data.features",
+    "GPUOptions": "session.config",
     "Hook": "session.hooks",
     "LaunchError": "launcher.functions",
     "LogHook": "session.ready",
@@ -78,13 +86,18 @@ _HOMES = {
     "TaskId": "cluster",
     "TorchQuorumError": "errors",
     "VarLenFeature": "data.features",
+    "allow_soft_placement": "worker.cannot_run",
+    "constant": "worker.placement_log",
     "decode_raw": "data.features",
+    "device": "worker.device_scope",
     "join": "session.join",
     "l2_regularizer": "worker.regularizer",
     "launch": "launcher.functions",
     "load_mnist": "data",
+    "log_device_placement": "worker.placement_log",
     "parse_example": "data.parsing",
     "parse_single_example": "data.parsing",
+    "place": "worker.place",
     "read_records": "formats.tfrecord",
     "schedule": "worker.optimizer",
 }
@@ -95,7 +108,9 @@ __all__ = [
     "Bounded",
     "Buffered",
     "ClusterSpec",
+    "ConfigProto",
     "Coordinator",
+    "DeviceError",
     "EvaluateHook",
     "Example",
     "ExponentialDecay",
@@ -103,6 +118,7 @@ __all__ = [
     "Feature",
     "FinalAccuracyHook",
     "FixedLenFeature",
+    "GPUOptions",
     "Hook",
     "LaunchError",
     "LogHook",
@@ -127,13 +143,18 @@ __all__ = [
     "TaskId",
     "TorchQuorumError",
     "VarLenFeature",
+    "allow_soft_placement",
+    "constant",
     "decode_raw",
+    "device",
     "join",
     "l2_regularizer",
     "launch",
     "load_mnist",
+    "log_device_placement",
     "parse_example",
     "parse_single_example",
+    "place",
     "read_records",
     "schedule",
 ]

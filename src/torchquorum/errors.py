@@ -54,3 +54,7 @@ class ConfigError(TorchQuorumError):
 
 class NonfiniteError(TorchQuorumError):
     """Every gradient of a worker holds NaN or infinity."""
+
+
+class DeviceError(TorchQuorumError):
+    """A device is misspelt or not there, belongs to another task, or cannot run an operation."""

@@ -14,7 +14,9 @@ from typing import Any
 import msgspec
 
 from torchquorum.errors import ConfigError
+from torchquorum.placement.devices import DeviceName
 from torchquorum.rules import parse_rule
+from torchquorum.session.config import check_fraction
 
 MODEL_NAMES = ("softmax", "mlp", "cnn")  # those of jobs.models, known here without torch
 
@@ -41,6 +43,10 @@ class MnistOptions:
         placement: round_robin or greedy.
         slice_bytes: Variables of more bytes are sliced over the ps tasks.
         logdir: The run's folder.
+        device: Where the workers compute, such as cuda:0 or /gpu:0; None for the CPU.
+        log_device_placement: Print where every variable lives and every operation of the first step runs.
+        allow_soft_placement: Use the CPU for a device that is not there or cannot run an operation.
+        gpu_memory_fraction: The share of each GPU's memory for each worker.
     """
 
     model: str = "mlp"
@@ -60,6 +66,10 @@ class MnistOptions:
     placement: str = "round_robin"
     slice_bytes: int | None = None
     logdir: str | None = None
+    device: str | None = None
+    log_device_placement: bool = False
+    allow_soft_placement: bool = False
+    gpu_memory_fraction: float | None = None
 
     def __post_init__(self) -> None:
         parse_rule(self.rule)
@@ -77,6 +87,10 @@ class MnistOptions:
             raise ConfigError(f"--average {self.average}: must be between 0 and 1, such as 0.99")
         if self.l2 < 0:
             raise ConfigError(f"--l2 {self.l2}: must be 0 or more")
+        if self.device is not None and DeviceName.parse(self.device).type == "META":
+            raise ConfigError("--device meta: tensors there have no data, so nothing can be trained; give cpu or cuda:0")
+        if self.gpu_memory_fraction is not None:
+            check_fraction(self.gpu_memory_fraction, label="--gpu-memory-fraction ")
 
     def to_json(self) -> str:
         """Returns the options as the one argument of a task."""
@@ -125,6 +139,10 @@ def train(options: MnistOptions, argv: list[str] | None = None, report: str | No
         data=batches,
         # On a local cluster all workers come, so the run is the same every time; by hand they may come minutes late.
         wait_for_workers=task.num_workers if task.source == "launcher" else 1,
+        placement=options.device,
+        log_device_placement=options.log_device_placement,
+        allow_soft_placement=options.allow_soft_placement,
+        gpu_memory_fraction=options.gpu_memory_fraction,
     ) as session:
         while not session.should_stop():
             x, y = next(batches)

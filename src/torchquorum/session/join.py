@@ -16,9 +16,11 @@ from torchquorum import env
 from torchquorum.cluster import ClusterSpec, TaskId, resolve
 from torchquorum.errors import TorchQuorumError
 from torchquorum.server.serve import Server, serve
+from torchquorum.session.config import ConfigProto, read_device_options
 from torchquorum.transport.channel import Channel
 from torchquorum.transport.inprocess import InProcessNetwork
 from torchquorum.transport.zmq_channel import ZmqChannel
+from torchquorum.worker.devices import limit_gpu_memory, settle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,6 +114,9 @@ def join(
     task_index: int | None = None,
     transport: str | None = None,
     report: str | None = None,
+    allow_soft_placement: bool | None = None,
+    gpu_memory_fraction: float | None = None,
+    config: ConfigProto | None = None,
 ) -> Task:
     """Finds this process's place in the cluster; a ps task serves here and never returns.
 
@@ -123,6 +128,9 @@ def join(
         task_index: The task's number, given directly.
         transport: auto, shm or tcp, given directly.
         report: Where ps task 0 writes the report as JSON when the job ends.
+        allow_soft_placement: Use the CPU for a device that is not there or cannot run an operation, in the whole program.
+        gpu_memory_fraction: The share of each GPU's memory that this process may take, so that several can share one.
+        config: The last two as TensorFlow's ConfigProto.
 
     Returns:
         The task. Without any cluster in sight, a task that trains alone with a ps inside this process.
@@ -132,7 +140,13 @@ def join(
         SystemExit: When a ps task has served until the end of the job.
     """
     _show_errors_without_traceback()
+    options = read_device_options(
+        config, allow_soft_placement=allow_soft_placement, gpu_memory_fraction=gpu_memory_fraction
+    )
     found = resolve(argv, cluster, job_name, task_index, transport)
+    if found is None or found.task.job != "ps":
+        settle(task=found.task if found else TaskId("worker", 0), soft=options.soft)
+        limit_gpu_memory(options.memory_fraction)
     if found is None:
         alone = Alone(report)
         say("torchquorum: no cluster given (flags, launcher or TF_CONFIG): training alone, with a ps in this process")

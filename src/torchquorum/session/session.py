@@ -33,6 +33,8 @@ from torchquorum.errors import (
 from torchquorum.formats.checkpoint import CheckpointError, load_manifest, newest_good
 from torchquorum.session import position
 from torchquorum.session.checkpoint_hook import CheckpointHook
+from torchquorum.session.config import ConfigProto, read_device_options
+from torchquorum.session.devices import SessionDevices
 from torchquorum.session.hooks import Hook, Ran, end_all
 from torchquorum.session.join import Task, say
 from torchquorum.session.position import Resumable
@@ -42,6 +44,7 @@ from torchquorum.worker.beat import Beat
 from torchquorum.worker.client import Client, Patience, Step
 from torchquorum.worker.flat import FlatParameters, describe
 from torchquorum.worker.optimizer import Optimizer
+from torchquorum.worker.place import Placement
 
 _Answer = TypeVar("_Answer")
 
@@ -69,6 +72,11 @@ class Session:
             load_state_dict; one, or several by name.
         patience: How long to wait for what.
         hooks: What to do around the loop, in this order; see `torchquorum.session.hooks`.
+        placement: Puts parts of the model on devices, see `tq.place`: a device, or a mapping from names to devices.
+        log_device_placement: Print, once, where every variable lives and every operation of the first step runs.
+        allow_soft_placement: Use the CPU for a device that is not there or cannot run an operation, instead of an error.
+        gpu_memory_fraction: The share of each GPU's memory that this process may take, so that several can share one.
+        config: The last three as TensorFlow's ConfigProto.
     """
 
     def __init__(
@@ -91,6 +99,11 @@ class Session:
         data: Resumable | Mapping[str, Resumable] | None = None,
         patience: Patience | None = None,
         hooks: Sequence[Hook] = (),
+        placement: Placement | None = None,
+        log_device_placement: bool | None = None,
+        allow_soft_placement: bool | None = None,
+        gpu_memory_fraction: float | None = None,
+        config: ConfigProto | None = None,
     ) -> None:
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
@@ -136,6 +149,14 @@ class Session:
         saver = CheckpointHook(every_s=save_every_s, every_steps=save_every_steps)
         if self.logdir is not None and task.is_chief:
             self.hooks.append(saver)
+        options = read_device_options(
+            config,
+            log_device_placement=log_device_placement,
+            allow_soft_placement=allow_soft_placement,
+            gpu_memory_fraction=gpu_memory_fraction,
+        )
+        self._devices = SessionDevices(options, model, placement)
+        self.hooks.append(self._devices)
 
     def __enter__(self) -> Session:
         if self.state is not State.NEW:
@@ -412,8 +433,11 @@ class Session:
         finally:
             self.optimizer.attach(None)
             self._end()
+        if (explained := self._devices.explain(error)) is not None:
+            raise explained from error
 
     def _end(self) -> None:
+        self._devices.close()
         self._signals.remove()
         self._close_client()
         if self.task.alone is not None:

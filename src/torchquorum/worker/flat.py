@@ -74,7 +74,8 @@ class FlatParameters:
         """Raises ConfigError if the module's parameters were moved or replaced since."""
         for i, (buffer, offset) in self._place.items():
             parameter = self.parameters[i]
-            if parameter.data_ptr() != buffer.data_ptr() + offset * buffer.element_size() and parameter.numel():
+            at = buffer.data_ptr()  # 0 on a backend whose tensors have no addresses, where this cannot be told
+            if at and parameter.data_ptr() != at + offset * buffer.element_size() and parameter.numel():
                 name = self.layout.variables[i].name
                 raise ConfigError(
                     f"parameter {name} was moved after tq.Session began; move the model to its device and dtype before"

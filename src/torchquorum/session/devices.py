@@ -1,0 +1,104 @@
+"""A session's devices: soft placement while it runs, the placement log of its first step, and what went wrong with a device.
+
+The last hook of a session; `tq.Session` closes it whatever happens.
+What always holds: after the first step nothing of the log is left in the way of an operation; the file in the run's folder
+has one writer: the chief's is placement.txt, that of worker i is placement-worker-i.txt.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from torchquorum.errors import DeviceError
+from torchquorum.session.config import DeviceOptions
+from torchquorum.session.hooks import Hook
+from torchquorum.worker.cannot_run import SoftMode, explain
+from torchquorum.worker.devices import CPU_DEVICE, accelerators, current, limit_gpu_memory, setting, tell
+from torchquorum.worker.place import Placement, place
+from torchquorum.worker.placement_log import LogMode, PlacementLog
+
+if TYPE_CHECKING:
+    from torchquorum.session.session import Session
+
+
+class SessionDevices(Hook):
+    """What a session does about devices, from its beginning to its end."""
+
+    def __init__(self, options: DeviceOptions, model: nn.Module, placement: Placement | None) -> None:
+        self._options, self._model = options, model
+        self._blocks, self._watching = ExitStack(), False
+        self._lines: list[str] = []
+        self._mode: LogMode | None = None
+        self._file: Path | None = None
+        limit_gpu_memory(options.memory_fraction)
+        if placement is not None:
+            place(model, placement, allow_soft_placement=options.soft)
+
+    def begin(self, session: Session) -> None:
+        """Says which task this is, for names of devices."""
+        for name, parameter in self._model.named_parameters():
+            if parameter.device.type == "meta":
+                raise DeviceError(
+                    f"parameter {name} is on the device meta, where tensors have no data, so it cannot be trained; put it on "
+                    "the CPU or a GPU"
+                )
+        self._blocks.enter_context(setting(task=session.task.id, soft=self._options.soft))
+
+    def after_create_session(self, session: Session) -> None:
+        """Begins to watch for what a device cannot run, and for the log; once, not again after a recovery."""
+        if not self._watching and current().soft and accelerators():
+            self._watching = True
+            self._blocks.enter_context(SoftMode())
+        if self._options.log and self._mode is None:
+            self._begin_log(session)
+
+    def before_run(self, session: Session) -> None:
+        """The first step has been computed: prints its operations and stops watching."""
+        if self._mode is not None and not self._mode.gone:
+            self._end_log()
+
+    def close(self) -> None:
+        """Takes everything away, also after an exception."""
+        if self._mode is not None and not self._mode.gone:
+            self._end_log()
+        self._blocks.close()
+
+    def explain(self, error: BaseException | None) -> DeviceError | None:
+        """Returns the error to raise instead if a device could not run an operation of the block."""
+        devices = [p.device for p in self._model.parameters() if p.device != CPU_DEVICE]
+        return explain(error, default=devices[0] if devices else None, model=self._model)
+
+    def _begin_log(self, session: Session) -> None:
+        assert session.flat is not None
+        log = PlacementLog(session.task.id, self._lines.append)
+        log.header()
+        log.variables(session.flat.layout, session.model)
+        if session.logdir is not None:
+            chief = session.task.is_chief
+            self._file = Path(session.logdir) / (
+                "placement.txt" if chief else f"placement-worker-{session.task.index}.txt"
+            )
+        self._mode = LogMode(log)
+        self._mode.open()
+
+    def _end_log(self) -> None:
+        assert self._mode is not None
+        self._mode.close()
+        if not self._lines:
+            return
+        text = "\n".join(self._lines)
+        self._lines.clear()
+        print(text, flush=True)
+        if self._file is not None:
+            try:
+                self._file.parent.mkdir(parents=True, exist_ok=True)
+                draft = self._file.with_name(f".{self._file.name}.{os.getpid()}")
+                draft.write_text(text + "\n")
+                draft.replace(self._file)
+            except OSError as error:
+                tell(f"the placement log is not in {self._file}: {error.strerror or error}", once=str(self._file))

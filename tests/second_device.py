@@ -16,7 +16,7 @@ VIEWS = ["as_strided", "view", "t", "transpose.int", "expand", "detach", "alias"
 KERNELS = [
     "add.Tensor", "sub.Tensor", "mul.Tensor", "div.Tensor", "mm", "addmm", "sum", "sum.dim_IntList", "mean", "relu",
     "threshold_backward", "ones_like", "zeros_like", "mse_loss", "mse_loss_backward", "_log_softmax",
-    "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward", "pow.Tensor_Scalar", "clone",
+    "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward", "native_batch_norm", "pow.Tensor_Scalar", "clone",
 ]  # fmt: skip
 WRITING = ["uniform_", "add_.Tensor", "mul_.Tensor", "zero_", "fill_.Scalar"]
 INTEGER_LESS = ["mm", "addmm"]
@@ -27,12 +27,20 @@ class SimTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, raw: torch.Tensor) -> "SimTensor":
-        made = torch._C._acc.create_empty_tensor(raw.shape, raw.dtype)
+        made = torch._C._acc.create_empty_tensor(raw.shape, raw.dtype)  # pyright: ignore[reportAttributeAccessIssue]
         made.__class__ = cls
         return made
 
     def __init__(self, raw: torch.Tensor) -> None:
         self.raw = raw
+
+    @property
+    def data(self) -> "SimTensor":  # pyright: ignore[reportIncompatibleVariableOverride]
+        return SimTensor(self.raw.detach())
+
+    @data.setter
+    def data(self, value: "SimTensor") -> None:
+        self.raw = value.raw  # torch would exchange the memory, which is in here
 
 
 def register() -> None:
@@ -58,7 +66,9 @@ def register() -> None:
 
 
 def unwrap(value: Any) -> Any:
-    return value.raw if isinstance(value, SimTensor) else torch.device("cpu") if isinstance(value, torch.device) else value
+    return (
+        value.raw if isinstance(value, SimTensor) else torch.device("cpu") if isinstance(value, torch.device) else value
+    )
 
 
 def kernel(name: str) -> Any:

@@ -87,10 +87,19 @@ class MnistOptions:
             raise ConfigError(f"--average {self.average}: must be between 0 and 1, such as 0.99")
         if self.l2 < 0:
             raise ConfigError(f"--l2 {self.l2}: must be 0 or more")
-        if self.device is not None and DeviceName.parse(self.device).type == "META":
-            raise ConfigError("--device meta: tensors there have no data, so nothing can be trained; give cpu or cuda:0")
+        if self.device is not None:
+            self._check_device(DeviceName.parse(self.device))
         if self.gpu_memory_fraction is not None:
             check_fraction(self.gpu_memory_fraction, label="--gpu-memory-fraction ")
+
+    def _check_device(self, name: DeviceName) -> None:
+        if name.type == "META":
+            raise ConfigError(
+                "--device meta: tensors there have no data, so nothing can be trained; give cpu or cuda:0"
+            )
+        if name.job is not None or name.task is not None:
+            own = DeviceName(type=name.type or "CPU", index=name.index)
+            raise ConfigError(f"--device {self.device}: is for every worker, so it must name no task; write {own}")
 
     def to_json(self) -> str:
         """Returns the options as the one argument of a task."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections.abc import Iterator
 from contextlib import ContextDecorator, ExitStack
 from enum import Enum
 from types import TracebackType
@@ -19,7 +20,7 @@ import torch
 import torch.utils._device as torch_device
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_any, tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from torchquorum.placement.devices import DeviceName
 from torchquorum.worker.cannot_run import SoftMode, explain
@@ -33,6 +34,7 @@ _VIEWING = (
     "narrow permute ravel reshape resolve_conj resolve_neg select split split_with_sizes squeeze swapaxes swapdims t "
     "tensor_split transpose unbind unflatten unsqueeze view_as_complex view_as_real numel result_type can_cast promote_types"
 )
+_SECRETLY_WRITING = ("batch_norm", "instance_norm")  # they change running statistics, and no version counter tells
 _OPERATORS = frozenset(f"__{side}{name}__" for name in _BINARY.split() for side in ("", "r"))
 _OPERATORS |= frozenset(f"__{name}__" for name in _UNARY.split())
 _VIEWS = frozenset(_VIEWING.split())
@@ -115,8 +117,8 @@ class Scope(TorchFunctionMode):
                 device = self._find(func)
                 kwargs = {**kwargs, "device": device} if device is not None else kwargs
         elif kind is _Kind.COMPUTE and kwargs.get("out") is None and not kwargs.get("inplace"):
-            device = first_device((args, kwargs)) if self._gather else self._find(func)
-            if device is not None and tree_any(lambda x: is_elsewhere(x, device), (args, kwargs)):
+            device = first_device(args, kwargs) if self._gather else self._find(func)
+            if device is not None and any(is_elsewhere(x, device) for x in _tensors((args, kwargs))):
                 return _run_there(func, args, kwargs, device)
         return func(*args, **kwargs)
 
@@ -144,6 +146,12 @@ class device(ContextDecorator):
         self._given = None if name is None else parse(name)
         self._soft = allow_soft_placement
         self._open: list[tuple[ExitStack, Scope]] = []
+
+    def _recreate_cm(self) -> device:
+        """As a decorator: every call, on whatever thread, has a block of its own."""
+        again = device(None, allow_soft_placement=self._soft)
+        again._given = self._given
+        return again
 
     def __enter__(self) -> DeviceName:
         outer = _scopes.stack[-1].name if _scopes.stack and self._given is not None else DeviceName()
@@ -173,10 +181,26 @@ def is_elsewhere(value: Any, device: torch.device) -> bool:
     return isinstance(value, torch.Tensor) and value.device != device and value.device.type != "meta"
 
 
-def first_device(tree: Any) -> torch.device | None:
+def first_device(*arguments: Any) -> torch.device | None:
     """Returns the device of the first tensor among the arguments of a call; meta, from which nothing can be moved, first."""
-    devices = [leaf.device for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-    return next((d for d in devices if d.type == "meta"), devices[0] if devices else None)
+    found = None
+    for tensor in _tensors(arguments):
+        if tensor.device.type == "meta":
+            return tensor.device
+        found = found or tensor.device
+    return found
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yields the tensors in nested tuples, lists and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for inner in value:
+            yield from _tensors(inner)
+    elif isinstance(value, dict):
+        for inner in value.values():
+            yield from _tensors(inner)
 
 
 def is_inside_a_block() -> bool:
@@ -197,8 +221,9 @@ def _run_there(func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
 
     args, kwargs = tree_map(move, (args, kwargs))
     result = func(*args, **kwargs)
-    for here, there, version in moved:
-        if there._version != version:
+    secretly = getattr(func, "__name__", "") in _SECRETLY_WRITING
+    for here, there, version in moved if device.type != "meta" else ():
+        if there._version != version or (secretly and not there.requires_grad):
             with torch.no_grad():
                 here.copy_(there)
     return result

@@ -103,7 +103,8 @@ def parse(name: str | torch.device | DeviceName) -> DeviceName:
     if isinstance(name, DeviceName):
         return name
     backend = torch._C._get_privateuse1_backend_name()
-    return DeviceName.parse(str(name) if isinstance(name, torch.device) else name, more_types=(backend,))
+    more = () if backend == "privateuseone" else (backend,)
+    return DeviceName.parse(str(name) if isinstance(name, torch.device) else name, more_types=more)
 
 
 def resolve(name: DeviceName, what: str, *, soft: bool | None = None) -> torch.device | None:

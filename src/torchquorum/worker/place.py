@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,17 +23,18 @@ from torch.utils._pytree import tree_map
 from torchquorum.cluster.spec import suggest
 from torchquorum.errors import DeviceError
 from torchquorum.placement.devices import DeviceName
-from torchquorum.worker.device_scope import Scope, first_device, is_elsewhere, is_inside_a_block
-from torchquorum.worker.devices import parse, resolve
+from torchquorum.worker.device_scope import Scope, first_device, is_inside_a_block
+from torchquorum.worker.devices import CPU_DEVICE, accelerators, parse, resolve
 
 Target = str | torch.device
 Placement = Target | Mapping[str, Target] | Callable[[str, Any], Target | None]
 
+_Model = TypeVar("_Model", bound=nn.Module)
 _WILD = re.compile(r"\[[^]]*\]|[*?]")
 _handles: WeakKeyDictionary[nn.Module, list[Any]] = WeakKeyDictionary()
 
 
-def place(model: nn.Module, placement: Placement, *, allow_soft_placement: bool | None = None) -> nn.Module:
+def place(model: _Model, placement: Placement, *, allow_soft_placement: bool | None = None) -> _Model:
     """Moves a model's parts to devices, and makes the inputs of each part follow at every call.
 
     Args:
@@ -122,6 +123,7 @@ def _by_pattern(model: nn.Module, placement: Mapping[str, Target]) -> Callable[[
 
 def _move(model: nn.Module, devices: Mapping[str, torch.device | None]) -> None:
     done: dict[int, tuple[str, torch.device, torch.Tensor]] = {}
+    kept: list[torch.Tensor] = []  # so that no id is given to another tensor meanwhile
     for name, module in model.named_modules(remove_duplicate=False):
         prefix = f"{name}." if name else ""
         for table in (module._parameters, module._buffers):
@@ -137,9 +139,12 @@ def _move(model: nn.Module, devices: Mapping[str, torch.device | None]) -> None:
                             "put both on the same device"
                         )
                 else:
+                    kept.append(tensor)
                     moved = _moved(tensor, device)
                     done[id(tensor)] = done[id(moved)] = (prefix + own, device, moved)
                 table[own] = moved  # pyright: ignore[reportArgumentType]
+        if isinstance(module, nn.RNNBase):
+            module._init_flat_weights()  # it keeps its weights in a list of its own
 
 
 def _moved(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -169,7 +174,10 @@ def _follow(model: nn.Module, devices: Mapping[str, torch.device | None]) -> Non
     for handle in _handles.pop(model, []):
         handle.remove()
     handles = _handles.setdefault(model, [])
-    apart = len(_devices_inside(model, "", devices)) > 1
+    everywhere = _devices_inside(model, "", devices)
+    if everywhere <= {CPU_DEVICE} and not accelerators():
+        return  # nothing can lie anywhere else, so nothing has to follow
+    apart = len(everywhere) > 1
     for name, module in model.named_modules():
         own = {t.device for t in [*module.parameters(recurse=False), *module.buffers(recurse=False)]}
         device = devices.get(name) or (next(iter(own)) if apart and len(own) == 1 else None)
@@ -178,8 +186,6 @@ def _follow(model: nn.Module, devices: Mapping[str, torch.device | None]) -> Non
             boundary = _Boundary(device, gather, len(own) > 1, module is model)
             handles.append(module.register_forward_pre_hook(boundary.before, with_kwargs=True))
             handles.append(module.register_forward_hook(boundary.after, always_call=True))
-        if isinstance(module, nn.RNNBase):
-            module._init_flat_weights()  # it keeps its weights in a list of its own
 
 
 def _devices_inside(
@@ -217,14 +223,13 @@ class _Boundary:
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Moves the inputs, and opens a block where operations could meet tensors of several devices."""
-        came_from = first_device((args, kwargs)) if self.outermost else None
+        came_from = first_device(args, kwargs) if self.outermost else None
         scope = self._scope()
         if scope is not None:
             scope.__enter__()
         _calls.stack.append((self, came_from, scope))
         if self.device is not None:
-            self._refuse_meta(module, args, kwargs)
-            args, kwargs = _to(args, self.device), _to(kwargs, self.device) if kwargs else kwargs
+            args, kwargs = _to(args, self.device, module), _to(kwargs, self.device, module) if kwargs else kwargs
         return args, kwargs
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -236,14 +241,6 @@ class _Boundary:
             scope.__exit__(None, None, None)
         return _to(output, came_from) if came_from is not None else output
 
-    def _refuse_meta(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        came_from = first_device((args, kwargs))
-        if came_from is not None and came_from.type == "meta" and self.device != came_from:
-            raise DeviceError(
-                f"module {type(module).__name__}: is on {self.device}, but its input is on meta, where tensors have no data; "
-                "put the part of the model before it on a real device, or this one on meta too"
-            )
-
     def _scope(self) -> Scope | None:
         within = is_inside_a_block()
         if self.device is not None and (self.mixed or (within and not self.gather)):
@@ -251,7 +248,21 @@ class _Boundary:
         return Scope(DeviceName(), gather=True) if self.gather else None
 
 
-def _to(tree: Any, device: torch.device) -> Any:
+def _to(tree: Any, device: torch.device, module: nn.Module | None = None) -> Any:
+    """Moves every tensor of a call's inputs (with the module) or outputs (without)."""
+
+    def move(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.device == device:
+            return value
+        if value.device.type != "meta":
+            return value.to(device)
+        if module is None:
+            return value
+        raise DeviceError(
+            f"module {type(module).__name__}: is on {device}, but its input is on meta, where tensors have no data; put the "
+            "part of the model before it on a real device, or this one on meta too"
+        )
+
     if type(tree) is tuple and len(tree) == 1 and isinstance(tree[0], torch.Tensor):
-        return (tree[0].to(device),) if is_elsewhere(tree[0], device) else tree
-    return tree_map(lambda x: x.to(device) if is_elsewhere(x, device) else x, tree)
+        return (move(tree[0]),)
+    return move(tree) if isinstance(tree, torch.Tensor) else tree_map(move, tree)

@@ -8,6 +8,7 @@ of other threads of the program, and of what torch.compile has compiled, are not
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -128,6 +129,8 @@ class LogMode(TorchDispatchMode):
         if self._entered and _get_current_dispatch_mode() is self:
             self._entered = False
             self.__exit__(None, None, None)
+            if "torch._dynamo" in sys.modules:
+                torch.compiler.reset()  # what was not compiled because it was watched shall be compiled from now on
 
     @property
     def gone(self) -> bool:

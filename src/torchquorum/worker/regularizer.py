@@ -26,6 +26,7 @@ def l2_regularizer(scale: float) -> Callable[[nn.Module | Iterable[torch.Tensor]
         chosen = [w.reshape(-1) for w in given if w.dim() >= 2 and w.requires_grad]
         if not chosen:
             return torch.zeros(())
-        return torch.stack([torch.dot(w, w) for w in chosen]).sum() * (scale / 2)
+        home = chosen[0].device  # the model may be spread over devices
+        return torch.stack([torch.dot(w, w).to(home) for w in chosen]).sum() * (scale / 2)
 
     return regularize

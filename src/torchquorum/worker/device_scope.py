@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 from torchquorum.placement.devices import DeviceName
 from torchquorum.worker.cannot_run import SoftMode, explain
-from torchquorum.worker.devices import current, parse, resolve, setting
+from torchquorum.worker.devices import accelerators, current, parse, resolve, setting
 
 # Operators, of which those of the first line have a reflected form; and what looks at a tensor without computing.
 _BINARY = "add sub mul div truediv floordiv mod pow matmul and or xor lshift rshift"
@@ -160,7 +160,7 @@ class device(ContextDecorator):
             resolve(name, "tq.device")
         blocks = ExitStack()
         blocks.enter_context(setting(soft=self._soft))
-        if current().soft and name.type not in (None, "CPU"):
+        if current().soft and name.type not in (None, "CPU") and accelerators():
             blocks.enter_context(SoftMode())
         scope = blocks.enter_context(Scope(name))
         self._open.append((blocks, scope))

@@ -84,11 +84,12 @@ def find_threads() -> set[threading.Thread]:
 
 
 def find_segments() -> set[str]:
-    """Return the names of this user's segments in /dev/shm."""
+    """Return the names of this user's segments in /dev/shm; Python's semaphores, of whatever program, are none."""
     try:
-        return {entry.name for entry in os.scandir(SHM) if entry.stat(follow_symlinks=False).st_uid == os.getuid()}
+        found = {entry.name for entry in os.scandir(SHM) if entry.stat(follow_symlinks=False).st_uid == os.getuid()}
     except OSError:  # no such folder, or a segment went while we looked
-        return {entry.name for entry in os.scandir(SHM)} if SHM.is_dir() else set()
+        found = {entry.name for entry in os.scandir(SHM)} if SHM.is_dir() else set()
+    return {name for name in found if not name.startswith("sem.")}
 
 
 def is_held_by_others(segment: str) -> bool:

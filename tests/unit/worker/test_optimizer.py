@@ -2,6 +2,7 @@
 
 import functools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -82,7 +83,7 @@ def test_a_step_outside_of_a_session_is_refused() -> None:
 def test_a_learning_rate_changed_on_the_worker_is_noticed(lr: Any) -> None:
     inner = sgd(lr)
     optimizer = tq.Optimizer(inner)
-    optimizer.attach(object())  # type: ignore[arg-type]
+    optimizer.attach(SimpleNamespace())  # type: ignore[arg-type]
     if isinstance(lr, torch.Tensor):
         inner.param_groups[0]["lr"].fill_(0.2)
     else:

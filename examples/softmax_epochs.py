@@ -44,6 +44,8 @@ parser.add_argument("--data_path", help="folder with the MNIST files (default: t
 def main() -> None:
     task = tq.join(parser=parser)  # a ps serves here until the run is over
     flags = task.flags
+    if flags.n_epochs < 1 or flags.n_epochs_print < 1:
+        parser.error("--n_epochs and --n_epochs_print must be 1 or more")
     if torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(flags.gpu_memory_fraction)
     mnist = tq.load_mnist(flags.data_path)

@@ -64,7 +64,7 @@ class Service:
         self._sent: dict[int, int] = {}
         self._idle_since: float | None = None
         self._failed = False
-        self._chief_left_at: int | None = None
+        self._chief_finished = False
         self.leader_heard_at: float | None = None
         self.parts = Parts(me.index)
         self.checkpoints: Checkpoints | None = None
@@ -357,7 +357,7 @@ class Service:
                 tally.accuracy = leave.accuracy if leave.accuracy is not None else tally.accuracy
                 self._failed |= not leave.finished
                 if leave.worker == 0:
-                    self._chief_left_at = self.leader.quorum.version
+                    self._chief_finished = leave.finished
             self.leader.leave(leave.worker, leave.incarnation, wall)
             self._check_end(now)
         if self.shard is not None:
@@ -500,9 +500,9 @@ class Service:
         dead = [i for i, w in workers.items() if not w.left]
         waited_for = missing if leader.quorum.stopped else missing + dead
         if over and (not waited_for or idle_s > LATE_S):
-            unsaved = 0 in dead or (self._chief_left_at is not None and leader.quorum.version > self._chief_left_at)
-            if unsaved and self.checkpoints is not None and self.checkpoints.save_unasked(now):
-                return  # the chief died, or left before the others, and nobody has saved the end
+            alone = 0 in dead or self._chief_finished
+            if alone and self.checkpoints is not None and self.checkpoints.save_unasked(now):
+                return  # the chief died, or was done before the others, and nobody has saved the end
             leader.end(ok=not self._failed, why="the run is over" if not self._failed else "a worker failed")
         elif not over and idle_s > IDLE_S:
             names = ", ".join(f"/job:worker/task:{i}" for i in [*missing, *dead]) or "all workers"

@@ -153,7 +153,8 @@ def join(
     if argv is None:
         sys.argv[1:] = found.remaining
     if "defaults" in found.source:
-        say(f"{found.task}: by the defaults of this program, of the cluster {found.cluster.as_dict()}")
+        ps, workers = (" ".join(addresses) for addresses in found.cluster.as_dict().values())
+        say(f"{found.task}: what no flag says is the program's default: ps at {ps}, workers at {workers}")
     if found.task.job == "ps":
         _serve(found.cluster, found.task, found.listen_fd, report)
     return Task(cluster=found.cluster, id=found.task, transport=found.transport, source=found.source, flags=flags)

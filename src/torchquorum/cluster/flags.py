@@ -30,7 +30,7 @@ EXAMPLE = " ".join(_EXAMPLES[field] for field in IDENTITY)
 _RESEMBLES = 0.85
 
 # Every spelling of a flag, and the field of ClusterFlags it fills.
-_FIELDS = {
+FIELDS = {
     "job_name": "job_name",
     "task_id": "task_index",
     "task_index": "task_index",
@@ -89,13 +89,13 @@ def parse_flags(argv: Sequence[str]) -> tuple[ClusterFlags, list[str]]:
             break
         match = _FLAG.fullmatch(token)
         name = match["name"].replace("-", "_") if match else ""
-        if match is None or name not in _FIELDS:
+        if match is None or name not in FIELDS:
             if match is not None:
                 _refuse_misspelling(token, name)
             remaining.append(token)
             continue
         text = _take_value(name, match["value"], waiting)
-        _store(found, name, _READERS[_FIELDS[name]](name, text), f"--{name}={text}")
+        _store(found, name, _READERS[FIELDS[name]](name, text), f"--{name}={text}")
     return ClusterFlags(**{field: value for field, (value, _) in found.items()}), remaining
 
 
@@ -121,7 +121,7 @@ def _refuse_misspelling(token: str, name: str) -> None:
         return difflib.SequenceMatcher(None, name.lower(), known).ratio()
 
     # `--ps_host` is understood but not recommended.
-    best = max((known for known in _FIELDS if not known.endswith("_host")), key=similarity)
+    best = max((known for known in FIELDS if not known.endswith("_host")), key=similarity)
     if similarity(best) >= _RESEMBLES:
         given = token.partition("=")[0]
         known = ", ".join(f"--{field}" for field in _EXAMPLES)
@@ -133,20 +133,20 @@ def _take_value(name: str, value: str | None, waiting: list[str]) -> str:
     if value is None:
         if not waiting or _FLAG.fullmatch(waiting[0]) or waiting[0] == "--":
             came = f"followed by {waiting[0]}" if waiting else "at the end"
-            raise FlagError(f"--{name} {came}: must have a value; write for example {_EXAMPLES[_FIELDS[name]]}")
+            raise FlagError(f"--{name} {came}: must have a value; write for example {_EXAMPLES[FIELDS[name]]}")
         value = waiting.pop(0)
     # Where single quotes quote nothing (cmd.exe), or nothing was quoted, spaces have cut the value into several.
     while waiting and not _FLAG.fullmatch(waiting[0]) and _goes_on(name, value, waiting[0]):
         value = f"{value} {waiting.pop(0)}"
     if not strip_quotes(value):
-        raise FlagError(f"--{name}={value}: must have a value; write for example {_EXAMPLES[_FIELDS[name]]}")
+        raise FlagError(f"--{name}={value}: must have a value; write for example {_EXAMPLES[FIELDS[name]]}")
     return value
 
 
 def _goes_on(name: str, value: str, following: str) -> bool:
     if value[:1] in tuple(QUOTES) and not (len(value) > 1 and value[-1] in QUOTES):
         return following[-1:] in tuple(QUOTES) or following.endswith((",", ":"))
-    if not _FIELDS[name].endswith("_hosts"):
+    if not FIELDS[name].endswith("_hosts"):
         return False
     if value.endswith(":"):
         return re.match(r"[0-9]", following) is not None
@@ -154,7 +154,7 @@ def _goes_on(name: str, value: str, following: str) -> bool:
 
 
 def _store(found: dict[str, tuple[Any, str]], name: str, value: object, given: str) -> None:
-    earlier, earlier_given = found.setdefault(_FIELDS[name], (value, given))
+    earlier, earlier_given = found.setdefault(FIELDS[name], (value, given))
     if earlier != value:
         raise FlagError(f"{earlier_given} and {given}: must agree, because they say the same thing; keep one of them")
 
@@ -175,7 +175,7 @@ def _read_hosts(name: str, text: str) -> tuple[str, ...]:
     if not hosts or not all(hosts):
         raise FlagError(
             f"--{name}={text}: must be host:port, several with one comma between them; "
-            f"write for example {_EXAMPLES[_FIELDS[name]]}"
+            f"write for example {_EXAMPLES[FIELDS[name]]}"
         )
     return hosts
 

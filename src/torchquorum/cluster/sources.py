@@ -1,4 +1,4 @@
-"""Where a task learns who it is: the program's arguments, flags, the launcher, TF_CONFIG.
+"""Where a task learns who it is: the program's arguments, flags, the launcher, TF_CONFIG, the program's defaults.
 
 `tq.join` and the CLI call `resolve`; the launcher calls `launcher_task` for each task it starts. What always holds: an
 earlier source wins, the cluster and the task are each taken from one source whole, a source that is not needed is not
@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import msgspec
@@ -33,7 +33,7 @@ class Resolved:
         cluster: All tasks.
         task: This one.
         transport: `auto`, `shm` or `tcp`.
-        source: Where it was found: `arguments`, `flags`, `launcher`, `TF_CONFIG`, or two of them joined by `and`.
+        source: Where it was found: `arguments`, `flags`, `launcher`, `TF_CONFIG`, `defaults`, or two joined by `and`.
         remaining: The program's arguments without our flags, in order.
         listen_fd: An open listening socket inherited from the launcher, for this task's address, or None.
     """
@@ -73,6 +73,7 @@ def resolve(
     job_name: str | None = None,
     task_index: int | None = None,
     transport: str | None = None,
+    defaults: ClusterFlags | None = None,
 ) -> Resolved | None:
     """Find out who this task is.
 
@@ -82,6 +83,7 @@ def resolve(
         job_name: This task's job, likewise.
         task_index: This task's index, likewise.
         transport: `auto`, `shm` or `tcp`, likewise.
+        defaults: What a flag says that was not given, where neither the launcher nor TF_CONFIG says anything.
 
     Returns:
         The task and its cluster, or None where no source names one.
@@ -90,16 +92,19 @@ def resolve(
         FlagError: A flag is misspelt or not allowed, or the task is only half described.
         ClusterError: The cluster or the task is not what it has to be.
     """
-    flags, remaining = parse_flags(sys.argv[1:] if argv is None else argv)
+    given, remaining = parse_flags(sys.argv[1:] if argv is None else argv)
+    whole = {"job_name": job_name, "task_index": task_index, "ps_hosts": cluster, "worker_hosts": cluster}
+    complete = all(value is not None or getattr(given, name) is not None for name, value in whole.items())
+    finding = None if complete else _read_environment()
+    flags, by_flags = (given, "flags") if finding is not None else _fill_in(given, defaults)
     job = flags.job_name if job_name is None else job_name
     index = flags.task_index if task_index is None else task_index
     spec = _read_cluster(cluster, flags)
-    finding = None if spec is not None and None not in (job, index) else _read_environment()
     _refuse_half(flags, spec=spec, job=job, index=index, finding=finding)
 
     sources: list[str] = []
     if spec is not None:
-        sources.append("flags" if cluster is None else "arguments")
+        sources.append(by_flags if cluster is None else "arguments")
     elif finding is not None:
         spec = finding.cluster
         sources.append(finding.source)
@@ -107,7 +112,7 @@ def resolve(
         return None
     if job is not None and index is not None:
         task = spec.find_task(job, check_index(index))
-        sources.append("arguments" if job_name is not None or task_index is not None else "flags")
+        sources.append("arguments" if job_name is not None or task_index is not None else by_flags)
     else:
         assert finding is not None
         task = finding.task
@@ -157,6 +162,17 @@ def check_index(index: int) -> int:
     if isinstance(index, bool) or not isinstance(index, int):
         raise ClusterError(f"task_index={index!r}: must be a whole number, 0 or more; give the task's place in its job")
     return index
+
+
+def _fill_in(given: ClusterFlags, defaults: ClusterFlags | None) -> tuple[ClusterFlags, str]:
+    """Return the flags with the program's defaults for what is missing, and who has spoken."""
+    if defaults is None:
+        return given, "flags"
+    missing = {f.name: getattr(defaults, f.name) for f in fields(given) if getattr(given, f.name) is None}
+    filled = replace(given, **missing)
+    if all(getattr(given, name) is None for name in IDENTITY):
+        return filled, "defaults"
+    return filled, "flags" if filled == given else "flags and defaults"
 
 
 def _read_cluster(

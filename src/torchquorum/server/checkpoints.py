@@ -78,6 +78,7 @@ class Checkpoints:
         self._leader, self._plan, self._saver, self._say = leader, leader.plan, saver, say
         self.saving: Saving | None = None
         self.last = SaveState(-1, "none", -1, "", "")
+        self._began_at = leader.quorum.version  # of this there is a checkpoint, or nothing worth one
         self._positions: dict[int, dict[int, dict[str, Any]]] = {}
         self.restored: dict[str, dict[str, Any]] = {}
         self._stood_in_at: float | None = None
@@ -121,7 +122,7 @@ class Checkpoints:
     def save_unasked(self, now: float) -> bool:
         """Saves the current version if it is not saved and the run has a folder; True while that goes on."""
         version = self._leader.quorum.version
-        if self.saving is None and self._plan.logdir is not None and version not in (0, self.last.step):
+        if self.saving is None and self._plan.logdir is not None and version not in (self._began_at, self.last.step):
             self.save(UNASKED - version, self._plan.logdir, self._plan.keep, now)
         return self.saving is not None
 

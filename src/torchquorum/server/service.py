@@ -64,6 +64,7 @@ class Service:
         self._sent: dict[int, int] = {}
         self._idle_since: float | None = None
         self._failed = False
+        self._chief_finished = False
         self.leader_heard_at: float | None = None
         self.parts = Parts(me.index)
         self.checkpoints: Checkpoints | None = None
@@ -337,6 +338,8 @@ class Service:
             return [Reply(peer, elsewhere), Reply(LEADER, have), *news]
         self.leader.quorum.seen(probe.worker, probe.incarnation, now)
         held = self.leader.held(probe.worker, probe.incarnation, probe.request)
+        if held is not None and self.checkpoints is not None:
+            held.save = self.checkpoints.wants_position(probe.worker)
         return [Reply(peer, held or (elsewhere if key is not None else m.Unknown(probe.request, self.reign)))]
 
     def _beat(self, peer: Peer, beat: m.Beat, now: float) -> list[Reply]:
@@ -353,6 +356,8 @@ class Service:
                 tally.final_loss = leave.loss if leave.loss is not None else tally.final_loss
                 tally.accuracy = leave.accuracy if leave.accuracy is not None else tally.accuracy
                 self._failed |= not leave.finished
+                if leave.worker == 0:
+                    self._chief_finished = leave.finished
             self.leader.leave(leave.worker, leave.incarnation, wall)
             self._check_end(now)
         if self.shard is not None:
@@ -495,8 +500,9 @@ class Service:
         dead = [i for i, w in workers.items() if not w.left]
         waited_for = missing if leader.quorum.stopped else missing + dead
         if over and (not waited_for or idle_s > LATE_S):
-            if 0 in dead and self.checkpoints is not None and self.checkpoints.save_unasked(now):
-                return  # the chief died and nobody has saved the end
+            alone = 0 in dead or self._chief_finished
+            if alone and self.checkpoints is not None and self.checkpoints.save_unasked(now):
+                return  # the chief died, or was done before the others, and nobody has saved the end
             leader.end(ok=not self._failed, why="the run is over" if not self._failed else "a worker failed")
         elif not over and idle_s > IDLE_S:
             names = ", ".join(f"/job:worker/task:{i}" for i in [*missing, *dead]) or "all workers"

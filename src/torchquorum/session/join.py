@@ -5,15 +5,17 @@ Called once, at the top of a program. With no cluster anywhere, the program trai
 
 from __future__ import annotations
 
+import argparse
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
 from torchquorum import env
 from torchquorum.cluster import ClusterSpec, TaskId, resolve
+from torchquorum.cluster.program import fill_in, read_program_flags
 from torchquorum.errors import TorchQuorumError
 from torchquorum.server.serve import Server, serve
 from torchquorum.session.config import ConfigProto, read_device_options
@@ -31,7 +33,8 @@ class Task:
         cluster: Who exists.
         id: Which task this is; its text is /job:worker/task:0.
         transport: auto, shm or tcp.
-        source: Where this was learnt: flags, launcher, TF_CONFIG, arguments, or alone.
+        source: Where this was learnt: flags, launcher, TF_CONFIG, arguments, defaults, or alone.
+        flags: The values of the program's own flags, if `tq.join(parser=...)` was given its parser.
         connect: Makes a channel to a ps task.
     """
 
@@ -39,6 +42,7 @@ class Task:
     id: TaskId
     transport: str = "auto"
     source: str = "arguments"
+    flags: argparse.Namespace = field(default_factory=argparse.Namespace, repr=False, compare=False)
     connect: Callable[[str, bytes], Channel] = field(default=ZmqChannel, repr=False)
     alone: Alone | None = field(default=None, repr=False)
 
@@ -109,6 +113,7 @@ def say(line: str) -> None:
 def join(
     argv: list[str] | None = None,
     *,
+    parser: argparse.ArgumentParser | None = None,
     cluster: ClusterSpec | Mapping[str, Any] | None = None,
     job_name: str | None = None,
     task_index: int | None = None,
@@ -123,6 +128,8 @@ def join(
     Args:
         argv: Where to look for flags (--job_name, --task_id, --ps_hosts, --worker_hosts, --transport). By default
             sys.argv, from which they are then removed, so that a parser of your own sees only its own flags.
+        parser: Your program's own parser. Its flags are read here, on a ps too, into `task.flags`. It may declare the
+            cluster's flags: then they are in its help, and their defaults hold where nothing else names a cluster.
         cluster: The cluster, given directly: {"ps": ["host:port"], "worker": ["host:port", ...]}.
         job_name: ps or worker, given directly.
         task_index: The task's number, given directly.
@@ -143,21 +150,28 @@ def join(
     options = read_device_options(
         config, allow_soft_placement=allow_soft_placement, gpu_memory_fraction=gpu_memory_fraction
     )
-    found = resolve(argv, cluster, job_name, task_index, transport)
+    given, defaults = sys.argv[1:] if argv is None else argv, None
+    flags = argparse.Namespace()
+    if parser is not None:
+        flags, defaults = read_program_flags(parser, given)
+    found = resolve(given, cluster, job_name, task_index, transport, defaults)
+    fill_in(flags, found)
     if found is None or found.task.job != "ps":
         settle(task=found.task if found else TaskId("worker", 0), soft=options.soft)
         limit_gpu_memory(options.memory_fraction)
     if found is None:
         alone = Alone(report)
         say("torchquorum: no cluster given (flags, launcher or TF_CONFIG): training alone, with a ps in this process")
-        return Task(
-            cluster=alone.cluster, id=TaskId("worker", 0), source="alone", connect=alone.network.connect, alone=alone
-        )
+        task = Task(cluster=alone.cluster, id=TaskId("worker", 0), source="alone", flags=flags)
+        return replace(task, connect=alone.network.connect, alone=alone)
     if argv is None:
         sys.argv[1:] = found.remaining
+    if "defaults" in found.source:
+        ps, workers = (" ".join(addresses) for addresses in found.cluster.as_dict().values())
+        say(f"{found.task}: what no flag says is the program's default: ps at {ps}, workers at {workers}")
     if found.task.job == "ps":
         _serve(found.cluster, found.task, found.listen_fd, report)
-    return Task(cluster=found.cluster, id=found.task, transport=found.transport, source=found.source)
+    return Task(cluster=found.cluster, id=found.task, transport=found.transport, source=found.source, flags=flags)
 
 
 def _serve(cluster: ClusterSpec, task: TaskId, listen_fd: int | None, report: str | None) -> None:

@@ -55,8 +55,9 @@ class NanLossError(TorchQuorumError):
 class StopAtStepHook(Hook):
     """Asks this worker's session to stop at a global step, as tf.train.StopAtStepHook.
 
-    Every worker looks after its own steps, so asynchronous workers may pass the step by up to the number of the others.
-    `tq.Session(last_step=...)` is exact: gradients beyond it are refused.
+    With `last_step` the run ends there exactly, as with `tq.Session(last_step=...)`: gradients beyond it are refused. With
+    `num_steps` every worker looks after its own steps, so asynchronous workers may pass the step by up to the number of the
+    others.
 
     Args:
         last_step: The global step to stop at.
@@ -72,6 +73,11 @@ class StopAtStepHook(Hook):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ConfigError(f"StopAtStepHook({name}={value!r}): must be a whole number, 1 or more")
         self.last_step, self._num_steps = last_step, num_steps
+
+    def begin(self, session: Session) -> None:
+        """Makes it the last step of the run, for all workers."""
+        if self.last_step is not None:
+            session.end_at(self.last_step)
 
     def after_create_session(self, session: Session) -> None:
         """Fixes the last step; a run that is there already does not make another step."""

@@ -450,6 +450,11 @@ class Session:
         self._obey_signals()
         return self._stop_asked or self._running().stopped
 
+    def end_at(self, last_step: int) -> None:
+        """Makes this the global step at which the run is over, if none was given; called before the session begins."""
+        if self._last_step is None and self._num_steps is None:
+            self._last_step = last_step
+
     def request_stop(self) -> None:
         """Makes this worker's loop end: `should_stop` is true from now on."""
         self._stop_asked = True

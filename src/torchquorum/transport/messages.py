@@ -254,13 +254,14 @@ class Variables(Message):
 
 
 class Held(Message):
-    """The request is known and waits: for what, and for whom."""
+    """The request is known and waits: for what, and for whom; meanwhile the position at version `save`, if it is not -1."""
 
     request: int
     what: str
     have: int
     need: int
     missing: list[int]
+    save: int = -1
 
 
 class Unknown(Message):

@@ -413,7 +413,9 @@ class Client:
             self._positions[answer.version] = self.capture()
             while len(self._positions) > REMEMBERED_POSITIONS:
                 del self._positions[min(self._positions)]
-        wanted = answer.version if answer.stop else answer.save
+        self._tell_position(answer.version if answer.stop else answer.save)
+
+    def _tell_position(self, wanted: int) -> None:
         at = max((v for v in self._positions if v <= wanted), default=None)
         if wanted >= 0 and at is not None:
             position = m.Position(self.index, self.incarnation, at, self._positions[at].encode())
@@ -517,6 +519,7 @@ class Client:
                 waiting.found[k] = answer, tensors
             case m.Held() if answer.request == self._request:
                 waiting.what = self._who(answer)
+                self._tell_position(answer.save)  # the chief may be waiting for it, and this worker for the chief
             case m.Unknown() if answer.request == self._request:
                 older = [other for other, (found, _) in waiting.found.items() if found.reign != answer.reign]
                 for again in (k, *older):  # what others answered before a restore does not count any more

@@ -27,6 +27,15 @@ def test_stop_at_step_ends_all_synchronous_workers_in_the_same_round() -> None:
     assert [global_step for global_step, _ in ends] == [6, 6]
 
 
+def test_stop_at_step_is_exact_with_asynchronous_workers() -> None:
+    ends = train(lambda _: [tq.StopAtStepHook(last_step=9)], last_step=None, workers=3, rule=tq.Async())
+    assert [global_step for global_step, _ in ends] == [9, 9, 9]
+
+
+def test_the_last_step_of_the_session_wins_over_that_of_a_hook() -> None:
+    assert train(lambda _: [tq.StopAtStepHook(last_step=9)], last_step=5) == [(5, 5)]
+
+
 def test_num_steps_count_from_where_the_session_starts() -> None:
     hook = tq.StopAtStepHook(num_steps=3)
     session = Pretended(global_step=40)

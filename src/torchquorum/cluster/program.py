@@ -1,0 +1,64 @@
+"""The flags of a user's program, beside those that say who a task is.
+
+`tq.join(parser=...)` calls it with the program's own argparse parser, which may declare the cluster's flags too: then they
+are in its `--help`, and their defaults describe a cluster where nobody else does. What always holds: the values that come
+back are those the task really has, whoever gave them, and a flag that nobody knows is an error with a suggestion.
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from torchquorum.cluster.flags import FIELDS, ClusterFlags, parse_flags
+from torchquorum.cluster.sources import Resolved
+from torchquorum.cluster.spec import suggest
+from torchquorum.errors import FlagError
+
+_LISTED = 12
+
+
+def read_program_flags(
+    parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[argparse.Namespace, ClusterFlags | None]:
+    """Reads a program's own flags; `--help` prints the parser's help and ends the program, as always.
+
+    Args:
+        parser: The program's parser.
+        argv: The program's arguments, without its name.
+
+    Returns:
+        The values, and what the parser's defaults say of the cluster, None if they say nothing.
+
+    Raises:
+        FlagError: A flag is not known, or a default of the parser is not allowed.
+    """
+    for action in parser._actions:
+        if FIELDS.get(action.dest):
+            action.required = False  # these are read by `parse_flags`, and argparse does not see them
+    values, unknown = parser.parse_known_args(parse_flags(argv)[1])
+    if unknown:
+        raise FlagError(_explain_unknown(parser, unknown[0]))
+    given = [f"--{name}={default}" for name in FIELDS if (default := parser.get_default(name)) is not None]
+    return values, parse_flags(given)[0] if given else None
+
+
+def fill_in(values: argparse.Namespace, found: Resolved | None) -> None:
+    """Makes the values say who the task is, whether flags, the launcher, TF_CONFIG or the defaults have said it."""
+    truth: dict[str, Any] = {"job_name": "worker", "task_index": 0, "ps_hosts": "", "worker_hosts": ""}
+    if found is not None:
+        cluster = found.cluster.as_dict()
+        hosts = {f"{job}_hosts": ",".join(addresses) for job, addresses in cluster.items()}
+        truth = {"job_name": found.task.job, "task_index": found.task.index, **hosts}
+    for name, field in FIELDS.items():
+        if field in truth and (hasattr(values, name) or not name.endswith("_host")):
+            setattr(values, name, truth[field])
+
+
+def _explain_unknown(parser: argparse.ArgumentParser, token: str) -> str:
+    known = [option.lstrip("-") for action in parser._actions for option in action.option_strings[-1:]]
+    listed = ", ".join(f"--{name}" for name in known[:_LISTED]) + (", ..." if len(known) > _LISTED else "")
+    if not token.startswith("-"):
+        return f"{token}: the program takes no argument without a flag; its flags are {listed}"
+    hint = suggest(token.partition("=")[0].lstrip("-"), known)
+    change = hint.replace("mean ", "mean --") if hint else "python program.py --help says what each is for"
+    return f"{token.partition('=')[0]}: no such flag, this program has {listed}; {change}"

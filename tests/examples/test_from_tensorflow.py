@@ -1,0 +1,47 @@
+"""docs/from-tensorflow.md answers for every name of TensorFlow in the tutorials, and for every example."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import torchquorum
+from tests.examples.tensorflow_names import ARGUMENTS, FLAGS, METHODS, NAMES
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "from-tensorflow.md").read_text()
+ROWS = [line for line in TEXT.splitlines() if line.startswith("| ")]
+# Devices, towers, TFRecord and graphs, which are built beside this page.
+BESIDE = {
+    *("ConfigProto", "constant", "device", "place", "log_device_placement", "allow_soft_placement", "Towers"),
+    *("TFRecordDataset", "parse_single_example", "FixedLenFeature", "decode_raw"),
+    *("Graph", "GraphSession", "Server", "connect"),
+}
+INDEX = (ROOT / "examples" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("names", [NAMES, METHODS, FLAGS, ARGUMENTS], ids=["names", "methods", "flags", "arguments"])
+def test_every_name_of_the_tutorials_has_a_row(names: list[str]) -> None:
+    left_cells = "\n".join(row.split(" | ")[0] for row in ROWS)
+    known = set(re.findall(r"`([^`(=]+)[^`]*`", left_cells))
+    assert not [name for name in names if name not in known]
+
+
+def test_every_name_of_ours_on_the_page_exists() -> None:
+    ours = set(re.findall(r"\btq\.([A-Za-z_0-9]+)", TEXT + INDEX))
+    assert len(ours) > 30
+    assert not sorted(ours - set(torchquorum.__all__) - BESIDE)
+
+
+def test_every_program_of_the_examples_is_in_the_index_and_on_the_page() -> None:
+    programs = {p.name for p in (ROOT / "examples").iterdir() if p.is_dir() or p.suffix == ".py"}
+    programs -= {"__pycache__"}
+    assert not [program for program in programs if program not in INDEX]
+    tutorials = programs - {"mnist", "mnist_inference.py", "notebook"}
+    assert not [program for program in tutorials if program not in TEXT]
+
+
+def test_every_link_leads_somewhere() -> None:
+    for page, text in ((ROOT / "docs", TEXT), (ROOT / "examples", INDEX)):
+        for target in re.findall(r"\]\(([^)#]+)", text):
+            assert target.startswith("http") or (page / target).exists(), target

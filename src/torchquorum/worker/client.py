@@ -20,13 +20,16 @@ import torch
 
 import torchquorum.transport.messages as m
 from torchquorum.cluster import ClusterSpec, TaskId
-from torchquorum.errors import ClusterError, ConfigError, DeadlineError, LostPlaceError, RefusedError, TaskLostError
+from torchquorum.errors import ClusterError, DeadlineError, RefusedError, TaskLostError
 from torchquorum.transport import codec
 from torchquorum.transport.channel import Channel
 from torchquorum.transport.codec import Frame
 from torchquorum.transport.door import DoorChannel
 from torchquorum.transport.memory import SegmentError, frame_tensor, host_id, tensor_frame
 from torchquorum.transport.slots import Slots, section_views
+from torchquorum.worker.buffer_link import BufferLink
+from torchquorum.worker.buffers import CapturedBuffers
+from torchquorum.worker.faults import error_of
 from torchquorum.worker.flat import FlatParameters, Puller, Pusher
 
 Connect = Callable[[str, bytes], Channel]
@@ -37,7 +40,9 @@ _Kind = TypeVar("_Kind", bound=m.Message)
 
 
 class Encodable(Protocol):
-    """A worker's position, taken cheaply and made JSON-able only when it is wanted."""
+    """A worker's position, with its buffers, taken cheaply and made JSON-able only when it is wanted."""
+
+    buffers: CapturedBuffers | None
 
     def encode(self) -> dict[str, Any]:
         """Returns the position in JSON's types."""
@@ -150,6 +155,7 @@ class Client:
         self.capture: Callable[[], Encodable] | None = None
         self._positions: dict[int, Encodable] = {}
         self.position: dict[str, Any] | None = None
+        self.buffers: BufferLink | None = None
         self.version = 0
         self.local_step = 0
         self.stopped = False
@@ -205,6 +211,9 @@ class Client:
                 values = torch.zeros(region.size_bytes, dtype=torch.uint8)
                 flat.store(region, section_views(region, values))
                 frames.append(tensor_frame(values))
+            if k == 0 and plan.buffers:
+                assert self.buffers is not None
+                frames.append(tensor_frame(self.buffers.local.capture().pack()))
             answer = self._ask(
                 k,
                 m.Create(plan, restore, reign, replace),
@@ -303,6 +312,8 @@ class Client:
         for slots in self._gradients:
             if slots is not None:
                 slots.close()
+        if self.buffers is not None:
+            self.buffers.close()
 
     @property
     def transports(self) -> list[str]:
@@ -402,6 +413,8 @@ class Client:
         self.version, self.lr = first.version, first.lr
         self.stopped = self.stopped or first.stop
         self.position = first.position
+        if first.stop and self.buffers is not None:
+            self.buffers.give_final(self.version)
         if self.capture is not None:
             self._note_position(first)
         return first
@@ -416,8 +429,7 @@ class Client:
         wanted = answer.version if answer.stop else answer.save
         at = max((v for v in self._positions if v <= wanted), default=None)
         if wanted >= 0 and at is not None:
-            position = m.Position(self.index, self.incarnation, at, self._positions[at].encode())
-            self._channels[0].send([codec.encode(position)])
+            self._send_position(at)
 
     def begin_positions(self, capture: Callable[[], Encodable]) -> None:
         """From now on this worker's position is noted whenever it takes a new version; now for the first time."""
@@ -444,10 +456,37 @@ class Client:
 
     def send_position(self) -> None:
         """Tells shard 0 where this worker stood when it first held its current version."""
-        position = self._positions.get(self.version)
-        if position is not None:
-            message = m.Position(self.index, self.incarnation, self.version, position.encode())
-            self._channels[0].send([codec.encode(message)])
+        if self.version in self._positions:
+            self._send_position(self.version)
+
+    def _send_position(self, version: int) -> None:
+        position = self._positions[version]
+        message = m.Position(self.index, self.incarnation, version, position.encode())
+        self._channels[0].send([codec.encode(message)])
+        if self.buffers is not None and position.buffers is not None:
+            self.buffers.give(version, position.buffers)
+
+    # -- buffers ------------------------------------------------------------------------------------------------------
+
+    def take_buffers(self, *, joining: bool = False) -> dict[str, torch.Tensor]:
+        """Asks for the run's buffers and waits for them; while it waits, this worker's own may be asked for."""
+        assert self.buffers is not None
+        if self._open is not None:
+            self._take(self.patience.round_s)
+        return self.buffers.take(self.version, joining=joining, waiting=self._while_taking)
+
+    def _while_taking(self, waited_s: float, silent_s: float) -> bool:
+        if (received := self._channels[0].receive(0.0)) is not None:
+            self._is_wanted(codec.split(received)[0])
+        self.while_waiting()
+        self._check(0, waited_s, silent_s, self.patience.round_s, "the run's buffers", starting=False)
+        return received is not None
+
+    def _is_wanted(self, answer: m.Message) -> bool:
+        """Gives this worker's buffers if that is what a ps has asked for."""
+        if isinstance(answer, m.Wanted) and self.buffers is not None:
+            self.buffers.give(self.version, self.buffers.local.capture(), number=answer.number)
+        return isinstance(answer, m.Wanted)
 
     def stop(self) -> None:
         """Ends the run for everybody; whoever waits is released. Not answered here: the next answer says so."""
@@ -512,7 +551,7 @@ class Client:
         answer, tensors = codec.split(received)
         match answer:
             case m.Fault() if answer.request in (-1, self._request):
-                raise _error(answer)
+                raise error_of(answer)
             case m.Variables() if answer.request == self._request:
                 waiting.found[k] = answer, tensors
             case m.Held() if answer.request == self._request:
@@ -524,7 +563,7 @@ class Client:
                     message, frames = self._open[again]
                     self._channels[again].send([codec.encode(message), *frames])
             case _:
-                pass  # an answer to something older
+                self._is_wanted(answer)  # or an answer to something older
         return True
 
     def _ask(
@@ -544,7 +583,8 @@ class Client:
                 if isinstance(answer, kind):
                     return answer
                 if isinstance(answer, m.Fault) and answer.request == -1:
-                    raise _error(answer)
+                    raise error_of(answer)
+                self._is_wanted(answer)
             if now - asked >= self.patience.probe_s:
                 asked = now
                 self._channels[k].send(packet)
@@ -576,12 +616,3 @@ class Client:
                 f"{self.task}: waited {waited_s:.0f} s for {what} at {where} and gave up. Check that the task runs, that "
                 "host and port are the same in --ps_hosts of every task, and that no firewall stands between."
             )
-
-
-def _error(fault: m.Fault) -> Exception:
-    kinds: dict[str, type[Exception]] = {
-        "ConfigError": ConfigError,
-        "SegmentError": SegmentError,
-        "LostPlaceError": LostPlaceError,
-    }
-    return kinds.get(fault.kind, RefusedError)(fault.text)

@@ -226,7 +226,7 @@ def test_in_the_middle_of_a_sync_run_the_others_contribute_when_they_next_wait()
 def test_local_buffers_are_in_no_checkpoint_and_begin_as_each_worker_has_them(tmp_path: Path) -> None:
     def fresh() -> nn.Module:
         net = Net()
-        net.norm.running_mean.fill_(float(torch.rand(())))
+        net.get_buffer("norm.running_mean").fill_(float(torch.rand(())))
         return net
 
     def look(task: Task, session: tq.Session, model: nn.Module) -> State:
@@ -280,7 +280,8 @@ def test_a_worker_that_joins_late_begins_with_the_chiefs_buffers_as_they_are_the
             while not known.is_set():
                 optimizer.zero_grad()
                 net(X[:10]).square().mean().backward()
-                seen[int(net.norm.num_batches_tracked)] = net.norm.running_mean.clone()
+                now = state(net)
+                seen[int(now["norm.num_batches_tracked"])] = now["norm.running_mean"]
                 if session.global_step == 10:
                     halfway.set()
                 optimizer.step()

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch
+
 from torchquorum.errors import ConfigError
 from torchquorum.session.join import say
 from torchquorum.transport.buffers import MODES
@@ -31,6 +33,7 @@ class RunBuffers:
             raise ConfigError(f"buffers={mode!r}: must be one of {', '.join(map(repr, MODES))}")
         self._session, self._mode = session, mode
         self._known: LocalBuffers | None = None
+        self._initial: dict[str, torch.Tensor] | None = None
 
     @property
     def local(self) -> LocalBuffers | None:
@@ -59,6 +62,14 @@ class RunBuffers:
             values = client.take_buffers(joining=True)
             self.local.aside = None
             self.local.load(values)
+
+    def first_values(self) -> None:
+        """Keeps the buffers that the run begins with, or goes back to them."""
+        if self.local is not None and self._initial is not None:
+            self.local.aside = None
+            self.local.load(self._initial)
+        elif self.local is not None:
+            self._initial = self.local.clone()
 
     def take(self, ask: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         """Takes the run's buffers into the model; `ask` asks for them."""

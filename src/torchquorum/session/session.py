@@ -253,6 +253,7 @@ class Session:
             )
         if path is None and self._start_afresh:
             self._first_values(flat)
+            self._buffers.first_values()
         if self._num_steps is not None and self._last_step is None:
             self._last_step = self._num_steps + (load_manifest(Path(path)).step if path is not None else 0)
             plan.last_step = self._last_step
@@ -289,16 +290,16 @@ class Session:
         while True:
             try:
                 client = self._rejoin()
+                rolled_back = client.version < before.version
+                if rolled_back:
+                    self._buffers.begin(client)
                 break
             except (TaskLostError, LostPlaceError, DeadlineError) as again:
                 if time.monotonic() > deadline:
                     raise again from None
                 time.sleep(0.2)
-        rolled_back = client.version < before.version
         if rolled_back and client.position is not None:
             position.restore(client.position, self._data, lambda line: say(f"{self.task}: {line}"))
-        if rolled_back:
-            self._buffers.begin(client)
         if self.logdir is not None:
             client.begin_positions(lambda: position.capture(self._data, self._buffers.local))
         if stopping:

@@ -138,6 +138,14 @@ def test_the_chiefs_buffers_are_saved_and_exported_under_every_name(tmp_path: Pa
     assert torch.equal(averaged["norm.running_var"], ended[0]["norm.running_var"])
 
 
+def test_a_checkpoint_of_the_same_step_takes_the_place_of_the_one_before_with_its_buffers(tmp_path: Path) -> None:
+    run(3, tmp_path)
+    ended = run(3, tmp_path, restore=False, rule=tq.Sync(aggregate=1))
+    with Reader(newest(tmp_path)) as reader:
+        assert equal(reader.state_dict(), ended[0])
+    assert len(list(newest(tmp_path).glob("buffers*"))) == 1
+
+
 def mean_of(states: list[State]) -> State:
     found = {}
     for name in states[0]:

@@ -230,7 +230,7 @@ class Reader:
         }
         tied = self.manifest.plan.get("tied", {})
         for name, first in tied.items() if isinstance(tied, dict) else ():
-            if first in found and name not in found:
+            if isinstance(first, str) and first in found and name not in found:
                 found[name] = found[first].clone()  # a file of safetensors holds no tensor twice
         for name, spec in self.buffers().items():
             found[name] = self.read("buffer", name).view(spec.shape)

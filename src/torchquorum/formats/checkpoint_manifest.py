@@ -208,6 +208,8 @@ def check_manifest(manifest: Manifest) -> None:
             raise ValueError(f"{name}: only a state of the optimizer has a name of its own")
         if kind not in ("variable", "buffer") and ("variable", variable, "") not in tensors:
             raise ValueError(f"{name} belongs to no variable")
+        if kind == "buffer" and ("variable", variable, "") in tensors:
+            raise ValueError(f"{name} has the name of a variable")
         if spec.dtype not in DTYPES:
             raise ValueError(f"{name}: dtype {spec.dtype[:30]!r}; allowed are {', '.join(DTYPES)}")
         reached = 0

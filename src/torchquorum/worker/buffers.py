@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from torchquorum.errors import ConfigError
-from torchquorum.formats.checkpoint_manifest import DTYPES
+from torchquorum.formats.checkpoint_manifest import DTYPES, torch_dtype
 from torchquorum.transport.buffers import Packing
 from torchquorum.transport.messages import BufferSpec
 
@@ -57,6 +57,7 @@ class LocalBuffers:
                 self._where[name] = (module, short)
                 specs.append(BufferSpec(name, tuple(buffer.shape), dtype))
         self.packing = Packing(specs)
+        self._expected = {s.name: (torch.Size(s.shape), torch_dtype(s.dtype)) for s in specs}
         self._small: list[str] = []
         room = CAPTURED_BYTES
         for name in sorted(self._where, key=lambda n: self._get(n).nbytes):
@@ -77,8 +78,9 @@ class LocalBuffers:
         return buffer
 
     def _checked(self, name: str) -> torch.Tensor:
-        buffer, spec = self._get(name), self.packing.specs[name]
-        if buffer.shape != spec.shape or str(buffer.dtype) != f"torch.{spec.dtype}":
+        buffer = self._get(name)
+        if (buffer.shape, buffer.dtype) != self._expected[name]:
+            spec = self.packing.specs[name]
             raise ConfigError(
                 f"buffer {name} is {str(buffer.dtype).removeprefix('torch.')} {list(buffer.shape)} now and was {spec.dtype} "
                 f"{list(spec.shape)} when tq.Session began; register it with persistent=False, or give buffers='local'"

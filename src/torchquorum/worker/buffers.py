@@ -36,10 +36,14 @@ class LocalBuffers:
     Args:
         model: The module.
         say: Is told, once, of buffers that cannot travel and stay local.
+
+    Attributes:
+        aside: This worker's own values while others stand in the module, to be evaluated; they are what it captures.
     """
 
     def __init__(self, model: nn.Module, say: Callable[[str], None]) -> None:
         self._where: dict[str, tuple[nn.Module, str]] = {}
+        self.aside: dict[str, torch.Tensor] | None = None
         specs: list[BufferSpec] = []
         for prefix, module in model.named_modules(remove_duplicate=False):
             for short, buffer in module._buffers.items():
@@ -78,7 +82,7 @@ class LocalBuffers:
         return buffer
 
     def _checked(self, name: str) -> torch.Tensor:
-        buffer = self._get(name)
+        buffer = self._get(name) if self.aside is None else self.aside[name]
         if (buffer.shape, buffer.dtype) != self._expected[name]:
             spec = self.packing.specs[name]
             raise ConfigError(

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,25 +28,14 @@ from torchquorum.transport.door import DoorChannel
 from torchquorum.transport.memory import SegmentError, frame_tensor, host_id, tensor_frame
 from torchquorum.transport.slots import Slots, section_views
 from torchquorum.worker.buffer_link import BufferLink
-from torchquorum.worker.buffers import CapturedBuffers
 from torchquorum.worker.faults import error_of
 from torchquorum.worker.flat import FlatParameters, Puller, Pusher
+from torchquorum.worker.positions import Position, Positions
 
 Connect = Callable[[str, bytes], Channel]
 GOODBYE_S = 2.0
 WORKERS_S = 120.0
-REMEMBERED_POSITIONS = 4
 _Kind = TypeVar("_Kind", bound=m.Message)
-
-
-class Encodable(Protocol):
-    """A worker's position, with its buffers, taken cheaply and made JSON-able only when it is wanted."""
-
-    buffers: CapturedBuffers | None
-
-    def encode(self) -> dict[str, Any]:
-        """Returns the position in JSON's types."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +141,7 @@ class Client:
         self._open: list[tuple[m.Message, list[Frame]]] | None = None
         self._pushed_at = 0
         self.while_waiting: Callable[[], None] = lambda: None
-        self.capture: Callable[[], Encodable] | None = None
-        self._positions: dict[int, Encodable] = {}
+        self._positions: Positions | None = None
         self.position: dict[str, Any] | None = None
         self.buffers: BufferLink | None = None
         self.version = 0
@@ -415,26 +403,18 @@ class Client:
         self.position = first.position
         if first.stop and self.buffers is not None:
             self.buffers.give_final(self.version)
-        if self.capture is not None:
-            self._note_position(first)
+        self._note_position(first)
         return first
 
     def _note_position(self, answer: m.Variables) -> None:
         """Keeps where this worker stands when it first holds a version; tells shard 0 if it asks, and at the end."""
-        assert self.capture is not None
-        if answer.version not in self._positions:
-            self._positions[answer.version] = self.capture()
-            while len(self._positions) > REMEMBERED_POSITIONS:
-                del self._positions[min(self._positions)]
-        wanted = answer.version if answer.stop else answer.save
-        at = max((v for v in self._positions if v <= wanted), default=None)
-        if wanted >= 0 and at is not None:
-            self._send_position(at)
+        if self._positions is not None:
+            self._positions.note(answer.version)
+            self._send_position(answer.version if answer.stop else answer.save)
 
-    def begin_positions(self, capture: Callable[[], Encodable]) -> None:
+    def begin_positions(self, capture: Callable[[], Position]) -> None:
         """From now on this worker's position is noted whenever it takes a new version; now for the first time."""
-        self.capture = capture
-        self._positions = {self.version: capture()}
+        self._positions = Positions(capture, self.version)
 
     def wait_for_workers(self, count: int) -> None:
         """Waits until so many workers have joined, this one counted."""
@@ -456,15 +436,15 @@ class Client:
 
     def send_position(self) -> None:
         """Tells shard 0 where this worker stood when it first held its current version."""
-        if self.version in self._positions:
-            self._send_position(self.version)
+        self._send_position(self.version)
 
-    def _send_position(self, version: int) -> None:
-        position = self._positions[version]
-        message = m.Position(self.index, self.incarnation, version, position.encode())
-        self._channels[0].send([codec.encode(message)])
-        if self.buffers is not None and position.buffers is not None:
-            self.buffers.give(version, position.buffers)
+    def _send_position(self, wanted: int) -> None:
+        found = self._positions.at(wanted) if self._positions is not None else None
+        if found is not None:
+            version, position = found
+            self._channels[0].send([codec.encode(m.Position(self.index, self.incarnation, version, position.encode()))])
+            if self.buffers is not None and position.buffers is not None:
+                self.buffers.give(version, position.buffers)
 
     # -- buffers ------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,9 @@ from torchquorum.jobs.models import CNN, MLP
 from torchquorum.session.join import Task
 from torchquorum.worker.tower_mean import TowerSum
 
+# The CPU under other numbers: to torch the same, to towers devices of their own with copies of the model.
+CPU_1, CPU_2 = torch.device("cpu", 1), torch.device("cpu", 2)
+
 
 class Tied(nn.Module):
     """Two layers that share one weight, a scalar, and a layer that is frozen."""
@@ -100,16 +103,16 @@ def close(ours: torch.Tensor, theirs: torch.Tensor, name: str, atol: float = 2e-
 
 
 PLACES = {
-    "two on one": ["/cpu:0", "cpu:0"],
+    "two on one": ["/cpu:0", "/job:worker/task:0/device:CPU:0"],
     "four on one": ["/cpu:0"] * 4,
-    "one on the model's device, one elsewhere": ["/cpu:0", "cpu:1"],
-    "none on the model's device": ["cpu:1", "/job:worker/task:0/device:CPU:2", "cpu:1", "cpu:2"],
+    "one on the model's device, one elsewhere": ["/cpu:0", CPU_1],
+    "none on the model's device": [CPU_1, CPU_2, CPU_1, CPU_2],
 }
 
 
 @pytest.mark.parametrize("devices", PLACES.values(), ids=PLACES.keys())
 @pytest.mark.parametrize("name", MODELS)
-def test_towers_equal_the_joined_batch(name: str, devices: Sequence[str]) -> None:
+def test_towers_equal_the_joined_batch(name: str, devices: Sequence[Any]) -> None:
     ours, joined, width = made(name), made(name), MODELS[name][1]
     regularize = tq.l2_regularizer(1e-2) if name == "mlp" else None
     towers = tq.Towers(ours, devices)
@@ -135,7 +138,7 @@ def test_towers_equal_the_joined_batch(name: str, devices: Sequence[str]) -> Non
 @pytest.mark.parametrize("name", MODELS)
 def test_where_the_towers_are_does_not_change_a_bit(name: str) -> None:
     found = []
-    for devices in (["/cpu:0"] * 3, ["cpu:1", "cpu:2", "cpu:1"], ["cpu:2", "cpu:0", "cpu:0"]):
+    for devices in (["/cpu:0"] * 3, [CPU_1, CPU_2, CPU_1], [CPU_2, "cpu:0", "cpu:0"]):
         model = made(name)
         towers = tq.Towers(model, devices)
         x, y = batch(model, MODELS[name][1], 1, 12)
@@ -153,7 +156,7 @@ def test_a_gradient_that_one_tower_lacks_counts_as_zero_and_one_that_all_lack_is
     def with_branch(net: nn.Module, x: torch.Tensor, y: torch.Tensor, branch: bool) -> torch.Tensor:
         return functional.cross_entropy(net(x, branch), y)
 
-    towers = tq.Towers(model, ["/cpu:0", "cpu:1"])
+    towers = tq.Towers(model, ["/cpu:0", CPU_1])
     towers.backward(with_branch, [(x[:4], y[:4], True), (x[4:], y[4:], False)])
     losses = [with_branch(plain, x[:4], y[:4], True), with_branch(plain, x[4:], y[4:], False)]
     torch.stack(losses).mean().backward()
@@ -178,7 +181,7 @@ def test_two_towers_give_the_bits_that_two_workers_would() -> None:
         loss_fn(model, *(part[10 * worker : 10 * worker + 10] for part in (x, y))).backward()
 
     def both(model: nn.Module, worker: int, step: int) -> None:
-        towers = tq.Towers(model, ["/cpu:0", "cpu:1"])
+        towers = tq.Towers(model, ["/cpu:0", CPU_1])
         towers.backward(loss_fn, towers.split(*batch(model, 37, step, 20)))
 
     by_workers, _ = train(make, adam, share, steps=6, workers=2)
@@ -196,7 +199,7 @@ def test_workers_with_towers_equal_one_process_on_the_joined_batch(alone: bool) 
 
     def work(task: Task) -> Any:
         model = models[task.index]
-        towers = tq.Towers(model, ["/cpu:0", "cpu:1"])  # made before the session moves the parameters
+        towers = tq.Towers(model, ["/cpu:0", CPU_1])  # made before the session moves the parameters
         optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
         with tq.Session(task, model, optimizer, last_step=4, patience=PATIENCE) as session:
             all_in.wait(20)
@@ -238,7 +241,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
     "devices", [["/gpu:0", "/gpu:0"], ["/gpu:0", "/cpu:0"], ["cpu:0", "cuda:0", "cuda:0"]], ids=str
 )
 @pytest.mark.parametrize("name", ["mlp", "cnn", "tied and frozen", "lstm", "bfloat16", "two dtypes"])
-def test_towers_on_a_gpu_equal_the_joined_batch(name: str, devices: list[str], home: str) -> None:
+def test_towers_on_a_gpu_equal_the_joined_batch(name: str, devices: list[Any], home: str) -> None:
     ours, joined, width = made(name).to(home), made(name).to(home), MODELS[name][1]
     towers = tq.Towers(ours, devices)
     optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (ours, joined)]

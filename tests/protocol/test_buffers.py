@@ -118,6 +118,15 @@ def test_a_worker_that_does_not_answer_is_asked_again_then_left_out_and_named(ps
     assert any("/job:worker/task:2 gave no buffers within 30 s" in line for line in ps.said)
 
 
+def test_if_the_one_that_is_asked_dies_another_is_asked(ps: Ps) -> None:
+    started(ps, "chief")
+    assert asked(take(ps, 2, 9, joining=True)) == {name(0)}
+    ps.service.process_ended(0, 1, ps.now, ps.wall)
+    assert asked(ps.later(1.0)) == {name(1)}
+    ps.service.process_ended(1, 1, ps.now, ps.wall)
+    assert taken(ps.later(1.0)) == (0.5, 0, [0])  # nobody is left: what is known
+
+
 def test_who_waits_hears_that_the_ps_lives_and_an_answer_that_was_lost_comes_again(ps: Ps) -> None:
     started(ps, "average")
     give(ps, 0, 1.0, 0, number=9)

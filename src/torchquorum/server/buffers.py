@@ -158,6 +158,9 @@ class BufferHome:
                 if worker in self._final:
                     request.given.setdefault(worker, self._final[worker])
             missing = [w for w in request.wanted if w not in request.given and w in alive]
+            if not missing and not request.given:  # they have died or left: others may do
+                joining = request.message.worker if request.message.joining else None
+                request.wanted = missing = self._contributors(alive, besides=joining)
             if missing and now - request.begun_at < ANSWER_S:
                 if now - request.asked_at >= 1.0:
                     request.asked_at = now

@@ -23,7 +23,7 @@ class Replica:
 
     Args:
         model: The model, on its own device.
-        device: Where the copy lives. Another number of the CPU gets a copy of its own too, as TensorFlow's would.
+        device: Where the copy lives. To torch, `torch.device("cpu", 1)` is the CPU; here it is a device with a copy of its own.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -98,7 +98,7 @@ def copy_buffers(source: nn.Module, target: nn.Module, device: torch.device) -> 
         if buffer is None:
             target._buffers[name] = None
         elif mine is not None and (mine.shape, mine.dtype) == (buffer.shape, buffer.dtype):
-            mine.copy_(buffer, non_blocking=True)
+            mine.copy_(buffer, non_blocking=device.type != "cpu")  # the CPU reads it at once
         else:
             target._buffers[name] = buffer.to(device, copy=True)
 

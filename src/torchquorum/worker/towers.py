@@ -26,20 +26,20 @@ from torchquorum.worker.tower_mean import Gradients, TowerSum, bring
 LossFn = Callable[..., torch.Tensor]
 Regularizer = Callable[[nn.Module], torch.Tensor]
 CPU = torch.device("cpu")
+CONCURRENT = ("cuda",)  # kinds of devices that work side by side
 _NAME = re.compile(r"(?:/job:[a-z_]+|/replica:\d+|/task:\d+)*/?(?:device:)?(cpu|gpu|cuda)(?::(\d+))?", re.IGNORECASE)
 
 
-def torch_device(name: str | torch.device) -> torch.device:
+def torch_device(name: str) -> torch.device:
     """Returns the device that a name such as `/gpu:1`, `cuda:1` or `/cpu:0` means, if this host has it."""
-    match = _NAME.fullmatch(str(name))
+    match = _NAME.fullmatch(name)
     there = ["/cpu:0", *(f"/gpu:{i}" for i in range(torch.cuda.device_count()))]
     if match is None:
-        raise ConfigError(f"device {str(name)!r}: write /gpu:0, cuda:0 or /cpu:0; this host has {', '.join(there)}")
-    if match[1].lower() == "cpu":
-        return torch.device("cpu", int(match[2])) if int(match[2] or 0) else CPU
-    if f"/gpu:{match[2] or 0}" not in there:
-        raise ConfigError(f"device {str(name)!r}: there is no such device; this host has {', '.join(there)}")
-    return torch.device("cuda", int(match[2] or 0))
+        raise ConfigError(f"device {name!r}: write /gpu:0, cuda:0 or /cpu:0; this host has {', '.join(there)}")
+    kind, index = "cpu" if match[1].lower() == "cpu" else "cuda", int(match[2] or 0)
+    if f"/{'cpu' if kind == 'cpu' else 'gpu'}:{index}" not in there:
+        raise ConfigError(f"device {name!r}: there is no such device; this host has {', '.join(there)}")
+    return CPU if kind == "cpu" else torch.device(kind, index)
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class Towers:
         named = [devices] if isinstance(devices, str | torch.device) else list(devices)
         if not named:
             raise ConfigError("devices=[]: name a device per tower, such as ['/gpu:0', '/gpu:1'], or leave it out")
-        return [torch_device(name) for name in named]
+        return [_exact(name) if isinstance(name, torch.device) else torch_device(name) for name in named]
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -175,10 +175,12 @@ class Towers:
                 f"batches={type(batches).__name__}: give a list with one batch per tower, {len(self)} in all"
             )
         else:
-            given = list(batches)
+            given = list(islice(batches, len(self) + 1))
         if len(given) != len(self):
+            more = f"more than {len(self)}" if len(given) > len(self) else len(given)
             raise ConfigError(
-                f"{len(given)} batches for {len(self)} towers: give one per tower, None where there is none"
+                f"{more} batches for {len(self)} towers: give one per tower, None where there is none; of a DataLoader "
+                "or the like, iter(loader), which is asked for one per tower"
             )
         work = [_Work(i, self.devices[i], batch, _rows(batch)) for i, batch in enumerate(given) if batch is not None]
         work = [w for w in work if w.size != 0]
@@ -220,15 +222,19 @@ class Towers:
         One operation on the CPU already uses all its cores, so two towers at once would only fight for them; and in order
         they draw the same random numbers every time.
         """
-        mine = [d for d in by_device if d.type == "cpu"] or [next(iter(by_device))]
-        settings = _Settings()
+        mine = [d for d in by_device if d.type not in CONCURRENT] or [next(iter(by_device))]
+        settings = _Settings(by_device)
+
+        def run(work: list[_Work]) -> None:
+            try:
+                with settings.in_force(work[0].device):
+                    self._run_device(loss_fn, work, keeper)
+            except BaseException as error:
+                work[0].error = work[0].error or error
+
         threads = [
-            threading.Thread(
-                target=settings.run,
-                args=(device, lambda d=device: self._run_device(loss_fn, by_device[d], keeper)),
-                name=f"torchquorum-tower-{by_device[device][0].tower}",
-            )
-            for device in by_device
+            threading.Thread(target=run, args=(work,), name=f"torchquorum-tower-{work[0].tower}")
+            for device, work in by_device.items()
             if device not in mine
         ]
         for thread in threads:
@@ -282,21 +288,22 @@ class Towers:
 class _Settings:
     """What torch keeps per thread, taken on the loop's thread and put in force on a tower's."""
 
-    def __init__(self) -> None:
+    def __init__(self, devices: Iterable[torch.device]) -> None:
         kinds = ("cpu", "cuda")
         self._casts = [(k, torch.get_autocast_dtype(k), torch.is_autocast_enabled(k)) for k in kinds]
         self._cache = torch.is_autocast_cache_enabled()
-        self._streams = {i: torch.cuda.current_stream(i) for i in range(torch.cuda.device_count())}
+        self._streams = {d: torch.cuda.current_stream(d) for d in devices if d.type == "cuda"}
 
-    def run(self, device: torch.device, function: Callable[[], None]) -> None:
-        """Runs a function for a device."""
+    @contextmanager
+    def in_force(self, device: torch.device) -> Iterator[None]:
+        """Inside this block they hold on this thread, for a device."""
         with ExitStack() as stack:
             for kind, dtype, enabled in self._casts:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=self._cache))
-            if device.type == "cuda":
+            if device in self._streams:
                 stack.enter_context(torch.cuda.device(device))
-                stack.enter_context(torch.cuda.stream(self._streams[device.index]))
-            function()
+                stack.enter_context(torch.cuda.stream(self._streams[device]))
+            yield
 
 
 @contextmanager
@@ -313,6 +320,13 @@ def _own_buffers(module: nn.Module, *, keep: bool) -> Iterator[None]:
             for owner, name, buffer, value in saved:
                 buffer.copy_(value)
                 owner._buffers[name] = buffer
+
+
+def _exact(device: torch.device) -> torch.device:
+    """Returns a device as its tensors name it."""
+    if device.type == "cpu":
+        return device if device.index else CPU
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 def _home(model: nn.Module) -> torch.device:

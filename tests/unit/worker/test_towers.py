@@ -1,6 +1,7 @@
 """What towers do with odd batches, buffers, modes, failures and devices that are not there."""
 
 import re
+import threading
 from collections import namedtuple
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch.nn import functional
 import torchquorum as tq
 from tests.unit.session.runs import Line
 from torchquorum.errors import ConfigError
+from torchquorum.worker import towers as towers_module
 from torchquorum.worker.replica import Replica
 from torchquorum.worker.towers import torch_device
 
-BOTH = pytest.mark.parametrize("devices", [["/cpu:0", "/cpu:0"], ["/cpu:0", "cpu:1"], ["cpu:1", "cpu:2"]], ids=str)
+CPU_1, CPU_2 = torch.device("cpu", 1), torch.device("cpu", 2)
+BOTH = pytest.mark.parametrize("devices", [["/cpu:0", "/cpu:0"], ["/cpu:0", CPU_1], [CPU_1, CPU_2]], ids=str)
 X, Y = torch.randn(12, 3), torch.randn(12, 2)
 
 
@@ -87,7 +90,7 @@ Pair = namedtuple("Pair", "x y")
     ids=["a tensor", "a mapping", "a named tuple", "a list", "with more than tensors"],
 )
 @BOTH
-def test_batches_of_any_form(batch: Any, function: Any, devices: list[str]) -> None:
+def test_batches_of_any_form(batch: Any, function: Any, devices: list[Any]) -> None:
     model = Line()
     expected = function(model, *batch) if isinstance(batch, tuple | list) else function(model, batch)
     towers = tq.Towers(model, devices)
@@ -118,7 +121,7 @@ class Norm(nn.Module):
 
 
 @BOTH
-def test_the_model_keeps_the_buffers_of_tower_0(devices: list[str]) -> None:
+def test_the_model_keeps_the_buffers_of_tower_0(devices: list[Any]) -> None:
     torch.manual_seed(0)
     model, first = Norm(), Norm()
     first.load_state_dict(model.state_dict())
@@ -133,7 +136,7 @@ def test_the_model_keeps_the_buffers_of_tower_0(devices: list[str]) -> None:
 
 
 @BOTH
-def test_towers_follow_the_mode_the_frozen_parameters_and_the_attributes_of_the_model(devices: list[str]) -> None:
+def test_towers_follow_the_mode_the_frozen_parameters_and_the_attributes_of_the_model(devices: list[Any]) -> None:
     model = Norm()
     towers = tq.Towers(model, devices)
     seen: list[tuple[bool, float, bool]] = []
@@ -153,7 +156,7 @@ def test_towers_follow_the_mode_the_frozen_parameters_and_the_attributes_of_the_
 
 
 @BOTH
-def test_a_failing_tower_is_named_and_changes_no_gradient(devices: list[str]) -> None:
+def test_a_failing_tower_is_named_and_changes_no_gradient(devices: list[Any]) -> None:
     model = Line()
     towers = tq.Towers(model, devices)
     towers.backward(loss_fn, towers.split(X, Y))
@@ -170,6 +173,44 @@ def test_a_failing_tower_is_named_and_changes_no_gradient(devices: list[str]) ->
     torch.testing.assert_close(gradients(model), before)
     towers.backward(loss_fn, towers.split(X, Y))
     torch.testing.assert_close(gradients(model), [2 * g for g in before])
+
+
+def test_devices_that_work_side_by_side_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs have a thread each; here copies on the CPU stand for them."""
+    model = Norm()
+    towers = tq.Towers(model, [CPU_1, CPU_2, CPU_1, "/cpu:0"])
+    threads: set[str] = set()
+    casts: set[torch.dtype] = set()
+
+    def look(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        threads.add(threading.current_thread().name)
+        loss = functional.mse_loss(net(x), y)
+        casts.add(torch.mm(x, x.T).dtype)
+        return loss
+
+    towers.backward(look, towers.split(X, Y))
+    expected, buffers = gradients(model), [b.clone() for b in model.buffers()]
+    assert len(threads) == 1
+    model.zero_grad()
+    model.norm.reset_running_stats()
+    model.calls.zero_()
+    monkeypatch.setattr(towers_module, "CONCURRENT", ("cpu",))
+    with torch.no_grad():
+        towers.backward(look, towers.split(X, Y))
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model), expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), buffers, strict=True))
+    assert {"torchquorum-tower-1", "torchquorum-tower-3"} < threads
+    casts.clear()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        towers.backward(look, towers.split(X, Y))
+    assert casts == {torch.bfloat16}
+
+    def fail(net: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError(threading.current_thread().name)
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        towers.backward(fail, towers.split(X, Y))
+    assert caught.value.__notes__ == ["in tower 0 on cpu:1"]
 
 
 @pytest.mark.parametrize(
@@ -189,8 +230,10 @@ def test_a_loss_that_is_no_number_is_refused(function: Any, expected: str) -> No
 def test_what_cannot_be_is_refused_with_what_to_do() -> None:
     model = Line()
     towers = tq.Towers(model, num_towers=2)
-    with pytest.raises(ConfigError, match="3 batches for 2 towers"):
+    with pytest.raises(ConfigError, match="more than 2 batches for 2 towers"):
         towers.backward(loss_fn, [(X, Y)] * 3)
+    with pytest.raises(ConfigError, match="1 batches for 2 towers"):
+        towers.backward(loss_fn, [(X, Y)])
     with pytest.raises(ConfigError, match="give a function of the tower's model and its batch"):
         towers.backward(nn.MSELoss(), [(X, Y)] * 2)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="give a list with one batch per tower"):
@@ -201,6 +244,7 @@ def test_what_cannot_be_is_refused_with_what_to_do() -> None:
         (None, True, "num_towers=True"),
         (["/cpu:0", "/cpu:0"], 1, "num_towers=1 and 2 devices"),
         (["/gpu:99"], None, "this host has /cpu:0"),
+        (["/cpu:1"], None, "there is no such device; this host has /cpu:0"),
         (["/tpu:0"], None, "write /gpu:0, cuda:0 or /cpu:0"),
     ):
         with pytest.raises(ConfigError, match=re.escape(expected)):
@@ -219,7 +263,8 @@ def test_the_cpu_has_many_names(name: str) -> None:
 
 def test_one_device_for_several_towers() -> None:
     assert len(tq.Towers(Line(), "/cpu:0", num_towers=4)) == 4
-    assert [d.index for d in tq.Towers(Line(), ["cpu:1", "cpu:2"], num_towers=3).devices] == [1, 2, 1]
+    assert tq.Towers(Line(), [torch.device("cpu", 0), torch.device("cpu")]).devices == [torch.device("cpu")] * 2
+    assert [d.index for d in tq.Towers(Line(), [CPU_1, CPU_2], num_towers=3).devices] == [1, 2, 1]
 
 
 def test_a_copy_takes_the_parameters_of_a_session_in_one_piece_per_dtype() -> None:

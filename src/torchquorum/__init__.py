@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     )
     from torchquorum.session.session import Session
     from torchquorum.session.summaries import SummaryHook
+    from torchquorum.session.tower_log import TowerLogHook
     from torchquorum.worker.cannot_run import allow_soft_placement
     from torchquorum.worker.client import Step
     from torchquorum.worker.device_scope import device
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from torchquorum.worker.place import place
     from torchquorum.worker.placement_log import constant, log_device_placement
     from torchquorum.worker.regularizer import l2_regularizer
+    from torchquorum.worker.towers import Towers
 
 __version__ = "0.1.0"
 
@@ -90,6 +92,8 @@ _HOMES = {
     "constant": "worker.placement_log",
     "decode_raw": "data.features",
     "device": "worker.device_scope",
+    "TowerLogHook": "session.tower_log",
+    "Towers": "worker.towers",
     "join": "session.join",
     "l2_regularizer": "worker.regularizer",
     "launch": "launcher.functions",
@@ -142,6 +146,8 @@ __all__ = [
     "Task",
     "TaskId",
     "TorchQuorumError",
+    "TowerLogHook",
+    "Towers",
     "VarLenFeature",
     "allow_soft_placement",
     "constant",

@@ -116,7 +116,7 @@ def verify(path: Path) -> str | None:
                 if hashlib.file_digest(file, "sha256").hexdigest() != info.sha256:
                     return f"{path / name} is damaged: its checksum is not the one in {MANIFEST}"
         with Reader(path, manifest) as reader:
-            for piece in manifest.pieces:
+            for piece in manifest.stored:
                 reader.open_slice(piece)
     except CheckpointError as error:
         return str(error)
@@ -155,6 +155,10 @@ class Reader:
         """Returns what each moving average is, by variable."""
         return {name: p[0].spec for (kind, name, _), p in self._tensors.items() if kind == "average"}
 
+    def buffers(self, owner: str = "") -> dict[str, Spec]:
+        """Returns what each of the model's buffers is; with an owner, such as "worker 1", those that are its own."""
+        return {name: p[0].spec for (kind, name, s), p in self._tensors.items() if (kind, s) == ("buffer", owner)}
+
     def states(self, variable: str) -> dict[str, Spec]:
         """Returns what each state of the variable's optimizer is."""
         return {s: p[0].spec for (kind, name, s), p in self._tensors.items() if (kind, name) == ("optimizer", variable)}
@@ -173,9 +177,9 @@ class Reader:
         """Reads the elements [start, stop) of a flattened tensor.
 
         Args:
-            kind: Variable, optimizer or average.
-            variable: The variable's name.
-            state: The state's name, for kind optimizer.
+            kind: Variable, optimizer, average or buffer.
+            variable: The variable's or the buffer's name.
+            state: The state's name, for kind optimizer; the owner, for a worker's own buffer.
             start: The first element.
             stop: The element after the last; None for the tensor's end.
             expect: What the whole tensor has to be; None takes it as it is.
@@ -213,14 +217,24 @@ class Reader:
         return out
 
     def state_dict(self, *, averages: bool = False) -> dict[str, torch.Tensor]:
-        """Returns every variable whole and in its shape, with the moving average in its place where asked and kept."""
+        """Returns every variable and every buffer of the model, whole and in its shape, under each of its names.
+
+        The moving average stands in a variable's place where that is asked for and it is kept.
+        """
         averaged = self.averages() if averages else {}
         if averages and not averaged:
             raise CheckpointError(f"{self.path} holds no moving averages; leave them out, or train with them")
-        return {
+        found = {
             name: self.read("average" if name in averaged else "variable", name).view(spec.shape)
             for name, spec in self.variables().items()
         }
+        tied = self.manifest.plan.get("tied", {})
+        for name, first in tied.items() if isinstance(tied, dict) else ():
+            if isinstance(first, str) and first in found and name not in found:
+                found[name] = found[first].clone()  # a file of safetensors holds no tensor twice
+        for name, spec in self.buffers().items():
+            found[name] = self.read("buffer", name).view(spec.shape)
+        return found
 
     def open_slice(self, piece: Stored) -> Any:
         """Returns safetensors' lazy slice of a stored piece, of which nothing has been read yet."""

@@ -41,7 +41,7 @@ STEP = r"(0|[1-9][0-9]{0,17})"
 FOLDER = re.compile(re.escape(PREFIX) + STEP)
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
 
-Kind = Literal["variable", "optimizer", "average"]
+Kind = Literal["variable", "optimizer", "average", "buffer"]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
@@ -76,9 +76,10 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     """Where the elements [start, stop) of one flattened tensor lie.
 
     Attributes:
-        kind: Whether it is a variable, a state of its optimizer or its moving average.
-        variable: The variable's name.
-        state: What the optimizer calls the state ("exp_avg", "step"); empty for the other kinds.
+        kind: Whether it is a variable, a state of its optimizer, its moving average, or a buffer of the model.
+        variable: The variable's or the buffer's name.
+        state: What the optimizer calls the state ("exp_avg", "step"); of a buffer that is one worker's own, which worker's
+            ("worker 1"); empty otherwise.
         file: The file's name in the checkpoint's folder.
         key: The tensor's name in that file, where it has one dimension.
         start: The first element; 0 for a scalar.
@@ -124,7 +125,8 @@ class Manifest(msgspec.Struct, kw_only=True):
         num_ps: The number of ps tasks that wrote it; readers need not care.
         plan: Rule, optimizer, schedule: as the caller gave it, in JSON's types.
         scalars: Optimizer and schedule state that is no tensor, in JSON's types.
-        pieces: Where every tensor lies.
+        pieces: Where every tensor lies, but for the buffers.
+        buffers: Where the model's buffers lie, and those of each worker that differ from them.
         workers: Each worker's position in its data and its random state, in JSON's types.
         files: Every file but the manifest.
     """
@@ -137,8 +139,14 @@ class Manifest(msgspec.Struct, kw_only=True):
     plan: dict[str, Any] = {}
     scalars: dict[str, Any] = {}
     pieces: list[Stored]
+    buffers: list[Stored] = []
     workers: dict[str, dict[str, Any]] = {}
     files: dict[str, FileInfo]
+
+    @property
+    def stored(self) -> list[Stored]:
+        """Returns every piece of every tensor."""
+        return [*self.pieces, *self.buffers]
 
 
 class _Head(msgspec.Struct):
@@ -190,14 +198,18 @@ def check_manifest(manifest: Manifest) -> None:
             raise ValueError(f"file name {name[:100]!r}: only plain names that end in .safetensors are allowed")
         if not re.fullmatch(r"[0-9a-f]{64}", info.sha256):
             raise ValueError(f"{name} has no checksum")
+    if any(p.kind == "buffer" for p in manifest.pieces) or any(p.kind != "buffer" for p in manifest.buffers):
+        raise ValueError("buffers, and nothing else, stand in the list of buffers")
     tensors = by_tensor(manifest)
     for (kind, variable, state), pieces in tensors.items():
         name = title(kind, variable, state)
         spec = pieces[0].spec
-        if (kind == "optimizer") != bool(state):
+        if kind != "buffer" and (kind == "optimizer") != bool(state):
             raise ValueError(f"{name}: only a state of the optimizer has a name of its own")
-        if kind != "variable" and ("variable", variable, "") not in tensors:
+        if kind not in ("variable", "buffer") and ("variable", variable, "") not in tensors:
             raise ValueError(f"{name} belongs to no variable")
+        if kind == "buffer" and ("variable", variable, "") in tensors:
+            raise ValueError(f"{name} has the name of a variable")
         if spec.dtype not in DTYPES:
             raise ValueError(f"{name}: dtype {spec.dtype[:30]!r}; allowed are {', '.join(DTYPES)}")
         reached = 0
@@ -211,7 +223,7 @@ def check_manifest(manifest: Manifest) -> None:
             raise ValueError(f"{name}: its slices end at element {reached} of {spec.numel}")
     room = {name: info.size_bytes for name, info in manifest.files.items()}
     keys = set[tuple[str, str]]()
-    for piece in manifest.pieces:
+    for piece in manifest.stored:
         if piece.file not in room:
             raise ValueError(f"{piece} lies in {piece.file[:100]!r}, which is not in the list of files")
         if (piece.file, piece.key) in keys:
@@ -251,7 +263,7 @@ def _unpack(value: Any) -> Any:
 def by_tensor(manifest: Manifest) -> dict[tuple[Kind, str, str], list[Stored]]:
     """Returns the pieces of each tensor, by kind, variable and state, in order."""
     found: dict[tuple[Kind, str, str], list[Stored]] = {}
-    for piece in manifest.pieces:
+    for piece in manifest.stored:
         found.setdefault((piece.kind, piece.variable, piece.state), []).append(piece)
     for pieces in found.values():
         pieces.sort(key=lambda piece: (piece.start, piece.stop))
@@ -266,4 +278,5 @@ def torch_dtype(name: str) -> torch.dtype:
 def title(kind: str, variable: str, state: str) -> str:
     """Returns what people call a tensor."""
     titles = {"variable": "variable", "average": "moving average of", "optimizer": f"optimizer state {state[:100]} of"}
+    titles["buffer"] = f"{state[:100]}'s buffer" if state else "buffer"
     return f"{titles[kind]} {variable[:100]}"

@@ -40,6 +40,7 @@ from torchquorum.formats.checkpoint_manifest import (
 )
 
 KEEP = 5
+BUFFERS = "buffers.safetensors"
 STALE_S = 3600.0
 SAFE = " Older checkpoints are untouched."
 EXPORTS = (".safetensors", ".pt")
@@ -99,7 +100,12 @@ def write_part(partial: Path, shard: int, num_shards: int, tensors: Mapping[str,
     Raises:
         CheckpointError: It cannot be written; what was there of this checkpoint is removed.
     """
-    path = partial / part_name(shard, num_shards)
+    return write_tensors(partial, part_name(shard, num_shards), tensors)
+
+
+def write_tensors(partial: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> FileInfo:
+    """Writes a file of tensors, as `write_part` does, under a name of its own."""
+    path = partial / name
     # Scalars may be one tensor under several keys, which safetensors refuses.
     flat = {k: t.detach().reshape(-1) if t.dim() else t.detach().reshape(1).clone() for k, t in tensors.items()}
     with _reporting(f"writing {path.name} of the checkpoint in {partial}", partial):
@@ -146,6 +152,7 @@ def _replace(partial: Path, target: Path, manifest: Manifest, *, token: str) -> 
         manifest,
         files={renamed[name]: info for name, info in manifest.files.items()},
         pieces=[msgspec.structs.replace(piece, file=renamed[piece.file]) for piece in manifest.pieces],
+        buffers=[msgspec.structs.replace(piece, file=renamed[piece.file]) for piece in manifest.buffers],
     )
     _write_manifest(partial, moved)
     for old, new in renamed.items():
@@ -196,7 +203,7 @@ def prune(folder: Path, keep: int = KEEP) -> list[Path]:
 
 
 def export(path: Path, target: Path, *, averages: bool = False) -> Path:
-    """Writes a checkpoint's variables as a plain state_dict, which loads without torchquorum.
+    """Writes a checkpoint's variables and buffers as a plain state_dict, which loads without torchquorum.
 
     Args:
         path: The checkpoint; it is verified first.

@@ -16,6 +16,7 @@ import msgspec
 
 from torchquorum.formats.checkpoint_manifest import CheckpointError, FileInfo, Manifest, Stored
 from torchquorum.formats.checkpoint_write import begin, part_name
+from torchquorum.server.buffers import BufferHome
 from torchquorum.server.leader import Leader
 from torchquorum.server.saver import Published, Saver
 from torchquorum.server.shard import Shard
@@ -38,6 +39,7 @@ class Saving:
     begun_at: float
     parts: dict[int, Part] = field(default_factory=dict)
     heard: set[int] = field(default_factory=set)
+    heard_buffers: set[int] = field(default_factory=set)
     publishing: bool = False
 
 
@@ -74,8 +76,11 @@ class Parts:
 class Checkpoints:
     """The checkpoint that is being made, and how the last one went. `say` prints a line for people."""
 
-    def __init__(self, leader: Leader, saver: Saver, say: Callable[[str], None]) -> None:
+    def __init__(
+        self, leader: Leader, saver: Saver, say: Callable[[str], None], buffers: BufferHome | None = None
+    ) -> None:
         self._leader, self._plan, self._saver, self._say = leader, leader.plan, saver, say
+        self._buffers = buffers
         self.saving: Saving | None = None
         self.last = SaveState(-1, "none", -1, "", "")
         self._began_at = leader.quorum.version  # of this there is a checkpoint, or nothing worth one
@@ -135,16 +140,24 @@ class Checkpoints:
         while len(known) > REMEMBERED_POSITIONS:
             del known[min(known)]
 
+    def buffers_heard(self, worker: int) -> None:
+        """Notes that a worker has given its buffers."""
+        if self.saving is not None:
+            self.saving.heard_buffers.add(worker)
+
     def wants_position(self, worker: int) -> int:
         """Returns the version for which a worker's position is wanted, or -1."""
         saving = self.saving
         return saving.version if saving is not None and not saving.publishing and self._misses(worker, saving) else -1
 
     def _misses(self, worker: int, saving: Saving) -> bool:
-        """Whether a worker's position is still to come: that of the very version, or, without rounds, a recent one."""
-        if saving.version in self._positions.get(worker, {}):
+        """Whether a worker's position, or its buffers, are still to come: of the very version, or, without rounds, recent."""
+        exact = self._plan.rule.once_per_round
+        if saving.version not in self._positions.get(worker, {}) and (exact or worker not in saving.heard):
+            return True
+        if self._buffers is None or self._buffers.has(worker, saving.version):
             return False
-        return self._plan.rule.once_per_round or worker not in saving.heard
+        return exact or worker not in saving.heard_buffers
 
     def _position_of(self, worker: int, version: int) -> dict[str, Any] | None:
         known = self._positions.get(worker, {})
@@ -177,7 +190,11 @@ class Checkpoints:
         if missing and now - saving.begun_at < POSITIONS_S:
             return
         saving.publishing = True
-        self._saver.publish(saving.number, saving.partial, self._manifest(saving), saving.keep)
+        manifest, buffers = self._manifest(saving), {}
+        if self._buffers is not None:
+            exact = self._plan.rule.once_per_round
+            manifest.buffers, buffers = self._buffers.save(saving.version, self._leader.quorum.alive, exact=exact)
+        self._saver.publish(saving.number, saving.partial, manifest, saving.keep, buffers)
 
     def published(self, result: Published) -> None:
         """A checkpoint is complete, or failed."""

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from torchquorum.errors import TorchQuorumError
 from torchquorum.formats.checkpoint_manifest import FileInfo, Manifest
-from torchquorum.formats.checkpoint_write import abandon, prune, publish, write_part
+from torchquorum.formats.checkpoint_write import BUFFERS, abandon, prune, publish, write_part, write_tensors
 from torchquorum.server.snapshot import Snapshot
 
 
@@ -63,11 +65,15 @@ class Saver:
 
         self._submit(job)
 
-    def publish(self, number: int, partial: Path, manifest: Manifest, keep: int) -> None:
-        """Makes the parts a checkpoint; the result is a Published."""
+    def publish(
+        self, number: int, partial: Path, manifest: Manifest, keep: int, buffers: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Writes the buffers, if there are any, and makes the parts a checkpoint; the result is a Published."""
 
         def job() -> Published:
             try:
+                if buffers:
+                    manifest.files[BUFFERS] = write_tensors(partial, BUFFERS, buffers)
                 path = publish(partial, manifest)
                 prune(path.parent, keep)
                 return Published(number, path, "")

@@ -17,6 +17,7 @@ from torchquorum.cluster import ClusterSpec, TaskId
 from torchquorum.errors import ConfigError, LostPlaceError, RefusedError
 from torchquorum.formats.ledger import LedgerWriter
 from torchquorum.rules.quorum import Key
+from torchquorum.server.buffers import BufferHome, check_same_buffers
 from torchquorum.server.checkpoints import Checkpoints, Parts
 from torchquorum.server.leader import Arrival, Leader
 from torchquorum.server.shard import Reply, Shard
@@ -68,6 +69,7 @@ class Service:
         self.leader_heard_at: float | None = None
         self.parts = Parts(me.index)
         self.checkpoints: Checkpoints | None = None
+        self.buffers: BufferHome | None = None
         self.reign = 0
 
     # -- messages -----------------------------------------------------------------------------------------------------
@@ -116,6 +118,8 @@ class Service:
                 replies = self._stop(peer, message, wall)
             case m.Position():
                 replies = self._position(message)
+            case m.Buffers() | m.TakeBuffers():
+                replies = self._about_buffers(peer, message, frames, now)
             case m.Part():
                 replies = self._part(peer, message)
             case m.PartTaken() if peer == LEADER:
@@ -144,6 +148,8 @@ class Service:
         self._check_end(now)
         if self.ledger is not None:
             self.ledger.flush()
+        if self.buffers is not None:
+            replies += self._said_of_buffers(self.buffers.tick(now, self.leader.quorum.alive))
         return replies + self._advance()
 
     def process_ended(self, worker: int, incarnation: int, now: float, wall: float) -> list[Reply]:
@@ -192,8 +198,9 @@ class Service:
                 again = create.reign != 0 and create.reign == self.reign  # the same creation, asked for twice
                 return [Reply(peer, m.Created(self.shard.version, not again))]
             self._give_up()
-        if len(frames) != (2 if create.restore is None else 0):
-            raise ValueError(f"{len(frames)} tensor frames, expected {2 if create.restore is None else 0}")
+        buffers = self.me.index == 0 and bool(create.plan.buffers)
+        if len(frames) != (expected := (2 if create.restore is None else 0) + buffers):
+            raise ValueError(f"{len(frames)} tensor frames, expected {expected}")
         num_ps = self.me.cluster.num_tasks("ps")
         if create.plan.num_shards != num_ps or create.plan.num_workers < 1:
             raise RefusedError(
@@ -202,6 +209,7 @@ class Service:
             )
         self.reign = create.reign
         positions: dict[str, Any] = {}
+        self.buffers = BufferHome.opened(create.plan, frames[-1], self._peer_of, create.restore) if buffers else None
         if create.restore is None:
             self.shard = Shard(self.me.index, create.plan, frames[0], frames[1])
         else:
@@ -212,8 +220,9 @@ class Service:
             self.ledger = self._open_ledger(create.plan.logdir)
             self.leader = Leader(create.plan, self.tally, self.ledger, self.shard.version)
             self.checkpoints = Checkpoints(
-                self.leader, self.parts.saver, lambda line: self._say(f"{self.me.task}: {line}")
+                self.leader, self.parts.saver, lambda line: self._say(f"{self.me.task}: {line}"), self.buffers
             )
+            self._said_of_buffers([])
             self.checkpoints.restored = positions
         waiting, self._waiting = self._waiting, []
         replies = [Reply(peer, m.Created(self.shard.version, False))]
@@ -225,7 +234,7 @@ class Service:
         """Another ps has lost its variables: ours go too, and all are restored together."""
         assert self.shard is not None
         self.shard.close()
-        self.shard = self.leader = self.checkpoints = self.parts.untold = None
+        self.shard = self.leader = self.checkpoints = self.buffers = self.parts.untold = None
         self._sent.clear()
         if self.ledger is not None:
             self.ledger.close()
@@ -248,6 +257,7 @@ class Service:
             raise ValueError(f"worker {join.worker}: the cluster has {self.shard.plan.num_workers} workers")
         if join.plan is not None:
             self.shard.check_plan(join.plan, f"/job:worker/task:{join.worker}")
+            check_same_buffers(self.shard.plan, join.plan, f"/job:worker/task:{join.worker}")
         if self.shard.replaced(join.worker, join.incarnation):
             return [Reply(peer, self._not_joined(join.worker, join.incarnation, join.request))]
         known = self.shard.knows(join.worker, join.incarnation)
@@ -464,6 +474,31 @@ class Service:
             if known is not None and known.incarnation == position.incarnation:
                 self.checkpoints.position(position.worker, position.version, position.body)
         return []
+
+    def _about_buffers(
+        self, peer: Peer, message: m.Buffers | m.TakeBuffers, frames: list[Frame], now: float
+    ) -> list[Reply]:
+        if self.leader is None or self.checkpoints is None or self.buffers is None:
+            raise LostPlaceError("holds no buffers of the model: only ps task 0 does, once the chief has created them")
+        known, alive = self.leader.quorum.workers.get(message.worker), self.leader.quorum.alive
+        if known is None or known.incarnation != message.incarnation:
+            return [Reply(peer, self._not_joined(message.worker, message.incarnation, -1))]
+        if isinstance(message, m.TakeBuffers):
+            return self._said_of_buffers(self.buffers.take(peer, message, self.leader.quorum.version, now, alive))
+        replies = self.buffers.heard(message, frames, now, alive)
+        if message.number < 0:
+            self.checkpoints.buffers_heard(message.worker)
+        return self._said_of_buffers(replies)
+
+    def _said_of_buffers(self, replies: list[Reply]) -> list[Reply]:
+        for line in self.buffers.said if self.buffers is not None else ():
+            self._say(f"{self.me.task}: {line}")
+        if self.buffers is not None:
+            self.buffers.said.clear()
+        return replies
+
+    def _peer_of(self, worker: int) -> Peer | None:
+        return self.shard.peer_of(worker) if self.shard is not None else None
 
     def _part(self, peer: Peer, part: m.Part) -> list[Reply]:
         if self.checkpoints is None or not 0 < part.shard < self.me.cluster.num_tasks("ps"):

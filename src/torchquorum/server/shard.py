@@ -205,6 +205,11 @@ class Shard:
     def _open(self, ref: MemoryRef) -> Slots:
         return Slots.open(ref, self.region)
 
+    def peer_of(self, worker: int) -> Peer | None:
+        """Returns where a worker's last request came from."""
+        guest = self._guests.get(worker)
+        return guest.peer if guest is not None else None
+
     def is_join(self, worker: int, request: int) -> bool:
         """Whether a request is the one by which the worker joined."""
         guest = self._guests.get(worker)

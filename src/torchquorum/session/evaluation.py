@@ -8,7 +8,7 @@ again and every module of it is in the mode in which it was.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,8 +39,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 def run_evaluation(session: Session, evaluate: Evaluate, *, averaged: bool) -> tuple[int, dict[str, float]]:
     """Runs the user's evaluation on the variables or their moving averages; returns the version and the results."""
-    with session.averaged() if averaged else nullcontext(session.global_step) as version, evaluating(session.model):
+    with session.averaged() if averaged else session.shared_buffers() as version, evaluating(session.model):
         results = evaluate(session.model)
+    version = session.global_step if version is None else version
     if isinstance(results, Mapping):
         return version, {name: float(value) for name, value in results.items()}
     return version, {"accuracy": float(results)}

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from torchquorum.errors import ConfigError
+from torchquorum.worker.buffers import CapturedBuffers, LocalBuffers
 
 
 class Resumable(Protocol):
@@ -38,7 +39,7 @@ def _tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Captured:
     """A position as it was taken, cheaply: at every step. `encode` makes it JSON-able, when it is wanted."""
 
@@ -47,6 +48,7 @@ class Captured:
     cuda: list[torch.Tensor]
     python: tuple[Any, ...]
     numpy: tuple[Any, ...]
+    buffers: CapturedBuffers | None = None
 
     def encode(self) -> dict[str, Any]:
         """Returns the position in JSON's types."""
@@ -61,14 +63,15 @@ class Captured:
         }
 
 
-def capture(data: Mapping[str, Resumable]) -> Captured:
-    """Takes the position of the data and of the generators of torch, Python and NumPy in this process."""
+def capture(data: Mapping[str, Resumable], buffers: LocalBuffers | None = None) -> Captured:
+    """Takes the position of the data and of the generators of torch, Python and NumPy in this process, and the buffers."""
     return Captured(
         data={name: source.state_dict() for name, source in data.items()},
         torch=torch.get_rng_state(),
         cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         python=random.getstate(),
         numpy=cast(Any, np.random.get_state(legacy=True)),
+        buffers=buffers.capture() if buffers is not None else None,
     )
 
 

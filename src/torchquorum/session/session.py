@@ -32,6 +32,7 @@ from torchquorum.errors import (
 )
 from torchquorum.formats.checkpoint import CheckpointError, load_manifest, newest_good
 from torchquorum.session import position
+from torchquorum.session.buffers import RunBuffers
 from torchquorum.session.checkpoint_hook import CheckpointHook
 from torchquorum.session.config import ConfigProto, read_device_options
 from torchquorum.session.devices import SessionDevices
@@ -41,6 +42,7 @@ from torchquorum.session.position import Resumable
 from torchquorum.session.states import State, check_step
 from torchquorum.transport.messages import Plan
 from torchquorum.worker.beat import Beat
+from torchquorum.worker.buffers import tied_names
 from torchquorum.worker.client import Client, Patience, Step
 from torchquorum.worker.flat import FlatParameters, describe
 from torchquorum.worker.optimizer import Optimizer
@@ -70,6 +72,8 @@ class Session:
         start_afresh: Whether to begin again at step 0 when a ps was restarted and there is no checkpoint; else an error.
         data: What has a position that belongs to a checkpoint: `tq.Batches`, or anything with state_dict and
             load_state_dict; one, or several by name.
+        buffers: Whose persistent buffers, such as batch norm's running statistics, are the run's, to be saved, exported and
+            evaluated: those of the `chief`; the `average` over the workers; or `local`: each worker's stay with it, unsaved.
         patience: How long to wait for what.
         hooks: What to do around the loop, in this order; see `torchquorum.session.hooks`.
         placement: Puts parts of the model on devices, see `tq.place`: a device, or a mapping from names to devices.
@@ -97,6 +101,7 @@ class Session:
         wait_for_workers: int = 1,
         start_afresh: bool = False,
         data: Resumable | Mapping[str, Resumable] | None = None,
+        buffers: str = "chief",
         patience: Patience | None = None,
         hooks: Sequence[Hook] = (),
         placement: Placement | None = None,
@@ -141,6 +146,7 @@ class Session:
             raise ConfigError(f"wait_for_workers={wait_for_workers}: the cluster has {task.num_workers} workers")
         self._restore, self._keep, self._start_afresh = restore, keep, start_afresh
         self._wait_for_workers = wait_for_workers
+        self._buffers = RunBuffers(self, buffers)
         self._signals = Signals(
             lambda line: say(f"{task}: {line}"), "saving and ending the run" if task.is_chief else "leaving the run"
         )
@@ -209,6 +215,7 @@ class Session:
             say=say,
         )
         client.while_waiting = self._obey_signals
+        self._buffers.connect(client)
         if before is not None:
             client.go_on_from(before)
         return client
@@ -222,11 +229,12 @@ class Session:
             self._create(client, plan, self.flat, created)
         self._go(State.WAITING)
         self._join(client, plan, self.flat)
+        self._buffers.begin(client)
         client.wait_for_workers(self._wait_for_workers)
         if client.position is not None:
             position.restore(client.position, self._data, lambda line: say(f"{self.task}: {line}"))
         if self.logdir is not None:
-            client.begin_positions(lambda: position.capture(self._data))
+            client.begin_positions(lambda: position.capture(self._data, self._buffers.local))
         self._saved_step = client.version if client.version > 0 else -1
 
     def _create(self, client: Client, plan: Plan, flat: FlatParameters, created: list[bool]) -> None:
@@ -245,6 +253,7 @@ class Session:
             )
         if path is None and self._start_afresh:
             self._first_values(flat)
+            self._buffers.first_values()
         if self._num_steps is not None and self._last_step is None:
             self._last_step = self._num_steps + (load_manifest(Path(path)).step if path is not None else 0)
             plan.last_step = self._last_step
@@ -281,16 +290,18 @@ class Session:
         while True:
             try:
                 client = self._rejoin()
+                rolled_back = client.version < before.version
+                if rolled_back:
+                    self._buffers.begin(client)
                 break
             except (TaskLostError, LostPlaceError, DeadlineError) as again:
                 if time.monotonic() > deadline:
                     raise again from None
                 time.sleep(0.2)
-        rolled_back = client.version < before.version
         if rolled_back and client.position is not None:
             position.restore(client.position, self._data, lambda line: say(f"{self.task}: {line}"))
         if self.logdir is not None:
-            client.begin_positions(lambda: position.capture(self._data))
+            client.begin_positions(lambda: position.capture(self._data, self._buffers.local))
         if stopping:
             self._check_still_over(client)
         self.optimizer.attach(client, self)
@@ -406,7 +417,9 @@ class Session:
             liveness_s=self._liveness_s,
             logdir=self.logdir,
             keep=self._keep,
+            tied=tied_names(self.model),
         )
+        self._buffers.describe(plan)
         return plan, parameters
 
     def __exit__(
@@ -500,12 +513,26 @@ class Session:
 
     @contextmanager
     def averaged(self) -> Iterator[int]:
-        """Inside this block the model's parameters are the moving averages; afterwards they are the variables again."""
-        version = self._surviving(lambda: self._running().pull(averaged=True))
-        try:
-            yield version
-        finally:
-            self.pull()
+        """Inside this block the model's parameters are the moving averages; afterwards they are the variables again.
+
+        Its buffers are the run's meanwhile, as in `shared_buffers`.
+        """
+        with self.shared_buffers():
+            version = self._surviving(lambda: self._running().pull(averaged=True))
+            try:
+                yield version
+            finally:
+                self.pull()
+
+    @contextmanager
+    def shared_buffers(self) -> Iterator[None]:
+        """Inside this block the model's buffers are the run's, see `buffers=`; afterwards they are this worker's again."""
+        with self._buffers.shared(lambda: self._surviving(lambda: self._running().take_buffers())):
+            yield
+
+    def pull_buffers(self) -> None:
+        """Takes the run's buffers, see `buffers=`, into the model, to stay."""
+        self._buffers.take(lambda: self._surviving(lambda: self._running().take_buffers()))
 
     def record(self, **results: Any) -> None:
         """Notes this worker's final `loss` and `accuracy` for the report."""

@@ -41,6 +41,17 @@ class AverageSpec(msgspec.Struct):
     num_updates: bool
 
 
+class BufferSpec(msgspec.Struct, frozen=True):
+    """A buffer of the model, such as a running mean: its name, shape, and dtype as torch names it without the prefix."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype} {list(self.shape)}"
+
+
 class Plan(msgspec.Struct, kw_only=True):
     """All that the ps tasks need to know of a run; the chief makes it."""
 
@@ -57,6 +68,9 @@ class Plan(msgspec.Struct, kw_only=True):
     liveness_s: float = 5.0
     logdir: str | None = None
     keep: int = 5
+    buffers: list[BufferSpec] = []
+    buffers_mode: str = "local"
+    tied: dict[str, str] = {}
 
     def layout(self) -> Layout:
         """Returns the placement of the variables, the same on every task."""
@@ -96,7 +110,8 @@ class Hello(Message):
 class Create(Message):
     """The chief's plan; frames: the initial trained values and constants of this shard. Answered by Created.
 
-    With `restore`, the path of a checkpoint, there are no frames: the ps reads its shard from there. `reign` names this
+    With `restore`, the path of a checkpoint, those are left out: the ps reads its shard from there. To shard 0 the model's
+    buffers follow in a further frame, if the plan has any. `reign` names this
     creation on all shards; `replace` says to give up variables that are there, because another ps has lost its own.
     """
 
@@ -191,6 +206,31 @@ class Position(Message):
     incarnation: int
     version: int
     body: dict[str, Any]
+
+
+class Buffers(Message):
+    """A worker's buffers, in frame 0, as it first held `version`; or as they are, for `number`, or, if final, at its end.
+
+    Not answered.
+    """
+
+    worker: int
+    incarnation: int
+    version: int
+    number: int = -1
+    final: bool = False
+
+
+class TakeBuffers(Message):
+    """A worker asks for the run's buffers, its `number`th time; as one that joins, for those to begin with.
+
+    Answered by RunBuffers.
+    """
+
+    worker: int
+    incarnation: int
+    number: int
+    joining: bool
 
 
 class StatusRequest(Message):
@@ -290,6 +330,19 @@ class SaveState(Message):
     step: int
     path: str
     text: str
+
+
+class RunBuffers(Message):
+    """The run's buffers, in frame 0: asked for by TakeBuffers; `whose` are the workers they come from."""
+
+    number: int
+    whose: list[int]
+
+
+class Wanted(Message):
+    """A ps asks for a worker's buffers as they are now. Answered by Buffers."""
+
+    number: int
 
 
 class Bye(Message):
@@ -420,6 +473,8 @@ AnyMessage = (
     | Save
     | Stop
     | Position
+    | Buffers
+    | TakeBuffers
     | StatusRequest
     | MeanRequest
     | Welcome
@@ -429,6 +484,8 @@ AnyMessage = (
     | Unknown
     | Alive
     | Bye
+    | RunBuffers
+    | Wanted
     | SaveState
     | Status
     | Mean

@@ -14,34 +14,28 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 import torchquorum.transport.messages as m
 from torchquorum.cluster import ClusterSpec, TaskId
-from torchquorum.errors import ClusterError, ConfigError, DeadlineError, LostPlaceError, RefusedError, TaskLostError
+from torchquorum.errors import ClusterError, DeadlineError, RefusedError, TaskLostError
 from torchquorum.transport import codec
 from torchquorum.transport.channel import Channel
 from torchquorum.transport.codec import Frame
 from torchquorum.transport.door import DoorChannel
 from torchquorum.transport.memory import SegmentError, frame_tensor, host_id, tensor_frame
 from torchquorum.transport.slots import Slots, section_views
+from torchquorum.worker.buffer_link import BufferLink
+from torchquorum.worker.faults import error_of
 from torchquorum.worker.flat import FlatParameters, Puller, Pusher
+from torchquorum.worker.positions import Position, Positions
 
 Connect = Callable[[str, bytes], Channel]
 GOODBYE_S = 2.0
 WORKERS_S = 120.0
-REMEMBERED_POSITIONS = 4
 _Kind = TypeVar("_Kind", bound=m.Message)
-
-
-class Encodable(Protocol):
-    """A worker's position, taken cheaply and made JSON-able only when it is wanted."""
-
-    def encode(self) -> dict[str, Any]:
-        """Returns the position in JSON's types."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,9 +141,9 @@ class Client:
         self._open: list[tuple[m.Message, list[Frame]]] | None = None
         self._pushed_at = 0
         self.while_waiting: Callable[[], None] = lambda: None
-        self.capture: Callable[[], Encodable] | None = None
-        self._positions: dict[int, Encodable] = {}
+        self._positions: Positions | None = None
         self.position: dict[str, Any] | None = None
+        self.buffers: BufferLink | None = None
         self.version = 0
         self.local_step = 0
         self.stopped = False
@@ -205,6 +199,9 @@ class Client:
                 values = torch.zeros(region.size_bytes, dtype=torch.uint8)
                 flat.store(region, section_views(region, values))
                 frames.append(tensor_frame(values))
+            if k == 0 and plan.buffers:
+                assert self.buffers is not None
+                frames.append(tensor_frame(self.buffers.local.capture().pack()))
             answer = self._ask(
                 k,
                 m.Create(plan, restore, reign, replace),
@@ -303,6 +300,8 @@ class Client:
         for slots in self._gradients:
             if slots is not None:
                 slots.close()
+        if self.buffers is not None:
+            self.buffers.close()
 
     @property
     def transports(self) -> list[str]:
@@ -402,29 +401,20 @@ class Client:
         self.version, self.lr = first.version, first.lr
         self.stopped = self.stopped or first.stop
         self.position = first.position
-        if self.capture is not None:
-            self._note_position(first)
+        if first.stop and self.buffers is not None:
+            self.buffers.give_final(self.version)
+        self._note_position(first)
         return first
 
     def _note_position(self, answer: m.Variables) -> None:
         """Keeps where this worker stands when it first holds a version; tells shard 0 if it asks, and at the end."""
-        assert self.capture is not None
-        if answer.version not in self._positions:
-            self._positions[answer.version] = self.capture()
-            while len(self._positions) > REMEMBERED_POSITIONS:
-                del self._positions[min(self._positions)]
-        self._tell_position(answer.version if answer.stop else answer.save)
+        if self._positions is not None:
+            self._positions.note(answer.version)
+            self._send_position(answer.version if answer.stop else answer.save)
 
-    def _tell_position(self, wanted: int) -> None:
-        at = max((v for v in self._positions if v <= wanted), default=None)
-        if wanted >= 0 and at is not None:
-            position = m.Position(self.index, self.incarnation, at, self._positions[at].encode())
-            self._channels[0].send([codec.encode(position)])
-
-    def begin_positions(self, capture: Callable[[], Encodable]) -> None:
+    def begin_positions(self, capture: Callable[[], Position]) -> None:
         """From now on this worker's position is noted whenever it takes a new version; now for the first time."""
-        self.capture = capture
-        self._positions = {self.version: capture()}
+        self._positions = Positions(capture, self.version)
 
     def wait_for_workers(self, count: int) -> None:
         """Waits until so many workers have joined, this one counted."""
@@ -446,10 +436,37 @@ class Client:
 
     def send_position(self) -> None:
         """Tells shard 0 where this worker stood when it first held its current version."""
-        position = self._positions.get(self.version)
-        if position is not None:
-            message = m.Position(self.index, self.incarnation, self.version, position.encode())
-            self._channels[0].send([codec.encode(message)])
+        self._send_position(self.version)
+
+    def _send_position(self, wanted: int) -> None:
+        found = self._positions.at(wanted) if self._positions is not None else None
+        if found is not None:
+            version, position = found
+            self._channels[0].send([codec.encode(m.Position(self.index, self.incarnation, version, position.encode()))])
+            if self.buffers is not None and position.buffers is not None:
+                self.buffers.give(version, position.buffers)
+
+    # -- buffers ------------------------------------------------------------------------------------------------------
+
+    def take_buffers(self, *, joining: bool = False) -> dict[str, torch.Tensor]:
+        """Asks for the run's buffers and waits for them; while it waits, this worker's own may be asked for."""
+        assert self.buffers is not None
+        if self._open is not None:
+            self._take(self.patience.round_s)
+        return self.buffers.take(self.version, joining=joining, waiting=self._while_taking)
+
+    def _while_taking(self, waited_s: float, silent_s: float) -> bool:
+        if (received := self._channels[0].receive(0.0)) is not None:
+            self._is_wanted(codec.split(received)[0])
+        self.while_waiting()
+        self._check(0, waited_s, silent_s, self.patience.round_s, "the run's buffers", starting=False)
+        return received is not None
+
+    def _is_wanted(self, answer: m.Message) -> bool:
+        """Gives this worker's buffers if that is what a ps has asked for."""
+        if isinstance(answer, m.Wanted) and self.buffers is not None:
+            self.buffers.give(self.version, self.buffers.local.capture(), number=answer.number)
+        return isinstance(answer, m.Wanted)
 
     def stop(self) -> None:
         """Ends the run for everybody; whoever waits is released. Not answered here: the next answer says so."""
@@ -514,12 +531,12 @@ class Client:
         answer, tensors = codec.split(received)
         match answer:
             case m.Fault() if answer.request in (-1, self._request):
-                raise _error(answer)
+                raise error_of(answer)
             case m.Variables() if answer.request == self._request:
                 waiting.found[k] = answer, tensors
             case m.Held() if answer.request == self._request:
                 waiting.what = self._who(answer)
-                self._tell_position(answer.save)  # the chief may be waiting for it, and this worker for the chief
+                self._send_position(answer.save)  # the chief may be waiting for it, and this worker for the chief
             case m.Unknown() if answer.request == self._request:
                 older = [other for other, (found, _) in waiting.found.items() if found.reign != answer.reign]
                 for again in (k, *older):  # what others answered before a restore does not count any more
@@ -527,7 +544,7 @@ class Client:
                     message, frames = self._open[again]
                     self._channels[again].send([codec.encode(message), *frames])
             case _:
-                pass  # an answer to something older
+                self._is_wanted(answer)  # or an answer to something older
         return True
 
     def _ask(
@@ -547,7 +564,8 @@ class Client:
                 if isinstance(answer, kind):
                     return answer
                 if isinstance(answer, m.Fault) and answer.request == -1:
-                    raise _error(answer)
+                    raise error_of(answer)
+                self._is_wanted(answer)
             if now - asked >= self.patience.probe_s:
                 asked = now
                 self._channels[k].send(packet)
@@ -579,12 +597,3 @@ class Client:
                 f"{self.task}: waited {waited_s:.0f} s for {what} at {where} and gave up. Check that the task runs, that "
                 "host and port are the same in --ps_hosts of every task, and that no firewall stands between."
             )
-
-
-def _error(fault: m.Fault) -> Exception:
-    kinds: dict[str, type[Exception]] = {
-        "ConfigError": ConfigError,
-        "SegmentError": SegmentError,
-        "LostPlaceError": LostPlaceError,
-    }
-    return kinds.get(fault.kind, RefusedError)(fault.text)

@@ -33,6 +33,10 @@ def as_large(manifest: dict) -> None:
     first(manifest).update(shape=[2**40, 2**22], stop=2**62)
 
 
+def as_buffer(manifest: dict, **changes: str) -> dict:
+    return dict(first(manifest), kind="buffer", **changes)
+
+
 MALICE = {
     "parent": (lambda m: rename(m, "../model.ckpt-1/part.safetensors"), "only plain names"),
     "dots": (lambda m: rename(m, ".."), "only plain names"),
@@ -54,6 +58,14 @@ MALICE = {
     "nameless state": (lambda m: first(m).update(kind="optimizer"), "state of the optimizer"),
     "shared": (lambda m: m["pieces"].append(dict(first(m), variable="twin")), "with another tensor"),
     "two shapes": (lambda m: m["pieces"].append(dict(first(m), key="x", start=77, shape=[77])), "in one slice"),
+    "buffer among variables": (lambda m: first(m).update(kind="buffer"), "buffers, and nothing else"),
+    "variable among buffers": (lambda m: m.update(buffers=[dict(first(m), key="x")]), "buffers, and nothing else"),
+    "buffer with a variable's name": (lambda m: m.update(buffers=[as_buffer(m)]), "has the name of a variable"),
+    "buffer in no file": (
+        lambda m: m.update(buffers=[as_buffer(m, variable="b", file="c")]),
+        "not in the list of files",
+    ),
+    "buffer in another's place": (lambda m: m.update(buffers=[as_buffer(m, variable="b")]), "with another tensor"),
     "no checksum": (lambda m: m["files"][part_name(0, 1)].update(sha256=""), "no checksum"),
     "number": (lambda m: m.update(scalars={"x": {"~float": []}}), "is damaged"),
     "wrong type": (lambda m: m.update(pieces={}), "Expected `array`"),

@@ -28,6 +28,9 @@ PLAN = m.Plan(
     slice_bytes=100,
     last_step=10,
     logdir="runs/ä",
+    buffers=[m.BufferSpec("norm.running_mean", (4,), "float32"), m.BufferSpec("count", (), "int64")],
+    buffers_mode="average",
+    tied={"head.weight": "layer.0.weight"},
 )
 numbers = st.integers(-(2**63), 2**63 - 1)
 floats = st.floats(allow_nan=False)
@@ -85,6 +88,10 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     m.SaveState: st.builds(m.SaveState, numbers, st.text(), numbers, st.text(), st.text()),
     m.Stop: st.builds(m.Stop, numbers, numbers),
     m.Position: st.builds(m.Position, numbers, numbers, numbers, st.dictionaries(st.text(), json, max_size=4)),
+    m.Buffers: st.builds(m.Buffers, numbers, numbers, numbers, numbers, st.booleans()),
+    m.TakeBuffers: st.builds(m.TakeBuffers, numbers, numbers, numbers, st.booleans()),
+    m.RunBuffers: st.builds(m.RunBuffers, numbers, st.lists(numbers, max_size=4)),
+    m.Wanted: st.builds(m.Wanted, numbers),
     m.Part: st.builds(
         m.Part,
         numbers,

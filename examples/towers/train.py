@@ -1,0 +1,82 @@
+"""The tutorials' multi-GPU program: one worker, a tower per GPU, a batch per tower, one update with the mean gradient.
+
+Without GPUs the towers share the CPU. Alone it needs no cluster; started by `torchquorum run --workers 2
+examples/towers/train.py` it is a worker with towers.
+"""
+
+import argparse
+
+import torch
+from torch.nn.functional import cross_entropy
+
+import torchquorum as tq
+from torchquorum.jobs.models import MLP
+
+
+def get_input(task: tq.Task, batch_size: int, data_path: str | None) -> tq.Batches:
+    """Returns this worker's batches of images, 784 pixels from 0 to 255, and labels."""
+    train = tq.load_mnist(data_path).train
+    return tq.Batches((train.images, train.labels), batch_size, worker=task.index, workers=task.num_workers)
+
+
+def get_loss(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(model(images.float()), labels)  # not scaled, as in the tutorials
+
+
+def accuracy(model: torch.nn.Module, data_path: str | None) -> float:
+    test = tq.load_mnist(data_path).test
+    device = next(model.parameters()).device
+    with torch.no_grad():
+        return (model(test.images.to(device).float()).argmax(1) == test.labels.to(device)).float().mean().item()
+
+
+def main() -> None:
+    task = tq.join()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--n_gpu", type=int, default=2, help="towers (default: %(default)s)")
+    parser.add_argument("--batch_size", type=int, default=100, help="images in a tower's batch (default: %(default)s)")
+    parser.add_argument("--learning_rate_base", type=float, default=0.001, help="default: %(default)s")
+    parser.add_argument("--learning_rate_decay", type=float, default=0.99, help="default: %(default)s")
+    parser.add_argument("--regularization_rate", type=float, default=0.0001, help="default: %(default)s")
+    parser.add_argument("--training_steps", type=int, default=1000, help="default: %(default)s")
+    parser.add_argument("--moving_average_decay", type=float, default=0.99, help="default: %(default)s")
+    parser.add_argument("--model_save_path", default="logs_and_models", help="default: %(default)s")
+    parser.add_argument(
+        "--data_path", metavar="DIR", help="folder with MNIST idx files (default: those in torchquorum)"
+    )
+    args = parser.parse_args()
+
+    batches = get_input(task, args.batch_size, args.data_path)
+    model = MLP()
+    towers = tq.Towers(model, num_towers=args.n_gpu)  # on the GPUs that there are, or on the CPU
+    optimizer = tq.Optimizer(
+        torch.optim.SGD(model.parameters(), lr=args.learning_rate_base),
+        schedule=tq.ExponentialDecay(decay_steps=60000 / args.batch_size, decay_rate=args.learning_rate_decay),
+        average=tq.ExponentialMovingAverage(args.moving_average_decay),
+    )
+    regularizer = tq.l2_regularizer(args.regularization_rate)
+    hooks = [tq.TowerLogHook(towers, every=10), tq.SummaryHook(every_steps=10, batch_size=args.batch_size * args.n_gpu)]
+
+    with tq.Session(
+        task,
+        model,
+        optimizer,
+        logdir=args.model_save_path,
+        last_step=args.training_steps,
+        save_every_steps=1000,
+        data=batches,
+        hooks=hooks,
+    ) as session:
+        while not session.should_stop():
+            optimizer.zero_grad()
+            loss = towers.backward(get_loss, batches, regularizer=regularizer)
+            optimizer.step(loss=loss)
+        if task.is_chief:
+            with session.averaged():
+                found = accuracy(model, args.data_path)
+            session.record(accuracy=found)
+            print(f"test accuracy of the moving averages {found:.2%}")
+
+
+if __name__ == "__main__":
+    main()

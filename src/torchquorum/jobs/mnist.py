@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from torchquorum.errors import ConfigError
+from torchquorum.jobs.slow import Slowness, parse_slow
 from torchquorum.rules import parse_rule
 
 MODEL_NAMES = ("softmax", "mlp", "cnn")  # those of jobs.models, known here without torch
@@ -41,6 +42,8 @@ class MnistOptions:
         placement: round_robin or greedy.
         slice_bytes: Variables of more bytes are sliced over the ps tasks.
         logdir: The run's folder.
+        seconds: The run is over after this time, whatever the steps; None for no limit.
+        slow: Slowed workers, as `parse_slow` reads them: worker1:3x,worker2:2x; empty for none.
     """
 
     model: str = "mlp"
@@ -60,6 +63,8 @@ class MnistOptions:
     placement: str = "round_robin"
     slice_bytes: int | None = None
     logdir: str | None = None
+    seconds: float | None = None
+    slow: str = ""
 
     def __post_init__(self) -> None:
         parse_rule(self.rule)
@@ -77,6 +82,9 @@ class MnistOptions:
             raise ConfigError(f"--average {self.average}: must be between 0 and 1, such as 0.99")
         if self.l2 < 0:
             raise ConfigError(f"--l2 {self.l2}: must be 0 or more")
+        if self.seconds is not None and not self.seconds > 0:
+            raise ConfigError(f"--seconds {self.seconds:g}: must be more than 0; leave it out for no limit")
+        parse_slow(self.slow)
 
     def to_json(self) -> str:
         """Returns the options as the one argument of a task."""
@@ -95,6 +103,7 @@ def train(options: MnistOptions, argv: list[str] | None = None, report: str | No
     from torch.nn.functional import cross_entropy
 
     import torchquorum as tq
+    from torchquorum.jobs.measuring import Measuring
     from torchquorum.jobs.models import evaluate, make_model
 
     task = tq.join(argv, report=report)
@@ -115,6 +124,7 @@ def train(options: MnistOptions, argv: list[str] | None = None, report: str | No
         slice_bytes=options.slice_bytes,
         average=tq.ExponentialMovingAverage(options.average) if options.average else None,
     )
+    slowness = Slowness(options.slow, task.index, task.num_workers)
     regularize = tq.l2_regularizer(options.l2)
     with tq.Session(
         task,
@@ -122,17 +132,21 @@ def train(options: MnistOptions, argv: list[str] | None = None, report: str | No
         optimizer,
         logdir=options.logdir,
         last_step=options.steps,
+        max_seconds=options.seconds,
         data=batches,
         # On a local cluster all workers come, so the run is the same every time; by hand they may come minutes late.
         wait_for_workers=task.num_workers if task.source == "launcher" else 1,
+        hooks=[Measuring(data.validation)],
     ) as session:
         while not session.should_stop():
+            slowness.begin()
             x, y = next(batches)
             loss = cross_entropy(model(x), y)
             if options.l2:
                 loss = loss + regularize(model)
             optimizer.zero_grad()
             loss.backward()
+            slowness.wait()
             optimizer.step(loss=loss)
         session.pull()
         test_loss, accuracy = evaluate(model, data.test)

@@ -1,0 +1,47 @@
+"""The built-in job's own curve of accuracy: the chief looks at a part of the validation set now and then.
+
+A hook of `torchquorum.jobs.mnist`. What always holds: measuring takes no more than about a hundredth of the chief's time,
+draws no random numbers and leaves the model as it was, so a run is the same with and without it.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torchquorum as tq
+from torchquorum.data.mnist import Split
+from torchquorum.jobs.models import evaluate
+
+ROWS = 1000
+EVERY_S = 0.5
+TIMES = 100
+
+
+class Measuring(tq.Hook):
+    """Measures accuracy and loss on `ROWS` validation images, at most every `EVERY_S` seconds and in 1 % of the time."""
+
+    def __init__(self, validation: Split) -> None:
+        rows = min(ROWS, len(validation))
+        self._split = Split(validation.images[:rows], validation.labels[:rows])
+        self._next_at = 0.0
+
+    def after_create_session(self, session: tq.Session) -> None:
+        """The first look comes after the first step."""
+        self._next_at = time.monotonic()
+
+    def after_run(self, session: tq.Session, ran: tq.Ran) -> None:
+        """Measures if it is time to."""
+        now = time.monotonic()
+        if session.task.is_chief and now >= self._next_at:
+            self._measure(session, ran.step.version)
+            done = time.monotonic()
+            self._next_at = now + max(EVERY_S, TIMES * (done - now))
+
+    def end(self, session: tq.Session) -> None:
+        """The last point of the curve."""
+        if session.task.is_chief:
+            self._measure(session, session.global_step)
+
+    def _measure(self, session: tq.Session, version: int) -> None:
+        loss, accuracy = evaluate(session.model, self._split)
+        session.measure(version, **{"accuracy": accuracy, "validation/loss": loss})

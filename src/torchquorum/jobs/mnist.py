@@ -27,7 +27,7 @@ class MnistOptions:
     Attributes:
         model: softmax, mlp or cnn.
         rule: As `parse_rule` reads it.
-        steps: The global step at which the run is over.
+        steps: The global step at which the run is over; None trains until the seconds are over.
         batch_size: Images per batch and worker.
         optimizer: A class of torch.optim.
         lr: Its learning rate.
@@ -48,7 +48,7 @@ class MnistOptions:
 
     model: str = "mlp"
     rule: str = "sync"
-    steps: int = 3000
+    steps: int | None = 3000
     batch_size: int = 100
     optimizer: str = "SGD"
     lr: float = 0.5
@@ -73,8 +73,11 @@ class MnistOptions:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"--model {self.model}: must be one of {', '.join(MODEL_NAMES)}{hint}")
         for name in ("steps", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be 1 or more")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be 1 or more")
+        if self.steps is None and self.seconds is None:
+            raise ConfigError("a run without an end: give --steps or --seconds")
         for name in ("lr", "decay_rate", "decay_steps"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be more than 0")

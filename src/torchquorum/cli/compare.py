@@ -1,0 +1,145 @@
+"""`torchquorum compare`: the built-in job with several rules on the same budget, side by side in one page and one PNG."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from torchquorum.cli.shape import Command, Named, option
+from torchquorum.cli.train import DEFAULTS, SLOW, check_workers, run_job
+from torchquorum.cli.view import View
+from torchquorum.cluster.flags import TRANSPORTS
+from torchquorum.errors import ConfigError
+from torchquorum.jobs.mnist import MODEL_NAMES, MnistOptions
+from torchquorum.jobs.slow import parse_slow
+from torchquorum.launch.local import Options
+from torchquorum.rules import parse_rule
+
+SECONDS = 15.0
+
+
+@click.command(cls=Command)
+@click.argument("runs", nargs=-1)
+@option("--rules", metavar="RULES", help="rules with commas; sync,async,bounded:3 and sync without one worker if not given")
+@option("--slow", type=SLOW, metavar="W", help="slowed workers; worker1:3x if not given, '' for none")
+@option("--seconds", type=float, metavar="S", help="budget of each rule; 15 unless --steps is given")
+@option("--steps", type=int, metavar="N", help="budget of each rule in updates")
+@option("--workers", default=3, metavar="N", help="workers")
+@option("--ps", default=1, metavar="N", help="ps tasks")
+@option("--model", type=Named(*MODEL_NAMES), default=DEFAULTS.model, help="softmax, mlp or cnn")
+@option("--batch-size", default=DEFAULTS.batch_size, metavar="N", help="images per batch and worker")
+@option("--optimizer", default=DEFAULTS.optimizer, metavar="NAME", help="a class of torch.optim")
+@option("--lr", default=DEFAULTS.lr, metavar="X", help="learning rate")
+@option("--seed", default=DEFAULTS.seed, metavar="N", help="of weights and data order")
+@option("--data", metavar="DIR", help="folder with MNIST's idx files, if not the packaged ones")
+@option("--transport", type=Named(*TRANSPORTS), default="auto", help="auto, shm or tcp")
+@option("--output", "-o", metavar="DIR", help="where to put it; runs/compare-DATE if not given")
+@option("--quiet", is_flag=True, help="print only the result")
+def compare(runs: tuple[str, ...], **given: Any) -> int:
+    """Train MNIST with several rules on the same budget, one worker slowed, and put them side by side in one
+    page and one PNG. With RUNS, folders of runs that there are, only the page and the PNG are made.
+
+    \b
+    Examples:
+      torchquorum compare
+      torchquorum compare --rules sync,async,bounded:3,sync:2of3 --slow worker1:3x
+      torchquorum compare runs/a runs/b --output runs/a-and-b
+    """
+    console = Console(highlight=False)
+    output = Path(given.pop("output") or f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}")
+    quiet = given.pop("quiet")
+    if runs:
+        names = [Path(r).name or r for r in runs]
+        if len(runs) < 2:
+            raise ConfigError(f"RUNS {runs[0]}: name at least two folders to compare, or none to train")
+        unique = [n if names.count(n) == 1 else str(r) for n, r in zip(names, runs, strict=True)]
+        _draw(console, list(zip(unique, map(Path, runs), strict=True)), output, "runs side by side", quiet=quiet)
+        return 0
+    return _train(console, output, quiet=quiet, **given)
+
+
+def _train(console: Console, output: Path, *, quiet: bool, rules: str | None, slow: str | None, **given: Any) -> int:
+    workers, ps, transport = given.pop("workers"), given.pop("ps"), given.pop("transport")
+    if given["seconds"] is None and given["steps"] is None:
+        given["seconds"] = SECONDS
+    if slow is None:
+        slow = "worker1:3x" if workers > 1 else ""
+    chosen = _rules(rules, workers)
+    base = MnistOptions(**given, slow=slow)
+    planned = [(rule, replace(base, rule=rule, logdir=str(output / folder_name(rule)))) for rule in chosen]
+    for _, options in planned:
+        check_workers(options, workers)
+        if options.logdir is not None and Path(options.logdir).exists():
+            raise ConfigError(f"{options.logdir}: is there already, and its run would be gone on with; give another --output")
+    budget = " and at most ".join(
+        ([f"{base.steps:,} updates"] if base.steps else []) + ([f"{base.seconds:g} s"] if base.seconds else [])
+    )
+    below = f"{base.model} on MNIST, {workers} workers, {_slow_words(slow)}, {budget} each"
+    done: list[tuple[str, Path]] = []
+    code = 0
+    for number, (rule, options) in enumerate(planned, 1):
+        if not quiet:
+            console.print(f"{number} of {len(planned)}: {rule} ({below})", soft_wrap=True)
+        cluster = Options(command=[], ps=ps, workers=workers, transport=transport)
+        code = run_job(options, cluster, View(console, quiet=quiet, seconds=base.seconds))
+        if code != 0:
+            console.print(f"torchquorum: {rule} did not end well (exit code {code}); what is done is compared")
+            break
+        assert options.logdir is not None
+        done.append((rule, Path(options.logdir)))
+    if len(done) >= 2 or (done and code == 0):
+        _draw(console, done, output, below, quiet=quiet)
+    return code
+
+
+def _rules(text: str | None, workers: int) -> list[str]:
+    """Returns the rules to compare, each once."""
+    if text is None:
+        backup = [f"sync:{workers - 1}of{workers}"] if workers > 2 else []
+        return ["sync", "async", "bounded:3", *backup]
+    found = [part.strip().strip("'\"").lower().replace(" ", "") for part in text.strip().strip("'\"").split(",")]
+    found = list(dict.fromkeys(filter(None, found)))
+    if not found:
+        raise ConfigError("--rules: name at least one rule, such as sync,async")
+    for rule in found:
+        parse_rule(rule, workers)
+    return found
+
+
+def folder_name(rule: str) -> str:
+    """Returns a rule as the name of a folder."""
+    return re.sub(r"[^a-z0-9]+", "-", rule.lower()).strip("-")
+
+
+def _slow_words(slow: str) -> str:
+    factors = parse_slow(slow)
+    return ", ".join(f"worker {i} slowed {f:g} times" for i, f in sorted(factors.items())) or "none slowed"
+
+
+def _draw(console: Console, found: list[tuple[str, Path]], output: Path, below: str, *, quiet: bool) -> None:
+    """Makes the page, the PNG and the figures of runs that there are."""
+    from torchquorum.pictures.compare_page import as_json, compare_page, compare_picture, compared
+    from torchquorum.pictures.history import read_history
+    from torchquorum.pictures.page import write_page
+    from torchquorum.pictures.png import write_png
+    from torchquorum.pictures.reading import read_comparison
+
+    runs = compared([(name, read_history(folder)) for name, folder in found])
+    title = " and ".join([", ".join(r.name for r in runs[:-1]), runs[-1].name]) if len(runs) > 1 else runs[0].name
+    if len(title) > 70:
+        title = f"{len(runs)} runs side by side"
+    write_page(compare_page(runs, title, below), output / "compare.html")
+    write_png(compare_picture(runs, title, below), output / "compare.png")
+    (output / "compare.json").write_text(json.dumps(as_json(runs), indent=2) + "\n")
+    if not quiet:
+        for line in read_comparison(runs):
+            console.print(f"- {line}", soft_wrap=True)
+    console.print(f"page          {output / 'compare.html'}", soft_wrap=True)
+    console.print(f"picture       {output / 'compare.png'}", soft_wrap=True)

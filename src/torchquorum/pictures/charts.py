@@ -170,12 +170,18 @@ class Key:
 
 
 def bar_chart(
-    title: str, bars: Sequence[Bar], x: Axis, *, keys: Sequence[Key] = (), empty: str = "nothing recorded"
+    title: str,
+    bars: Sequence[Bar],
+    x: Axis,
+    *,
+    keys: Sequence[Key] = (),
+    empty: str = "nothing recorded",
+    height: float = 0.0,
 ) -> Scene:
     """Draws horizontal bars from zero, a row each; parts of one bar are told apart by the line of keys above."""
-    row = 24.0
     top = 46.0 if keys else 34.0
-    height = max(120.0, top + row * len(bars) + 46)
+    row = max(24.0, min(42.0, (height - top - 46) / max(1, len(bars))))
+    height = max(120.0, height, top + row * len(bars) + 46)
     scene = Scene(WIDTH, height, f"{title}: {x.title} for {', '.join(b.name for b in bars)}")
     _title(scene, title)
     if not bars or not any(sum(v for v, *_ in b.parts) > 0 for b in bars):
@@ -193,14 +199,15 @@ def bar_chart(
     scene.add(Text((scale.start + scale.end) / 2, bottom + 31, x.title, SIZE, "middle", "dim"))
     for i, bar in enumerate(bars):
         y, at = top + row * i, 0.0
-        scene.add(Text(left - 6, y + 16, shorten(bar.name, 118), SIZE, "end"))
+        middle = y + row / 2 + 4
+        scene.add(Text(left - 6, middle, shorten(bar.name, 118), SIZE, "end"))
         for value, colour, what in bar.parts:
             if value > 0:
                 start, end = scales.place(scale, at), scales.place(scale, at + value)
                 said = f"{bar.name}: {what + ' ' if what else ''}{scales.number(value)} {x.unit}".strip()
                 scene.add(Rect(start, y + 4, max(end - start, 0.75), row - 8, colour, title=said))
                 at += value
-        scene.add(Text(scales.place(scale, at) + 5, y + 16, bar.note, SIZE, colour="dim"))
+        scene.add(Text(scales.place(scale, at) + 5, middle, bar.note, SIZE, colour="dim"))
     return scene
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from torchquorum.pictures import page as p
-from torchquorum.pictures.charts import DASHES, WIDTH, Axis, Bar, Key, Series, bar_chart, line_chart, wrap
+from torchquorum.pictures.charts import DASHES, HEIGHT, WIDTH, Axis, Bar, Key, Series, bar_chart, line_chart, wrap
 from torchquorum.pictures.figures import Figures, figure, smooth
 from torchquorum.pictures.history import History
 from torchquorum.pictures.reading import read_comparison
@@ -26,6 +26,7 @@ _FAMILIES = (("sync:", "c5"), ("sync", "c0"), ("async:pipeline", "c7"), ("async"
 _SPARE = ("c4", "c6", "c7", "c3", "c5", "c2", "c1", "c0")
 CURVE_POINTS = 60
 GAP = 14.0
+GREY = "line"  # what was lost, in every chart; a rule's colour is what was gained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +136,7 @@ def _loss(run: Run, *, by_time: bool) -> Series:
 
 def _speed(runs: Sequence[Run]) -> Scene:
     bars = [Bar(name=r.name, parts=[(r.figures.batches_per_s, r.colour, "")], note=number(r.figures.batches_per_s)) for r in runs]
-    return bar_chart("Batches per second, all workers", bars, Axis(name="batches per second"))
+    return bar_chart("Batches per second, all workers", bars, Axis(name="batches per second"), height=HEIGHT)
 
 
 def _updates(runs: Sequence[Run]) -> Scene:
@@ -147,19 +148,19 @@ def _fate(runs: Sequence[Run]) -> Scene:
     bars = []
     for r in runs:
         share = 100 * r.figures.wasted / r.figures.batches if r.figures.batches else 0.0
-        parts = [(r.figures.used, "c0", "used"), (r.figures.wasted, "c1", "wasted")]
+        parts = [(r.figures.used, r.colour, "used"), (r.figures.wasted, GREY, "wasted")]
         bars.append(Bar(name=r.name, parts=parts, note=f"{share:.0f} % wasted"))
-    keys = [Key(name="used in an update", colour="c0"), Key(name="refused: wasted", colour="c1")]
-    return bar_chart("What became of the batches", bars, Axis(name="batches"), keys=keys)
+    keys = [Key(name="refused and wasted; the rest became updates", colour=GREY)]
+    return bar_chart("What became of the batches", bars, Axis(name="batches"), keys=keys, height=HEIGHT)
 
 
 def _time(runs: Sequence[Run]) -> Scene:
     bars = []
     for r in runs:
         busy = 100 * (1 - r.figures.waiting_share)
-        parts = [(busy, "c2", "computing"), (100 - busy, "c4", "waiting")]
+        parts = [(busy, r.colour, "computing"), (100 - busy, GREY, "waiting")]
         bars.append(Bar(name=r.name, parts=parts if r.figures.workers else [], note=f"waited {100 - busy:.0f} %"))
-    keys = [Key(name="computing and sending", colour="c2"), Key(name="waiting", colour="c4")]
+    keys = [Key(name="waiting; the rest is computing and sending", colour=GREY)]
     return bar_chart("How workers spent their time", bars, Axis(name="share of all workers' time", unit="%"), keys=keys)
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 CLOSE = 0.004  # two accuracies that differ by less are the same, as far as 10,000 test images can tell
 LEVELS = (0.99, 0.985, 0.98, 0.975, 0.97, 0.96, 0.95, 0.94, 0.92, 0.9, 0.85, 0.8, 0.7, 0.5)
 SMALL = 0.05
+UNEQUAL = 1.6
 
 
 def read_comparison(runs: Sequence[Run]) -> list[str]:
@@ -26,7 +27,7 @@ def read_comparison(runs: Sequence[Run]) -> list[str]:
     runs = [r for r in runs if r.figures.batches]
     if len(runs) < 2:
         return []
-    lines = [_slowness(runs), _best(runs), _race(runs), *_rule_by_rule(runs)]
+    lines = [_slowness(runs), _best(runs), _race(runs), *_rule_by_rule(runs), _unequal(runs)]
     return [line for line in lines if line]
 
 
@@ -54,7 +55,7 @@ def _best(runs: Sequence[Run]) -> str:
         return f"{said}; the others came within {100 * CLOSE:.1f} points, which may be chance."
     if near:
         said += f"; {_words(near)} came within {100 * CLOSE:.1f} points, which may be chance"
-    return f"{said}. {worst.name} came to {100 * last:.2f} %."
+    return f"{said}; {worst.name} was least accurate, {100 * last:.2f} %."
 
 
 def _race(runs: Sequence[Run]) -> str:
@@ -90,6 +91,23 @@ def _rule_by_rule(runs: Sequence[Run]) -> list[str]:
         else:
             lines.append(f"{r.name}: no waiting, no waste, no staleness; {number(f.updates_per_s)} updates/s.")
     return lines
+
+
+def _unequal(runs: Sequence[Run]) -> str:
+    """A warning where the machine was not equally free: the same batch took very different times."""
+    slow = {s.index for r in runs if (s := r.figures.straggler) is not None}
+    times = {}
+    for r in runs:
+        own = [w.took_s for w in r.figures.workers if w.index not in slow and np.isfinite(w.took_s)]
+        if own:
+            times[r.name] = float(np.median(own))
+    if len(times) < 2 or max(times.values()) < UNEQUAL * min(times.values()):
+        return ""
+    low, high = min(times, key=lambda n: times[n]), max(times, key=lambda n: times[n])
+    return (
+        f"Take the speeds with care: a batch of the other workers took {number(1000 * times[low])} ms in {low} and "
+        f"{number(1000 * times[high])} ms in {high}. More workers computed at a time there, or the machine had other work."
+    )
 
 
 def _words(parts: Sequence[str]) -> str:

@@ -10,7 +10,9 @@ from collections import deque
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
+from rich.control import Control
 from rich.live import Live
+from rich.segment import ControlType
 from rich.text import Text
 
 from torchquorum.cli.table import Bar, Progress, StatusTable, headline, rows_of, wait_words
@@ -36,12 +38,14 @@ class View:
         self._ready_at: float | None = None
         self._steps: deque[tuple[float, int]] = deque()
         self._workers: dict[str, _Recent] = {}
+        self._drawn: tuple[int, list[int]] = (0, [])
 
     def __enter__(self) -> View:
         if not self._quiet and self.console.is_terminal:
             waiting = Text("starting the tasks ...", "dim")
-            self._live = Live(waiting, console=self.console, refresh_per_second=8, transient=True)
-            self._live.start()
+            # Drawn only when there is news, so that nothing is drawn between a change of the window and `_mend`.
+            self._live = Live(waiting, console=self.console, auto_refresh=False, transient=True)
+            self._live.start(refresh=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -64,10 +68,23 @@ class View:
             return
         self._note(status)
         if self._live is not None:
-            self._live.update(self.render(status))
+            self._mend()
+            shown = self.render(status)
+            self._live.update(shown, refresh=True)
+            lines = self.console.render_lines(shown, pad=False)
+            self._drawn = self.console.width, [sum(part.cell_length for part in line) for line in lines]
         elif time.monotonic() - self._shown_at >= PLAIN_EVERY_S:
             self._shown_at = time.monotonic()
             self.line(plain(status))
+
+    def _mend(self) -> None:
+        """The window has become narrower: what was drawn now takes more lines than were drawn; takes those away."""
+        before, widths = self._drawn
+        now = max(1, self.console.width)
+        if now < before:
+            more = sum(max(0, (width - 1) // now) for width in widths)
+            self.console.control(Control(*((ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)) * more))
+        self._drawn = now, []
 
     def render(self, status: dict[str, Any]) -> RenderableType:
         """Returns the live part."""

@@ -26,9 +26,7 @@ EVENTS = "*.tfevents.*"
 @click.command(cls=Command)
 @click.argument("run")
 @option("--port", default=6006, metavar="N", help="port to serve on; 0 takes a free one")
-@option(
-    "--host", default="localhost", metavar="HOST", help="address to serve on; 0.0.0.0 for other machines"
-)
+@option("--host", default="localhost", metavar="HOST", help="address to serve on; 0.0.0.0 for other machines")
 @option("--open/--no-open", "open_", default=None, help="open a browser; if not given, in a terminal only")
 def board(run: str, port: int, host: str, open_: bool | None) -> int:
     """Show a run in TensorBoard. RUN is the run's folder, or one with several runs in it.

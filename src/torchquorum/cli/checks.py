@@ -56,7 +56,9 @@ def check_machine(logdir: Path) -> list[Finding]:
         try:
             found += check()
         except Exception as error:
-            found.append(Finding(name, "fail", f"{type(error).__name__}: {error}", "this check itself failed; please report it"))
+            found.append(
+                Finding(name, "fail", f"{type(error).__name__}: {error}", "this check itself failed; please report it")
+            )
     return found
 
 
@@ -119,7 +121,9 @@ def _cores() -> list[Finding]:
     load = os.getloadavg()[0]
     text = f"{usable} usable, load {load:.1f}"
     if load > 1.5 * usable:
-        return [Finding("cores", "warn", text, "other programs use this machine: training will be slower than it could be")]
+        return [
+            Finding("cores", "warn", text, "other programs use this machine: training will be slower than it could be")
+        ]
     return [Finding("cores", "ok", text)]
 
 
@@ -258,7 +262,9 @@ def _not_connected(name: str, shown: str, error: OSError) -> Finding:
         advice = "the host is there, but nothing listens: start the ps task, or check the port"
         return Finding(name, "fail", f"{shown}: connection refused", advice)
     if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
-        return Finding(name, "fail", f"{shown}: there is no way there ({error.strerror})", "check network, VPN and routes")
+        return Finding(
+            name, "fail", f"{shown}: there is no way there ({error.strerror})", "check network, VPN and routes"
+        )
     return Finding(name, "fail", f"{shown}: {error.strerror or error}", "check the address and the network")
 
 

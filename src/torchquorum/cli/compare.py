@@ -27,8 +27,8 @@ SECONDS = 15.0
 
 @click.command(cls=Command)
 @click.argument("runs", nargs=-1)
-@option("--rules", metavar="RULES", help="rules with commas; sync,async,bounded:3 and sync without one worker if not given")
-@option("--slow", type=SLOW, metavar="W", help="slowed workers; worker1:3x if not given, '' for none")
+@option("--rules", metavar="RULES", help="sync,async,bounded:3,sync:2of3 if not given")
+@option("--slow", type=SLOW, metavar="W", help="slowed workers; worker1:3x if not given, none for none")
 @option("--seconds", type=float, metavar="S", help="budget of each rule; 15 unless --steps is given")
 @option("--steps", type=int, metavar="N", help="budget of each rule in updates")
 @option("--workers", default=3, metavar="N", help="workers")
@@ -38,13 +38,14 @@ SECONDS = 15.0
 @option("--optimizer", default=DEFAULTS.optimizer, metavar="NAME", help="a class of torch.optim")
 @option("--lr", default=DEFAULTS.lr, metavar="X", help="learning rate")
 @option("--seed", default=DEFAULTS.seed, metavar="N", help="of weights and data order")
-@option("--data", metavar="DIR", help="folder with MNIST's idx files, if not the packaged ones")
+@option("--data", metavar="DIR", help="a folder with MNIST's idx files")
 @option("--transport", type=Named(*TRANSPORTS), default="auto", help="auto, shm or tcp")
 @option("--output", "-o", metavar="DIR", help="where to put it; runs/compare-DATE if not given")
 @option("--quiet", is_flag=True, help="print only the result")
 def compare(runs: tuple[str, ...], **given: Any) -> int:
-    """Train MNIST with several rules on the same budget, one worker slowed, and put them side by side in one
-    page and one PNG. With RUNS, folders of runs that there are, only the page and the PNG are made.
+    """Train MNIST with several rules on one budget, one worker slowed: one page and one PNG, side by side.
+
+    With RUNS, folders of runs that there are, nothing is trained.
 
     \b
     Examples:
@@ -57,8 +58,8 @@ def compare(runs: tuple[str, ...], **given: Any) -> int:
     quiet = given.pop("quiet")
     if runs:
         names = [Path(r).name or r for r in runs]
-        if len(runs) < 2:
-            raise ConfigError(f"RUNS {runs[0]}: name at least two folders to compare, or none to train")
+        if len(runs) == 1:
+            raise ConfigError(f"RUNS {''.join(runs)}: name at least two folders to compare, or none to train")
         unique = [n if names.count(n) == 1 else str(r) for n, r in zip(names, runs, strict=True)]
         _draw(console, list(zip(unique, map(Path, runs), strict=True)), output, "runs side by side", quiet=quiet)
         return 0
@@ -77,7 +78,9 @@ def _train(console: Console, output: Path, *, quiet: bool, rules: str | None, sl
     for _, options in planned:
         check_workers(options, workers)
         if options.logdir is not None and Path(options.logdir).exists():
-            raise ConfigError(f"{options.logdir}: is there already, and its run would be gone on with; give another --output")
+            raise ConfigError(
+                f"{options.logdir}: is there already, and its run would be gone on with; give another --output"
+            )
     budget = " and at most ".join(
         ([f"{base.steps:,} updates"] if base.steps else []) + ([f"{base.seconds:g} s"] if base.seconds else [])
     )

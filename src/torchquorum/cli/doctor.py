@@ -21,7 +21,13 @@ _MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", 
 
 
 @click.command(cls=ClusterCommand)
-@option("--ps-hosts", "--ps-host", "ps_hosts", metavar="HOSTS", help="host:port,... of the ps tasks, to be reached from here")
+@option(
+    "--ps-hosts",
+    "--ps-host",
+    "ps_hosts",
+    metavar="HOSTS",
+    help="host:port,... of the ps tasks, to be reached from here",
+)
 @option("--worker-hosts", "--worker-host", "worker_hosts", metavar="HOSTS", help="and of the workers")
 @option("--logdir", default="runs", metavar="DIR", help="the folder that runs are to be written to")
 @option("--timeout", default=3.0, metavar="S", help="seconds to wait for a host")

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from torchquorum.cli.shape import Command, option
+
 NAME = "report.html"
 
 
@@ -20,8 +22,7 @@ def report(run: str, output: str | None) -> int:
       torchquorum report runs/mnist
       torchquorum report runs/mnist --output mnist.html
     """
-    from torchquorum.cli.shape import Command, option
-from torchquorum.pictures.history import read_history
+    from torchquorum.pictures.history import read_history
     from torchquorum.pictures.page import write_page
     from torchquorum.pictures.run_page import run_page
 

@@ -43,7 +43,7 @@ class Option(click.Option):
             shown += f" {self.make_metavar(ctx)}"
         default = self.get_default(ctx, call=False)
         tail = f" [{default:g}]" if isinstance(default, float) else f" [{default}]"
-        worth_it = self.show_default and not self.is_flag and isinstance(default, int | float | str)
+        worth_it = self.show_default and not self.is_flag and isinstance(default, int | float | str) and default != ""
         return shown, (self.help or "") + (tail if worth_it else "")
 
 

@@ -82,7 +82,7 @@ def _show(console: Console, body: dict[str, Any]) -> None:
 
 def _watch(watcher: Watcher, timeout: float, *, as_json: bool) -> int:
     console = Console(highlight=False)
-    view = View(console)
+    view = View(console, plain_every_s=0.0)
     heard_at = time.monotonic()
     with view if not as_json else View(console, quiet=True):
         while True:

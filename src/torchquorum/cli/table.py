@@ -18,6 +18,7 @@ from rich.text import Text
 STYLES = {"dead": "red", "waiting": "yellow", "left": "dim"}
 OTHER_LINES = 6  # of the screen: bar, line, header, summary, and room for the prompt
 LEAST_ROWS = 3
+LEAST_FOR = 10  # letters of whom a worker waits for
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class Progress:
 
 
 # Header, how a cell is made, and from which width on it is worth its place: the least important has the largest number.
-_COLUMNS: tuple[tuple[str, Callable[[Row], str], int], ...] = (
+Column = tuple[str, Callable[[Row], str], int]
+_COLUMNS: tuple[Column, ...] = (
     ("worker", lambda r: r.name, 0),
     ("state", lambda r: r.state, 5),
     ("local step", lambda r: f"{r.local_step:,}", 1),
@@ -80,7 +82,15 @@ def rows_of(status: Mapping[str, Any], measured: Mapping[str, tuple[float, float
             speed, share, names = measured[index]
         rows.append(
             Row(
-                f"worker {index}", w["state"], w["batches"], speed, w["loss"], w["staleness_mean"], w["refused"], share, names
+                f"worker {index}",
+                w["state"],
+                w["batches"],
+                speed,
+                w["loss"],
+                w["staleness_mean"],
+                w["refused"],
+                share,
+                names,
             )
         )
     return rows
@@ -110,11 +120,14 @@ class StatusTable:
             room = max(LEAST_ROWS, console.size.height - OTHER_LINES)
         shown, rest = choose(self._rows, room)
         columns = fit(shown, options.max_width)
+        room_for = {"for": max(LEAST_FOR, options.max_width - needed(shown, columns) + LEAST_FOR)}
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
         for name, _, _ in columns:
             table.add_column(name, justify="left" if name in _LEFT else "right", no_wrap=True, overflow="ellipsis")
         for row in shown:
-            table.add_row(*(Text(cell(row), STYLES.get(row.state, "")) for _, cell, _ in columns))
+            table.add_row(
+                *(Text(cell(row)[: room_for.get(name)], STYLES.get(row.state, "")) for name, cell, _ in columns)
+            )
         yield table
         if rest:
             yield Text(sum_up(rest), "dim", overflow="ellipsis", no_wrap=True)
@@ -124,7 +137,9 @@ def choose(rows: list[Row], room: int | None) -> tuple[list[Row], list[Row]]:
     """Returns the rows to show and those to sum up: the dead and the slowest are worth most."""
     if room is None or len(rows) <= room:
         return rows, []
-    order = sorted(range(len(rows)), key=lambda i: (rows[i].state != "dead", rows[i].state == "left", rows[i].batches_per_s))
+    order = sorted(
+        range(len(rows)), key=lambda i: (rows[i].state != "dead", rows[i].state == "left", rows[i].batches_per_s)
+    )
     chosen = set(order[:room])
     return [r for i, r in enumerate(rows) if i in chosen], [r for i, r in enumerate(rows) if i not in chosen]
 
@@ -140,16 +155,21 @@ def sum_up(rows: Sequence[Row]) -> str:
     return f"and {len(rows)} faster workers: {counts}, {speed:.0f} batches/s together, {refused:,} refused"
 
 
-def fit(rows: Sequence[Row], width: int) -> list[tuple[str, Callable[[Row], str], int]]:
+def fit(rows: Sequence[Row], width: int) -> list[Column]:
     """Returns the columns that fit into a width."""
     columns = [c for c in _COLUMNS if c[0] in ("worker", "local step") or any(c[1](r) for r in rows)]
-
-    def needed() -> int:
-        return sum(max([len(name), *(len(cell(r)) for r in rows)]) + 2 for name, cell, _ in columns) - 2
-
-    while len(columns) > 1 and needed() > width:
+    while len(columns) > 1 and needed(rows, columns) > width:
         columns.remove(max(columns, key=lambda c: c[2]))
     return columns
+
+
+def needed(rows: Sequence[Row], columns: Sequence[Column]) -> int:
+    """Returns how wide columns are; for whom a worker waits may be cut short."""
+    widths = [
+        max([len(name), *(min(len(cell(r)), LEAST_FOR if name == "for" else 99) for r in rows)])
+        for name, cell, _ in columns
+    ]
+    return sum(widths) + 2 * (len(widths) - 1)
 
 
 class Bar:

@@ -28,23 +28,42 @@ from torchquorum.rules import parse_rule
 DEFAULTS = MnistOptions()
 RULE, SLOW = Checked(parse_rule), Checked(parse_slow)
 TRAINING, CLUSTER = "Training [default]", "Cluster and run [default]"
+# One paragraph, so that the long list of options still fits a screen.
+HELP = """\b
+Train MNIST on a local cluster, or be one task of a cluster started by hand.
+Examples:
+  torchquorum train --model cnn --rule async --workers 4
+  torchquorum train --job_name=ps --task_id=0 --ps_hosts=a:22 --worker_hosts=b:22
+"""
 HAND = "One task of a cluster started by hand"
 
 
-@click.command(cls=ClusterCommand)
+@click.command(cls=ClusterCommand, help=HELP)
 @option("--model", type=Named(*MODEL_NAMES), default=DEFAULTS.model, section=TRAINING, help="softmax, mlp or cnn")
-@option("--data", metavar="DIR", section=TRAINING, help="folder with MNIST's idx files, if not the packaged ones")
+@option("--data", metavar="DIR", section=TRAINING, help="a folder with MNIST's idx files")
 @option(
-    "--rule", type=RULE, default=DEFAULTS.rule, metavar="RULE", section=TRAINING,
-    help="sync, sync:2of3, async[:pipeline], bounded:3, buffered:2",
+    "--rule",
+    type=RULE,
+    default=DEFAULTS.rule,
+    metavar="RULE",
+    section=TRAINING,
+    help="sync, sync:2of3, async, bounded:3, buffered:2",
 )
 @option("--steps", type=int, metavar="N", section=TRAINING, help="last global step; 3000 unless --seconds is given")
 @option("--seconds", type=float, metavar="S", section=TRAINING, help="end after so many seconds")
 @option("--batch-size", default=DEFAULTS.batch_size, metavar="N", section=TRAINING, help="images per batch and worker")
-@option("--optimizer", default=DEFAULTS.optimizer, metavar="NAME", section=TRAINING, help="a class of torch.optim; runs on the ps")
+@option(
+    "--optimizer",
+    default=DEFAULTS.optimizer,
+    metavar="NAME",
+    section=TRAINING,
+    help="a class of torch.optim; runs on the ps",
+)
 @option("--lr", default=DEFAULTS.lr, metavar="X", section=TRAINING, help="learning rate")
 @option("--momentum", default=DEFAULTS.momentum, metavar="X", section=TRAINING, help="for SGD and RMSprop")
-@option("--decay-rate", default=DEFAULTS.decay_rate, metavar="X", section=TRAINING, help="of the learning rate, 1 for none")
+@option(
+    "--decay-rate", default=DEFAULTS.decay_rate, metavar="X", section=TRAINING, help="of the learning rate, 1 for none"
+)
 @option("--decay-steps", default=DEFAULTS.decay_steps, metavar="X", section=TRAINING, help="global steps per decay")
 @option("--staircase", is_flag=True, section=TRAINING, help="decay in steps instead of smoothly")
 @option("--l2", default=DEFAULTS.l2, metavar="X", section=TRAINING, help="adds l2 * sum(w^2) / 2 over the weights")
@@ -53,23 +72,22 @@ HAND = "One task of a cluster started by hand"
 @option("--ps", default=1, metavar="N", section=CLUSTER, help="ps tasks")
 @option("--workers", default=2, metavar="N", section=CLUSTER, help="workers")
 @option("--slow", type=SLOW, default="", metavar="W", section=CLUSTER, help="slow workers down: worker1:3x,worker2:2x")
-@option("--placement", type=Named(*STRATEGIES), default=DEFAULTS.placement, section=CLUSTER, help="round_robin or greedy")
+@option(
+    "--placement", type=Named(*STRATEGIES), default=DEFAULTS.placement, section=CLUSTER, help="round_robin or greedy"
+)
 @option("--slice-bytes", type=int, metavar="N", section=CLUSTER, help="slice larger variables over all ps tasks")
 @option("--transport", type=Named(*TRANSPORTS), default="auto", section=CLUSTER, help="auto, shm or tcp")
 @option("--logdir", metavar="DIR", section=CLUSTER, help="the run's folder; runs/mnist-DATE if not given")
 @option("--report", metavar="FILE", section=CLUSTER, help="write the report as JSON to this file")
 @option("--quiet", is_flag=True, section=CLUSTER, help="print only the result")
 @option("--job-name", metavar="JOB", section=HAND, help="ps or worker")
-@option("--task-id", "--task-index", "task_id", metavar="N", section=HAND, help="which task of that job (or --task-index)")
+@option(
+    "--task-id", "--task-index", "task_id", metavar="N", section=HAND, help="which task of that job (or --task-index)"
+)
 @option("--ps-hosts", "--ps-host", "ps_hosts", metavar="HOSTS", section=HAND, help="host:port,... of the ps tasks")
 @option("--worker-hosts", "--worker-host", "worker_hosts", metavar="HOSTS", section=HAND, help="and of the workers")
 def train(**given: Any) -> int:
-    """\b
-    Train MNIST on a local cluster, or be one task of a cluster started by hand.
-    Examples:
-      torchquorum train --model cnn --rule async --workers 4
-      torchquorum train --job_name=ps --task_id=0 --ps_hosts=a:2222 --worker_hosts=b:2222
-    """
+    """Trains MNIST."""
     place = {k: given.pop(k) for k in ("job_name", "task_id", "ps_hosts", "worker_hosts")}
     transport, report, quiet = given.pop("transport"), given.pop("report"), given.pop("quiet")
     ps, workers = given.pop("ps"), given.pop("workers")

@@ -29,10 +29,19 @@ class View:
         console: Where to.
         quiet: Show nothing but notes.
         seconds: The run's limit in seconds, if it has one.
+        plain_every_s: Seconds between two lines where there is no terminal.
     """
 
-    def __init__(self, console: Console, *, quiet: bool = False, seconds: float | None = None) -> None:
+    def __init__(
+        self,
+        console: Console,
+        *,
+        quiet: bool = False,
+        seconds: float | None = None,
+        plain_every_s: float = PLAIN_EVERY_S,
+    ) -> None:
         self.console, self._quiet, self._seconds = console, quiet, seconds
+        self._plain_every_s = plain_every_s
         self._live: Live | None = None
         self._shown_at = time.monotonic()
         self._ready_at: float | None = None
@@ -73,7 +82,7 @@ class View:
             self._live.update(shown, refresh=True)
             lines = self.console.render_lines(shown, pad=False)
             self._drawn = self.console.width, [sum(part.cell_length for part in line) for line in lines]
-        elif time.monotonic() - self._shown_at >= PLAIN_EVERY_S:
+        elif time.monotonic() - self._shown_at >= self._plain_every_s:
             self._shown_at = time.monotonic()
             self.line(plain(status))
 

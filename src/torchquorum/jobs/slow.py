@@ -14,31 +14,37 @@ import time
 from torchquorum.errors import ConfigError
 
 MOST = 1000.0
-_FORM = re.compile(r"(?:worker)?[\s_#]*(?P<index>[0-9]+)\s*[:=]\s*(?P<factor>[0-9]*\.?[0-9]+)\s*[x×]?", re.IGNORECASE)
+_FORM = re.compile(r"(?:worker)?[\s_#]*(?P<index>[0-9]+)\s*[:=]\s*(?P<factor>[0-9]*\.?[0-9]+)\s*x?", re.IGNORECASE)
 
 
 def parse_slow(text: str, num_workers: int | None = None) -> dict[int, float]:
     """Reads which workers are slowed, and how much.
 
     Args:
-        text: `worker1:3x`, several with commas; `1:3` is understood too. Empty for none.
+        text: `worker1:3x`, several with commas; `1:3` is understood too. Empty, or `none`, for none.
         num_workers: How many workers there are, where that is known.
 
     Raises:
         ConfigError: It cannot be read, or there is no such worker.
     """
     found: dict[int, float] = {}
+    if text.strip().lower() == "none":
+        return found
     for part in filter(None, (p.strip().strip("'\"") for p in text.strip().strip("'\"").split(","))):
         match = _FORM.fullmatch(part)
         if match is None:
             raise ConfigError(f"--slow {part}: must look like worker1:3x, several with commas: worker1:3x,worker2:1.5x")
         index, factor = int(match["index"]), float(match["factor"])
         if not 1 <= factor <= MOST or not math.isfinite(factor):
-            raise ConfigError(f"--slow {part}: must be from 1x (as fast as it is) to {MOST:g}x; 3x is three times as slow")
+            raise ConfigError(
+                f"--slow {part}: must be from 1x (as fast as it is) to {MOST:g}x; 3x is three times as slow"
+            )
         if num_workers is not None and index >= num_workers:
             last = num_workers - 1
             allowed = f"worker0 to worker{last}" if last else "worker0 only"
-            raise ConfigError(f"--slow {part}: there is no worker {index}; with {num_workers} workers there is {allowed}")
+            raise ConfigError(
+                f"--slow {part}: there is no worker {index}; with {num_workers} workers there is {allowed}"
+            )
         if found.setdefault(index, factor) != factor:
             raise ConfigError(f"--slow {text}: worker {index} has two different factors; keep one of them")
     return found

@@ -218,7 +218,9 @@ def _keys(scene: Scene, keys: Sequence[Key]) -> None:
         at += 26 + text_width(key.name, SIZE)
 
 
-def column_chart(title: str, columns: Sequence[tuple[str, float]], x: Axis, y: Axis, colour: str, note: str = "") -> Scene:
+def column_chart(
+    title: str, columns: Sequence[tuple[str, float]], x: Axis, y: Axis, colour: str, note: str = ""
+) -> Scene:
     """Draws vertical columns from zero, as for a histogram."""
     scene = Scene(WIDTH, HEIGHT, f"{title}: {y.title} by {x.title}")
     _title(scene, title)
@@ -242,7 +244,9 @@ def column_chart(title: str, columns: Sequence[tuple[str, float]], x: Axis, y: A
         gap = max(min(3.0, width * 0.12), (width - WIDEST_COLUMN) / 2)
         if value > 0:
             said = f"{x.name} {name}: {scales.number(value)} {y.unit}".strip()
-            scene.add(Rect(x0 + gap, min(at, bottom - 0.75), width - 2 * gap, max(bottom - at, 0.75), colour, title=said))
+            scene.add(
+                Rect(x0 + gap, min(at, bottom - 0.75), width - 2 * gap, max(bottom - at, 0.75), colour, title=said)
+            )
         if i % every == 0:
             scene.add(Text(x0 + width / 2, bottom + 16, name, SIZE, "middle", "dim"))
     scene.add(Line([(left, bottom), (right, bottom)], "line"))
@@ -272,14 +276,18 @@ def timeline(title: str, lanes: Sequence[Lane], end_s: float, keys: Sequence[Key
     bottom = top + row * len(lanes)
     for mark in scales.ticks(scale, 5):
         at = scales.place(scale, mark)
-        scene.add(Line([(at, top), (at, bottom)], "grid"), Text(at, bottom + 15, scales.label(mark), SIZE, "middle", "dim"))
+        scene.add(
+            Line([(at, top), (at, bottom)], "grid"), Text(at, bottom + 15, scales.label(mark), SIZE, "middle", "dim")
+        )
     scene.add(Text((left + WIDTH - 16) / 2, bottom + 32, "time (s)", SIZE, "middle", "dim"))
     for i, lane in enumerate(lanes):
         y = top + row * i
         scene.add(Text(left - 6, y + 15, lane.name, SIZE, "end"))
         for start, end in lane.spans:
             from_x, to_x = scales.place(scale, start), scales.place(scale, end)
-            scene.add(Rect(from_x, y + 8, max(to_x - from_x, 1), 6, "c0", 0.45, f"{lane.name}: {start:.1f} to {end:.1f} s"))
+            scene.add(
+                Rect(from_x, y + 8, max(to_x - from_x, 1), 6, "c0", 0.45, f"{lane.name}: {start:.1f} to {end:.1f} s")
+            )
         for at, colour, words in lane.marks:
             scene.add(Dot(scales.place(scale, at), y + 11, 4, colour, f"{at:.1f} s: {words}"))
     return scene

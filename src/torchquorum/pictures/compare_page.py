@@ -22,7 +22,14 @@ from torchquorum.pictures.scales import number
 from torchquorum.pictures.scene import Area, Dot, Item, Line, Rect, Scene, Text
 
 UPDATES = Axis(name="updates", from_zero=True)
-_FAMILIES = (("sync:", "c5"), ("sync", "c0"), ("async:pipeline", "c7"), ("async", "c1"), ("bounded", "c2"), ("buffered", "c3"))
+_FAMILIES = (
+    ("sync:", "c5"),
+    ("sync", "c0"),
+    ("async:pipeline", "c7"),
+    ("async", "c1"),
+    ("bounded", "c2"),
+    ("buffered", "c3"),
+)
 _SPARE = ("c4", "c6", "c7", "c3", "c5", "c2", "c1", "c0")
 CURVE_POINTS = 60
 GAP = 14.0
@@ -43,7 +50,9 @@ class Run:
     def accuracy(self) -> float | None:
         """Returns the accuracy at the end, or the last one measured."""
         _, _, values = self.history.measured("accuracy")
-        return self.history.accuracy if self.history.accuracy is not None else float(values[-1]) if len(values) else None
+        return (
+            self.history.accuracy if self.history.accuracy is not None else float(values[-1]) if len(values) else None
+        )
 
 
 def compared(histories: Sequence[tuple[str, History]]) -> list[Run]:
@@ -88,14 +97,14 @@ def _row(run: Run) -> list[str]:
     f = run.figures
     return [
         run.name,
-        f"{100 * run.accuracy:.2f} %" if run.accuracy is not None else "–",
+        f"{100 * run.accuracy:.2f} %" if run.accuracy is not None else "-",
         number(f.updates),
         number(f.updates_per_s),
         number(f.batches_per_s),
         f"{100 * f.waiting_share:.0f} %",
         f"{f.staleness_mean:.2f}",
         number(sum(c for r, c in f.refused.items() if r != "past last step")),
-        f"{100 * f.wasted / f.batches:.1f} %" if f.batches else "–",
+        f"{100 * f.wasted / f.batches:.1f} %" if f.batches else "-",
     ]
 
 
@@ -135,12 +144,18 @@ def _loss(run: Run, *, by_time: bool) -> Series:
 
 
 def _speed(runs: Sequence[Run]) -> Scene:
-    bars = [Bar(name=r.name, parts=[(r.figures.batches_per_s, r.colour, "")], note=number(r.figures.batches_per_s)) for r in runs]
+    bars = [
+        Bar(name=r.name, parts=[(r.figures.batches_per_s, r.colour, "")], note=number(r.figures.batches_per_s))
+        for r in runs
+    ]
     return bar_chart("Batches per second, all workers", bars, Axis(name="batches per second"), height=HEIGHT)
 
 
 def _updates(runs: Sequence[Run]) -> Scene:
-    bars = [Bar(name=r.name, parts=[(r.figures.updates_per_s, r.colour, "")], note=number(r.figures.updates_per_s)) for r in runs]
+    bars = [
+        Bar(name=r.name, parts=[(r.figures.updates_per_s, r.colour, "")], note=number(r.figures.updates_per_s))
+        for r in runs
+    ]
     return bar_chart("Updates per second", bars, Axis(name="updates per second"))
 
 
@@ -234,5 +249,3 @@ def as_json(runs: Sequence[Run]) -> list[dict[str, Any]]:
             }
         )
     return found
-
-

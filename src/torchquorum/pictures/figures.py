@@ -214,7 +214,9 @@ def smooth(x: np.ndarray, y: np.ndarray, bins: int = BINS) -> Curve:
         return Curve([], [], [], [])
     parts = max(1, min(bins, len(x) // 4))
     span = x.max() - x.min()
-    place = np.minimum(((x - x.min()) / span * parts).astype(int), parts - 1) if span > 0 else np.zeros(len(x), dtype=int)
+    place = (
+        np.minimum(((x - x.min()) / span * parts).astype(int), parts - 1) if span > 0 else np.zeros(len(x), dtype=int)
+    )
     order = np.argsort(place, kind="stable")
     x, y, place = x[order], y[order], place[order]
     cuts = np.flatnonzero(np.diff(place)) + 1

@@ -66,8 +66,8 @@ class History:
     report: dict[str, Any]
     checkpoints: list[CheckpointInfo]
     missing: list[str]
-    going_on: bool = False
-    _turns: list[tuple[float, float]] = field(default_factory=list)
+    going_on: bool = field(init=False, default=False)
+    _turns: list[tuple[float, float]] = field(init=False)
 
     def __post_init__(self) -> None:
         self._turns = _find_turns(self.at, self.events)
@@ -124,7 +124,11 @@ class History:
         """Returns a measure's steps, clocks and values, in order of time."""
         found = [m for m in self.measures if m.name == name and m.value is not None]
         at = np.array([m.at for m in found], dtype=float)
-        return np.array([m.global_step for m in found]), self.clock_of(at), np.array([m.value for m in found], dtype=float)
+        return (
+            np.array([m.global_step for m in found]),
+            self.clock_of(at),
+            np.array([m.value for m in found], dtype=float),
+        )
 
     def update_times(self) -> np.ndarray:
         """Returns when each update was made, in seconds of training: with the last accepted gradient of its round."""
@@ -180,7 +184,13 @@ def read_history(folder: Path) -> History:
             f"give the folder that was logdir= or --logdir{hint}"
         )
     history = History(
-        folder=folder, events=events, measures=measures, report=report, checkpoints=checkpoints, missing=missing, **columns
+        folder=folder,
+        events=events,
+        measures=measures,
+        report=report,
+        checkpoints=checkpoints,
+        missing=missing,
+        **columns,
     )
     ended = bool(events) and events[-1].event == "ended"
     newest = max([*columns["at"][-1:], *(e.at for e in events[-1:])], default=0.0)
@@ -216,7 +226,16 @@ def _read_ledger(folder: Path, missing: list[str]) -> tuple[dict[str, np.ndarray
                 loss = np.nan if record.loss is None else record.loss
                 took = np.nan if record.took_s is None else record.took_s
                 rows.append(
-                    (record.worker, record.version, record.met, record.accepted, record.reason, loss, took, record.arrived_at)
+                    (
+                        record.worker,
+                        record.version,
+                        record.met,
+                        record.accepted,
+                        record.reason,
+                        loss,
+                        took,
+                        record.arrived_at,
+                    )
                 )
             else:
                 events.append(record)

@@ -129,7 +129,9 @@ def section(title: str) -> str:
 
 def tiles(entries: Sequence[tuple[str, str]]) -> str:
     """Returns a row of figures with what they are."""
-    inner = "".join(f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in entries)
+    inner = "".join(
+        f'<div class="tile"><b>{escape(value)}</b><span>{escape(name)}</span></div>' for name, value in entries
+    )
     return f'<div class="tiles">{inner}</div>'
 
 
@@ -140,7 +142,11 @@ def cards(scenes: Sequence[Scene]) -> str:
 
 def sentences(lines: Sequence[str]) -> str:
     """Returns a list of sentences."""
-    return '<ul class="lead">' + "".join(f"<li>{escape(line).replace(' %', '&nbsp;%')}</li>" for line in lines) + "</ul>" if lines else ""
+    return (
+        '<ul class="lead">' + "".join(f"<li>{escape(line).replace(' %', '&nbsp;%')}</li>" for line in lines) + "</ul>"
+        if lines
+        else ""
+    )
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], colours: Sequence[str] = ()) -> str:
@@ -149,7 +155,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], colours: Sequence[
     body = []
     for i, row in enumerate(rows):
         mark = f'<span class="swatch" style="background:var(--{colours[i]})"></span>' if colours else ""
-        body.append("<tr>" + "".join(f"<td>{mark if j == 0 else ''}{escape(c)}</td>" for j, c in enumerate(row)) + "</tr>")
+        body.append(
+            "<tr>" + "".join(f"<td>{mark if j == 0 else ''}{escape(c)}</td>" for j, c in enumerate(row)) + "</tr>"
+        )
     return f'<div class="scroll"><table><thead><tr>{top}</tr></thead><tbody>{"".join(body)}</tbody></table></div>'
 
 

@@ -7,6 +7,7 @@ so that lines are smooth; it is always in the light dress.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,9 @@ class _Brush:
                 self._draw.rectangle(corner, fill=_mixed(item.colour, item.opacity))
             case Dot():
                 r = item.radius
-                self._draw.ellipse(self._scaled([(item.x - r, item.y - r), (item.x + r, item.y + r)]), LIGHT[item.colour])
+                self._draw.ellipse(
+                    self._scaled([(item.x - r, item.y - r), (item.x + r, item.y + r)]), LIGHT[item.colour]
+                )
             case Text():
                 self._text(item)
 
@@ -71,7 +74,9 @@ class _Brush:
         stroke = 0.35 * self._factor if text.bold else 0
         where = (text.x * self._factor, text.y * self._factor)
         colour = LIGHT[text.colour]
-        self._draw.text(where, text.text, colour, self._font(text.size), anchor, stroke_width=stroke, stroke_fill=colour)
+        self._draw.text(
+            where, text.text, colour, self._font(text.size), anchor, stroke_width=stroke, stroke_fill=colour
+        )
 
     def _font(self, size: float) -> Any:
         from PIL import ImageFont
@@ -95,7 +100,7 @@ def _dashes(points: list[Point], pattern: tuple[float, ...]) -> list[list[Point]
     """Cuts a line into the parts that are drawn."""
     drawn: list[list[Point]] = [[points[0]]] if points else []
     on, left, turn = True, pattern[0], 0
-    for start, end in zip(points, points[1:], strict=False):
+    for start, end in pairwise(points):
         length = math.dist(start, end)
         done = 0.0
         while length - done > left:

@@ -87,7 +87,9 @@ def _rule_by_rule(runs: Sequence[Run]) -> list[str]:
         if r is most:
             said.append(f"it computed the most batches, {number(f.batches_per_s)} per second")
         if said:
-            lines.append(f"{r.name}: {_words(said)}; {number(f.updates_per_s)} updates/s from {number(f.batches_per_s)} batches/s.")
+            lines.append(
+                f"{r.name}: {_words(said)}; {number(f.updates_per_s)} updates/s from {number(f.batches_per_s)} batches/s."
+            )
         else:
             lines.append(f"{r.name}: no waiting, no waste, no staleness; {number(f.updates_per_s)} updates/s.")
     return lines

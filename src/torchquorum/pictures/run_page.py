@@ -45,7 +45,9 @@ def run_page(history: History) -> str:
         worker_table(figures),
     ]
     if figures.refused:
-        rows = [(f"{r}: {number(c)}", WHY.get(r, "")) for r, c in sorted(figures.refused.items(), key=lambda kv: -kv[1])]
+        rows = [
+            (f"{r}: {number(c)}", WHY.get(r, "")) for r, c in sorted(figures.refused.items(), key=lambda kv: -kv[1])
+        ]
         body += [p.section("Refused gradients"), p.word_table(rows)]
     if history.checkpoints:
         body += [p.section("Checkpoints"), _checkpoint_table(history)]
@@ -105,7 +107,9 @@ def describe(history: History, figures: Figures) -> list[str]:
     if refused:
         most = max(refused, key=lambda r: refused[r])
         share = 100 * sum(refused.values()) / max(1, figures.batches)
-        lines.append(f"{number(sum(refused.values()))} batches ({share:.1f} %) were refused, most of them as {most!r}: {WHY.get(most, '')}.")
+        lines.append(
+            f"{number(sum(refused.values()))} batches ({share:.1f} %) were refused, most of them as {most!r}: {WHY.get(most, '')}."
+        )
     died = [e for e in history.events if e.event == "died"]
     back = [e for e in history.events if e.event == "came back"]
     if died:
@@ -114,7 +118,9 @@ def describe(history: History, figures: Figures) -> list[str]:
         lines.append(f"The run was begun again {history.restarts} time(s); the time between is not on the time axis.")
     lost = int((history.accepted & ~history.kept).sum())
     if lost:
-        lines.append(f"{number(lost)} gradients were computed again after a restore: what they had changed was not saved.")
+        lines.append(
+            f"{number(lost)} gradients were computed again after a restore: what they had changed was not saved."
+        )
     return lines
 
 
@@ -150,7 +156,9 @@ def accuracy_charts(history: History) -> list[Scene]:
     empty = "no accuracy measured: use tq.EvaluateHook or session.measure(accuracy=...)"
     found = []
     for title, x, at in (("Accuracy over time", SECONDS, clock), ("Accuracy over steps", STEPS, steps)):
-        line = Series(name="", x=[float(v) for v in at], y=[float(v) for v in values], colour="c2", dots=len(values) < 40)
+        line = Series(
+            name="", x=[float(v) for v in at], y=[float(v) for v in values], colour="c2", dots=len(values) < 40
+        )
         found.append(line_chart(title, [line], x, axis, empty=empty))
     return found
 
@@ -225,7 +233,9 @@ def _time_chart(workers: Sequence[WorkerFigures], more: str) -> Scene:
         for w in workers
         if np.isfinite(w.took_s)
     ]
-    return bar_chart("Time per batch" + more, bars, Axis(name="median time", unit="ms"), empty="this ledger has no time per gradient")
+    return bar_chart(
+        "Time per batch" + more, bars, Axis(name="median time", unit="ms"), empty="this ledger has no time per gradient"
+    )
 
 
 def staleness_chart(figures: Figures) -> Scene:
@@ -287,7 +297,7 @@ def worker_table(figures: Figures) -> str:
             number(sum(w.refused.values())),
             number(w.batches_per_s),
             number(1000 * w.took_s),
-            f"{100 * w.waiting_share:.0f} %" if w.busy_s else "–",
+            f"{100 * w.waiting_share:.0f} %" if w.busy_s else "-",
             f"{w.staleness:.2f}",
         ]
         for w in figures.workers
@@ -299,7 +309,9 @@ def _checkpoint_table(history: History) -> str:
     rows = []
     for info in history.checkpoints:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.created_at)) if info.created_at else ""
-        rows.append([info.path.name, number(info.step), when, f"{info.size_bytes / 1e6:.1f} MB", info.problem or "good"])
+        rows.append(
+            [info.path.name, number(info.step), when, f"{info.size_bytes / 1e6:.1f} MB", info.problem or "good"]
+        )
     return p.table(["checkpoint", "global step", "saved", "size", "state"], rows)
 
 

@@ -93,7 +93,7 @@ def label(value: float, kind: str = "linear") -> str:
 def number(value: float | None) -> str:
     """Returns a number as people write it: three digits or so, thousands with a comma."""
     if value is None or not math.isfinite(value):
-        return "–"
+        return "-"
     size = abs(value)
     if size >= 10_000_000:
         return f"{value / 1e6:.3g}M"

@@ -116,5 +116,7 @@ _NARROW, _WIDE = set("iljtfrI.,:;'|!() "), set("mwMW@%")
 
 def text_width(text: str, size: float, *, bold: bool = False) -> float:
     """Returns about how wide a text is in a sans-serif face; on the safe side."""
-    units = sum(0.32 if c in _NARROW else 0.88 if c in _WIDE else 0.58 if c.islower() or c.isdigit() else 0.68 for c in text)
+    units = sum(
+        0.32 if c in _NARROW else 0.88 if c in _WIDE else 0.58 if c.islower() or c.isdigit() else 0.68 for c in text
+    )
     return units * size * (1.06 if bold else 1.0)

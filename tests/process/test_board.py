@@ -154,7 +154,11 @@ return found !== null"""
 
 
 @pytest.mark.slow
-def test_the_page_shows_scalars_histograms_graph_and_configuration(run: Path, browser: Browser, tmp_path: Path) -> None:
+def test_the_page_shows_scalars_histograms_graph_and_configuration(
+    run: Path,
+    browser: Browser,  # noqa: F811
+    tmp_path: Path,
+) -> None:
     pages = {
         "timeseries": ("accuracy", "learning_rate", "400"),
         "scalars": ("accuracy", "batches_per_s/worker_1"),

@@ -56,6 +56,7 @@ def write_async(folder: Path, *, gradients: int = 90, times: tuple[float, ...] =
     writer.write(Event("began", START, 0, values={"rule": "Async()", "num_shards": 1, "num_workers": len(times)}))
     ready = [(t, w) for w, t in enumerate(times)]
     saw, steps = [0] * len(times), [0] * len(times)
+    at = 0.0
     for version in range(gradients):
         at, worker = min(ready)
         ready.remove((at, worker))

@@ -2,6 +2,7 @@
 
 import math
 import re
+from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -42,7 +43,7 @@ def test_marks_lie_inside_their_axis_and_are_few(kind: str, values: list[float],
 def test_names_are_pushed_apart_and_keep_their_order(places: list[float]) -> None:
     places.sort()
     moved = spread(places, 14, 0, 200)
-    assert all(b - a >= 14 - 1e-6 for a, b in zip(moved, moved[1:], strict=False))
+    assert all(b - a >= 14 - 1e-6 for a, b in pairwise(moved))
 
 
 @pytest.mark.parametrize("count", [1, 2, 6])
@@ -51,7 +52,7 @@ def test_a_line_is_named_at_its_end_and_no_two_names_overlap(count: int) -> None
     scene = line_chart("Loss", lines, X, Y)
     names = [t for t in scene.items if isinstance(t, Text) and t.text.startswith("rule ")]
     heights = sorted(t.y for t in names)
-    assert len(names) == count and all(b - a >= 13 for a, b in zip(heights, heights[1:], strict=False))
+    assert len(names) == count and all(b - a >= 13 for a, b in pairwise(heights))
     assert all(t.x < scene.width and 0 < t.y < scene.height for t in names)
 
 

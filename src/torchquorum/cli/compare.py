@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torchquorum.launch.local import Options
 from torchquorum.rules import parse_rule
 
 SECONDS = 15.0
+INTERRUPTED = 130
 
 
 @click.command(cls=Command)
@@ -31,6 +32,7 @@ SECONDS = 15.0
 @option("--slow", type=SLOW, metavar="W", help="slowed workers; worker1:3x if not given, none for none")
 @option("--seconds", type=float, metavar="S", help="budget of each rule; 15 unless --steps is given")
 @option("--steps", type=int, metavar="N", help="budget of each rule in updates")
+@option("--rounds", default=1, metavar="N", help="share the budget out over N turns of each rule, for a busy machine")
 @option("--workers", default=3, metavar="N", help="workers")
 @option("--ps", default=1, metavar="N", help="ps tasks")
 @option("--model", type=Named(*MODEL_NAMES), default=DEFAULTS.model, help="softmax, mlp or cnn")
@@ -63,43 +65,86 @@ def compare(runs: tuple[str, ...], **given: Any) -> int:
         unique = [n if names.count(n) == 1 else str(r) for n, r in zip(names, runs, strict=True)]
         _draw(console, list(zip(unique, map(Path, runs), strict=True)), output, "runs side by side", quiet=quiet)
         return 0
-    return _train(console, output, quiet=quiet, **given)
+    return _train(console, _plan(output, **given), quiet=quiet)
 
 
-def _train(console: Console, output: Path, *, quiet: bool, rules: str | None, slow: str | None, **given: Any) -> int:
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to train: the rules, what they have in common, the cluster, and over how many turns the budget is shared out."""
+
+    rules: list[str]
+    base: MnistOptions
+    cluster: Options
+    output: Path
+    rounds: int = 1
+
+    def folder(self, rule: str) -> Path:
+        """Returns the folder of a rule's run."""
+        return self.output / re.sub(r"[^a-z0-9]+", "-", rule.lower()).strip("-")
+
+    def options(self, rule: str, turn: int) -> MnistOptions:
+        """Returns the options of a rule's run in a turn, from 1 on; a later turn goes on from the checkpoint of the last."""
+        steps, seconds = self.base.steps, self.base.seconds
+        steps = max(1, steps * turn // self.rounds) if steps is not None else None
+        seconds = seconds / self.rounds if seconds is not None else None
+        return replace(self.base, rule=rule, logdir=str(self.folder(rule)), steps=steps, seconds=seconds)
+
+    @property
+    def words(self) -> str:
+        """Returns the plan in a line."""
+        base, workers = self.base, self.cluster.workers
+        budget = [f"{base.steps:,} updates"] if base.steps else []
+        budget += [f"{base.seconds:g} s"] if base.seconds else []
+        turns = f" in {self.rounds} turns" if self.rounds > 1 else ""
+        said = f"{base.model} on MNIST, {workers} {'worker' if workers == 1 else 'workers'}, {_slow_words(base.slow)}"
+        return f"{said}, {' and at most '.join(budget)} each{turns}"
+
+
+def _plan(output: Path, *, rules: str | None, slow: str | None, rounds: int, **given: Any) -> Plan:
     workers, ps, transport = given.pop("workers"), given.pop("ps"), given.pop("transport")
     if given["seconds"] is None and given["steps"] is None:
         given["seconds"] = SECONDS
-    if slow is None:
-        slow = "worker1:3x" if workers > 1 else ""
-    chosen = _rules(rules, workers)
-    base = MnistOptions(**given, slow=slow)
-    planned = [(rule, replace(base, rule=rule, logdir=str(output / folder_name(rule)))) for rule in chosen]
-    for _, options in planned:
-        check_workers(options, workers)
-        if options.logdir is not None and Path(options.logdir).exists():
-            raise ConfigError(
-                f"{options.logdir}: is there already, and its run would be gone on with; give another --output"
-            )
-    budget = " and at most ".join(
-        ([f"{base.steps:,} updates"] if base.steps else []) + ([f"{base.seconds:g} s"] if base.seconds else [])
+    if rounds < 1:
+        raise ConfigError(f"--rounds {rounds}: must be 1 or more")
+    cluster = Options(command=[], ps=ps, workers=workers, transport=transport)
+    slow = slow if slow is not None else "worker1:3x" if workers > 1 else ""
+    plan = Plan(
+        rules=_rules(rules, workers),
+        base=MnistOptions(**given, slow=slow),
+        cluster=cluster,
+        output=output,
+        rounds=rounds,
     )
-    below = f"{base.model} on MNIST, {workers} workers, {_slow_words(slow)}, {budget} each"
-    done: list[tuple[str, Path]] = []
-    code = 0
-    for number, (rule, options) in enumerate(planned, 1):
-        if not quiet:
-            console.print(f"{number} of {len(planned)}: {rule} ({below})", soft_wrap=True)
-        cluster = Options(command=[], ps=ps, workers=workers, transport=transport)
-        code = run_job(options, cluster, View(console, quiet=quiet, seconds=base.seconds))
-        if code != 0:
-            console.print(f"torchquorum: {rule} did not end well (exit code {code}); what is done is compared")
-            break
-        assert options.logdir is not None
-        done.append((rule, Path(options.logdir)))
-    if len(done) >= 2 or (done and code == 0):
-        _draw(console, done, output, below, quiet=quiet)
-    return code
+    for rule in plan.rules:
+        check_workers(plan.options(rule, 1), workers)
+        if plan.folder(rule).exists():
+            raise ConfigError(
+                f"{plan.folder(rule)}: is there already, and would be gone on with; give another --output"
+            )
+    return plan
+
+
+def _train(console: Console, plan: Plan, *, quiet: bool) -> int:
+    """Trains every rule, turn by turn, and compares what came to its end."""
+    failed: dict[str, int] = {}
+    for turn in range(1, plan.rounds + 1):
+        for number, rule in enumerate(plan.rules, 1):
+            if rule in failed:
+                continue
+            options = plan.options(rule, turn)
+            if not quiet:
+                of = f", turn {turn} of {plan.rounds}" if plan.rounds > 1 else ""
+                console.print(f"{number} of {len(plan.rules)}{of}: {rule} ({plan.words})", soft_wrap=True)
+            code = run_job(options, plan.cluster, View(console, quiet=quiet, seconds=options.seconds))
+            if code == INTERRUPTED:
+                return code
+            if code != 0:
+                failed[rule] = code
+                console.print(f"torchquorum: {rule} did not end well (exit code {code}); the others go on")
+    done = [(rule, plan.folder(rule)) for rule in plan.rules if rule not in failed]
+    if done:
+        _draw(console, done, plan.output, plan.words, quiet=quiet)
+    return max(failed.values(), default=0)
 
 
 def _rules(text: str | None, workers: int) -> list[str]:
@@ -114,11 +159,6 @@ def _rules(text: str | None, workers: int) -> list[str]:
     for rule in found:
         parse_rule(rule, workers)
     return found
-
-
-def folder_name(rule: str) -> str:
-    """Returns a rule as the name of a folder."""
-    return re.sub(r"[^a-z0-9]+", "-", rule.lower()).strip("-")
 
 
 def _slow_words(slow: str) -> str:

@@ -24,6 +24,7 @@ class Measuring(tq.Hook):
         rows = min(ROWS, len(validation))
         self._split = Split(validation.images[:rows], validation.labels[:rows])
         self._next_at = 0.0
+        self._warm = False
 
     def after_create_session(self, session: tq.Session) -> None:
         """The first look comes after the first step."""
@@ -34,8 +35,10 @@ class Measuring(tq.Hook):
         now = time.monotonic()
         if session.task.is_chief and now >= self._next_at:
             self._measure(session, ran.step.version)
-            done = time.monotonic()
-            self._next_at = now + max(EVERY_S, TIMES * (done - now))
+            cost_s = (
+                time.monotonic() - now if self._warm else 0.0
+            )  # the first look is slow and says nothing of the next
+            self._next_at, self._warm = now + max(EVERY_S, TIMES * cost_s), True
 
     def end(self, session: tq.Session) -> None:
         """The last point of the curve."""

@@ -253,7 +253,8 @@ def staleness_chart(figures: Figures) -> Scene:
 
 
 def _timeline(history: History) -> Scene:
-    end = history.seconds
+    times = history.clock_of(np.array([e.at for e in history.events], dtype=float))
+    end = max([history.seconds, *(float(t) for t in times)])
     lanes: dict[int, Lane] = {}
     since: dict[int, float] = {}
     saved = Lane(name="checkpoints")

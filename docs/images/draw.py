@@ -21,7 +21,7 @@ from rich.console import Console
 from torchquorum.cli.train import run_job
 from torchquorum.cli.view import View
 from torchquorum.jobs.mnist import MnistOptions
-from torchquorum.launch.local import Options
+from torchquorum.launcher.local import Options
 
 HERE = Path(__file__).parent
 COMMAND = "torchquorum train --workers 3 --slow worker1:3x --steps 1500"

@@ -270,7 +270,7 @@ def _not_connected(name: str, shown: str, error: OSError) -> Finding:
 
 def _ask_ps(name: str, address: str, shown: str, timeout_s: float) -> Finding:
     """Something listens: is it one of ours?"""
-    from torchquorum.cli.watch import Watcher
+    from torchquorum.launcher.watch import Watcher
     from torchquorum.transport.zmq_channel import holder_of_port
 
     watcher = Watcher(address)

@@ -19,7 +19,7 @@ from torchquorum.cluster.flags import TRANSPORTS
 from torchquorum.errors import ConfigError
 from torchquorum.jobs.mnist import MODEL_NAMES, MnistOptions
 from torchquorum.jobs.slow import parse_slow
-from torchquorum.launch.local import Options
+from torchquorum.launcher.local import Options
 from torchquorum.rules import parse_rule
 
 SECONDS = 15.0

@@ -11,10 +11,10 @@ from rich.text import Text
 
 from torchquorum.cli.shape import Command, Named, option
 from torchquorum.cli.view import View
-from torchquorum.cli.watch import Watcher
 from torchquorum.cluster import TaskId
 from torchquorum.cluster.flags import TRANSPORTS
-from torchquorum.launch.local import LocalCluster, Options, python_command
+from torchquorum.launcher.local import LocalCluster, Options, python_command
+from torchquorum.launcher.watch import Watcher
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 

@@ -13,9 +13,9 @@ from rich.text import Text
 from torchquorum.cli.shape import Command, option
 from torchquorum.cli.table import Bar, Progress, StatusTable, headline, rows_of
 from torchquorum.cli.view import View
-from torchquorum.cli.watch import Watcher
 from torchquorum.cluster.spec import parse_address
 from torchquorum.errors import ConfigError, DeadlineError
+from torchquorum.launcher.watch import Watcher
 
 
 @click.command(cls=Command)

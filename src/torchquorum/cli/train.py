@@ -21,7 +21,8 @@ from torchquorum.cluster.flags import TRANSPORTS
 from torchquorum.errors import ConfigError
 from torchquorum.jobs.mnist import MODEL_NAMES, MnistOptions
 from torchquorum.jobs.slow import parse_slow
-from torchquorum.launch.local import LocalCluster, Options
+from torchquorum.launcher.local import LocalCluster, Options
+from torchquorum.launcher.watch import Watcher
 from torchquorum.placement.layout import STRATEGIES
 from torchquorum.rules import parse_rule
 

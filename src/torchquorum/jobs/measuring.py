@@ -1,4 +1,4 @@
-"""The built-in job's own curve of accuracy: the chief looks at a part of the validation set now and then.
+"""The built-in job's own curve of accuracy: the chief, or its stand-in, looks at a part of the validation set now and then.
 
 A hook of `torchquorum.jobs.mnist`. What always holds: measuring takes no more than about a fiftieth of the chief's time,
 draws no random numbers and leaves the model as it was, so a run is the same with and without it.
@@ -33,7 +33,7 @@ class Measuring(tq.Hook):
     def after_run(self, session: tq.Session, ran: tq.Ran) -> None:
         """Measures if it is time to."""
         now = time.monotonic()
-        if session.task.is_chief and now >= self._next_at:
+        if now >= self._next_at and session.leads:
             self._measure(session, ran.step.version)
             cost_s = (
                 time.monotonic() - now if self._warm else 0.0
@@ -42,7 +42,7 @@ class Measuring(tq.Hook):
 
     def end(self, session: tq.Session) -> None:
         """The last point of the curve."""
-        if session.task.is_chief:
+        if session.leads:
             self._measure(session, session.global_step)
 
     def _measure(self, session: tq.Session, version: int) -> None:

@@ -490,7 +490,8 @@ class Session:
     def measure(self, global_step: int | None = None, **values: float) -> None:
         """Notes numbers measured along the way, such as `session.measure(accuracy=0.97)`, for the pictures of the run.
 
-        They go to `measures.jsonl` in the run's folder, from the chief only, and to hooks that take numbers.
+        They go to `measures.jsonl` in the run's folder, from the chief or who stands in for it only, and to hooks that
+        take numbers.
 
         Args:
             global_step: The version they belong to; this worker's current one by default.
@@ -499,7 +500,7 @@ class Session:
         step = self.global_step if global_step is None else global_step
         for name, value in values.items():
             give_scalar(self, name, float(value), step)
-        if self.logdir is None or not self.task.is_chief:
+        if self.logdir is None or not self.leads:
             return
         now = time.time()
         try:

@@ -8,6 +8,7 @@ without it they are left as they are.
 
 from __future__ import annotations
 
+import io
 import re
 import shutil
 import subprocess
@@ -44,7 +45,7 @@ def draw_live_view(folder: Path) -> None:
     view = Kept(Console())
     options = MnistOptions(steps=1500, slow="worker1:3x", logdir=str(folder / "live"))
     assert run_job(options, Options(command=[], workers=3), view) == 0
-    console = Console(record=True, width=104, height=24, force_terminal=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(record=True, width=104, height=24, force_terminal=True, highlight=False, file=io.StringIO())
     console.print(f"$ {COMMAND}")
     console.print(view.kept)
     text = console.export_svg(title="torchquorum", font_aspect_ratio=0.61)

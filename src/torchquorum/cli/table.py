@@ -192,9 +192,11 @@ class Bar:
         text = "  ".join(parts)
         grid = Table.grid(expand=True, padding=(0, 2, 0, 0))
         grid.add_column(no_wrap=True)
-        if p.total and width > len(text) + 10:
+        if p.total and console.is_terminal and width > len(text) + 10:
             grid.add_column(ratio=1)
-            grid.add_row(text, ProgressBar(total=p.total, completed=min(p.done, p.total), width=None))
+            grid.add_row(
+                text, ProgressBar(total=p.total, completed=min(p.done, p.total), width=None, complete_style="cyan")
+            )
         else:
             grid.add_row(text)
         yield grid

@@ -26,6 +26,16 @@ FRESH_S = 20.0  # a ledger written to so recently belongs to a run that goes on
 _EVENT_FILES = "*.tfevents.*"
 
 
+@dataclass(frozen=True)
+class Turn:
+    """One start of the run: when it was begun, and which moment is which second of training; it has `length_s` seconds."""
+
+    begun_at: float
+    zero_at: float
+    first_s: float
+    length_s: float
+
+
 @dataclass(kw_only=True)
 class History:
     """A run as its folder tells it. The arrays have one place per gradient, in the order of the decisions.
@@ -38,7 +48,7 @@ class History:
         accepted: Whether it was accepted.
         reason: Why.
         loss: Its loss, NaN where nobody said.
-        took_s: Seconds it took to compute and send, NaN in old ledgers.
+        took_s: Seconds it took to compute and send, NaN in old ledgers and of the first of a life, which may have waited.
         at: When it arrived, seconds since the epoch.
         clock: The same, in seconds of training since the run began.
         kept: Whether its update was not rolled back later.
@@ -67,7 +77,7 @@ class History:
     checkpoints: list[CheckpointInfo]
     missing: list[str]
     going_on: bool = field(init=False, default=False)
-    _turns: list[tuple[float, float]] = field(init=False)
+    _turns: list[Turn] = field(init=False)
 
     def __post_init__(self) -> None:
         self._turns = _find_turns(self.at, self.events)
@@ -79,10 +89,10 @@ class History:
         """Returns seconds of training for times since the epoch."""
         if not self._turns:
             return np.zeros_like(at)
-        starts = np.array([start for start, _ in self._turns])
-        offsets = np.array([offset for _, offset in self._turns])
-        turn = np.clip(np.searchsorted(starts, at, side="right") - 1, 0, None)
-        return np.maximum(at - offsets[turn], 0.0)
+        begun, zero, first, length = np.array([(t.begun_at, t.zero_at, t.first_s, t.length_s) for t in self._turns]).T
+        turn = np.clip(np.searchsorted(begun, at, side="right") - 1, 0, None)
+        # Before the first gradient of a turn and after its last nobody trained: that takes no time on this clock.
+        return first[turn] + np.clip(at - zero[turn], 0.0, length[turn])
 
     @property
     def config(self) -> dict[str, Any]:
@@ -140,24 +150,26 @@ class History:
         return clock[last]
 
 
-def _find_turns(at: np.ndarray, events: list[Event]) -> list[tuple[float, float]]:
-    """Returns, for each time the run was begun: when, and what to subtract to get seconds of training."""
-    times = np.sort(np.concatenate([at, np.array([e.at for e in events], dtype=float)])) if len(at) or events else at
+def _find_turns(at: np.ndarray, events: list[Event]) -> list[Turn]:
+    """Finds when the run was begun, and begun again; of an old ledger, where it was silent for long."""
+    times = np.sort(np.concatenate([at, np.array([e.at for e in events], dtype=float)]))
     if not len(times):
         return []
     begun = sorted(e.at for e in events if e.event == "began")
     if not begun or (len(at) and at.min() < begun[0] - 1e-3):
         old = times[times < begun[0]] if begun else times
         begun = [float(old[0]), *(float(t) for t in old[1:][np.diff(old) > PAUSE_S]), *begun]
-    joined = [e.at for e in events if e.event == "joined"]
-    turns: list[tuple[float, float]] = []
+    joined = np.array([e.at for e in events if e.event == "joined"], dtype=float)
+    turns: list[Turn] = []
     done = 0.0
     for i, start in enumerate(begun):
         end = begun[i + 1] if i + 1 < len(begun) else np.inf
-        inside = times[(times >= start) & (times < end)]
-        first = min((j for j in joined if start <= j < end), default=start)
-        turns.append((start, first - done))
-        done += float(inside[-1]) - first if len(inside) else 0.0
+        inside = at[(at >= start) & (at < end)]
+        first, last = (float(inside.min()), float(inside.max())) if len(inside) else (start, start)
+        before = joined[(joined >= start) & (joined <= first)]
+        zero = float(before.max()) if len(before) else min(start, first)  # a run may wait until all have joined
+        turns.append(Turn(start, zero, done, last - zero))
+        done += last - zero
     return turns
 
 
@@ -224,7 +236,7 @@ def _read_ledger(folder: Path, missing: list[str]) -> tuple[dict[str, np.ndarray
         for record in read_records(folder, bad.append):
             if isinstance(record, Entry):
                 loss = np.nan if record.loss is None else record.loss
-                took = np.nan if record.took_s is None else record.took_s
+                took = np.nan if record.took_s is None or record.local_step == 1 else record.took_s
                 rows.append(
                     (
                         record.worker,

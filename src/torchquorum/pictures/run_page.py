@@ -207,7 +207,7 @@ def _worker_charts(history: History, figures: Figures) -> list[Scene]:
         _time_chart(shown, more),
         _timeline(history),
     ]
-    if figures.refused:
+    if set(figures.refused) - {"past last step"}:
         rows = sorted(figures.refused.items(), key=lambda kv: -kv[1])
         bars = [Bar(name=r, parts=[(c, "c1", "")], note=number(c)) for r, c in rows]
         charts.append(bar_chart("Refused, and why", bars, Axis(name="gradients")))

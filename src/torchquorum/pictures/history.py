@@ -191,9 +191,13 @@ def read_history(folder: Path) -> History:
     if not len(columns["at"]) and not events and not report and not measures and not checkpoints:
         inside = sorted(p.parent.name for p in folder.glob(f"*/{NAME}"))
         hint = f"; there are runs in it: {', '.join(inside[:5])}" if inside else ""
+        found = (
+            " ".join(missing)
+            if (folder / NAME).exists()
+            else f"No {NAME}, {REPORT}, checkpoints or TensorBoard events."
+        )
         raise ConfigError(
-            f"{folder}: nothing of a run is in there (no {NAME}, {REPORT}, checkpoints or TensorBoard events); "
-            f"give the folder that was logdir= or --logdir{hint}"
+            f"{folder}: nothing of a run is in there. {found} Give the folder that was logdir= or --logdir{hint}"
         )
     history = History(
         folder=folder,

@@ -90,6 +90,10 @@ def test_what_is_missing_or_damaged_is_said_and_the_rest_is_read(tmp_path: Path,
 def test_an_empty_folder_is_an_error_that_names_the_runs_inside(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nothing of a run is in there"):
         read_history(tmp_path)
+    (tmp_path / NAME).write_bytes(b"{ torn")
+    with pytest.raises(ConfigError, match="ledger.jsonl has no gradients yet"):
+        read_history(tmp_path)
+    (tmp_path / NAME).unlink()
     write_sync(tmp_path / "inner")
     with pytest.raises(ConfigError, match="there are runs in it: inner"):
         read_history(tmp_path)

@@ -1,8 +1,6 @@
 """A training with summaries, then `torchquorum board` on it: the real TensorBoard, its data and its page."""
 
-import base64
 import json
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.process.browser import Browser, browser  # noqa: F401  (a fixture)
 from tests.process.tasks import Started, free_ports
 
 TORCHQUORUM = [sys.executable, "-m", "torchquorum.cli.main"]
@@ -51,17 +50,6 @@ with (
         loss.backward()
         optimizer.step(loss=loss)
 """
-CHROMIUM = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--window-size=1400,1000",
-]
 STEPS = 400
 
 
@@ -143,68 +131,11 @@ def test_a_port_in_use_is_named_with_its_holder(run: Path) -> None:
     assert f"127.0.0.1:{port} is in use, held by process" in done.stderr and "--port 0" in done.stderr
 
 
-class Browser:
-    """Chromium, driven through chromedriver's own HTTP protocol (WebDriver)."""
-
-    def __init__(self, driver: str, profile: Path) -> None:
-        (port,) = free_ports(1)
-        self._process = Started([driver, f"--port={port}"])
-        self._process.until("started successfully")
-        self._address = f"http://127.0.0.1:{port}/session"
-        options = {"args": [*CHROMIUM, f"--user-data-dir={profile}"]}
-        wanted = {"capabilities": {"alwaysMatch": {"browserName": "chrome", "goog:chromeOptions": options}}}
-        self._address += "/" + self._ask("POST", "", wanted)["sessionId"]
-
-    def _ask(self, method: str, path: str, body: Any = None) -> Any:
-        data = json.dumps(body if body is not None else {}).encode() if method == "POST" else None
-        request = urllib.request.Request(
-            self._address + path, data, {"Content-Type": "application/json"}, method=method
-        )
-        with urllib.request.urlopen(request, timeout=60) as answer:
-            return json.load(answer)["value"]
-
-    def open(self, address: str) -> None:
-        self._ask("POST", "/url", {"url": address})
-
-    def run(self, script: str) -> Any:
-        return self._ask("POST", "/execute/sync", {"script": script, "args": []})
-
-    def until(self, script: str, timeout_s: float = 30.0) -> Any:
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            if found := self.run(script):
-                return found
-            time.sleep(0.2)
-        raise AssertionError(f"the page never came to {script}")
-
-    def screenshot(self, file: Path) -> None:
-        file.write_bytes(base64.b64decode(self._ask("GET", "/screenshot")))
-
-    def close(self) -> None:
-        try:
-            self._ask("DELETE", "")
-        finally:
-            self._process.process.terminate()
-            self._process.end()
-
-
 # All text that the page shows, inside shadow roots too.
 TEXT = """
 const walk = node => (node.nodeType === 3 ? node.data : '')
   + [...(node.shadowRoot ? [node.shadowRoot] : []), ...node.childNodes].map(walk).join(' ');
 return walk(document.body)"""
-
-
-@pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Browser]:
-    driver = shutil.which("chromedriver")
-    if driver is None or shutil.which("chromium") is None:
-        pytest.skip("needs Chromium and its driver (Debian: chromium chromium-driver)")
-    browser = Browser(driver, tmp_path / "profile")
-    try:
-        yield browser
-    finally:
-        browser.close()
 
 
 # Opens the model's node in the graph, as a click on its plus sign does.
@@ -223,7 +154,11 @@ return found !== null"""
 
 
 @pytest.mark.slow
-def test_the_page_shows_scalars_histograms_graph_and_configuration(run: Path, browser: Browser, tmp_path: Path) -> None:
+def test_the_page_shows_scalars_histograms_graph_and_configuration(
+    run: Path,
+    browser: Browser,  # noqa: F811
+    tmp_path: Path,
+) -> None:
     pages = {
         "timeseries": ("accuracy", "learning_rate", "400"),
         "scalars": ("accuracy", "batches_per_s/worker_1"),

@@ -155,7 +155,7 @@ def _alive(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["trian"], "Did you mean 'train'"),
+        (["trian"], "did you mean train"),
         (["train", "--rul=sync"], "--rule"),
         (["train", "--rule=asink"], "did you mean async"),
         (["train", "--model=mpl"], "mlp"),

@@ -17,18 +17,17 @@ from typing import Any
 
 import click
 
+from torchquorum.cli.shape import Command, option
 from torchquorum.errors import AddressInUseError, ConfigError
 
 EVENTS = "*.tfevents.*"
 
 
-@click.command(short_help="Show a run in TensorBoard.")
+@click.command(cls=Command)
 @click.argument("run")
-@click.option("--port", default=6006, show_default=True, help="Port to serve on; 0 takes a free one.")
-@click.option(
-    "--host", default="localhost", show_default=True, help="Address to serve on; 0.0.0.0 for other machines too."
-)
-@click.option("--open/--no-open", "open_", default=None, help="Open a browser; by default in a terminal only.")
+@option("--port", default=6006, metavar="N", help="port to serve on; 0 takes a free one")
+@option("--host", default="localhost", metavar="HOST", help="address to serve on; 0.0.0.0 for other machines")
+@option("--open/--no-open", "open_", default=None, help="open a browser; if not given, in a terminal only")
 def board(run: str, port: int, host: str, open_: bool | None) -> int:
     """Show a run in TensorBoard. RUN is the run's folder, or one with several runs in it.
 

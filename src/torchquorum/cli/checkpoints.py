@@ -9,18 +9,20 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from torchquorum.cli.shape import Command, option
 from torchquorum.errors import ConfigError
 
 
-@click.command(short_help="List the checkpoints of a run.")
+@click.command(cls=Command)
 @click.argument("run")
-@click.option("--verify", is_flag=True, help="Read every file and compare its checksum.")
+@option("--verify", is_flag=True, help="read every file and compare its checksum")
 def checkpoints(run: str, verify: bool) -> int:
     """List the checkpoints in the folder RUN, oldest first, and what is wrong with any.
 
     \b
-    Example:
+    Examples:
       torchquorum checkpoints runs/mnist
+      torchquorum checkpoints runs/mnist --verify
     """
     from torchquorum.formats import checkpoint
 
@@ -44,11 +46,11 @@ def checkpoints(run: str, verify: bool) -> int:
     return 1 if bad else 0
 
 
-@click.command(short_help="Write a plain state_dict from a run's newest checkpoint.")
+@click.command(cls=Command)
 @click.argument("run")
 @click.argument("file")
-@click.option("--averages", is_flag=True, help="With the moving averages in place of the variables.")
-@click.option("--step", type=int, help="From the checkpoint of this step instead of the newest good one.")
+@option("--averages", is_flag=True, help="the moving averages in place of the variables")
+@option("--step", type=int, metavar="N", help="the checkpoint of this step, not the newest good one")
 def export(run: str, file: str, averages: bool, step: int | None) -> int:
     """Write a plain state_dict, which loads without torchquorum, to FILE (.safetensors or .pt).
 

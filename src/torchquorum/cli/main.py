@@ -1,31 +1,33 @@
-"""`torchquorum ...`: the commands, their options and their errors.
+"""`torchquorum ...`: the commands, and how their errors look.
 
-Imports no torch, so that help comes at once. A mistake of the user ends with a message and exit code 2, never a traceback.
+Imports no torch, and no command before it is called, so that help comes at once. A mistake of the user ends with a message
+and exit code 2, never a traceback.
 """
 
 from __future__ import annotations
 
-import difflib
 import sys
 from typing import Any
 
 import click
 
 import torchquorum
+from torchquorum.cli.shape import Group
 from torchquorum.errors import TorchQuorumError
 
-
-class Group(click.Group):
-    """A group of commands that suggests the nearest name for a misspelt one."""
-
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """Finds the command, or says which one may have been meant."""
-        try:
-            return super().resolve_command(ctx, args)
-        except click.UsageError as error:
-            near = difflib.get_close_matches(args[0], self.list_commands(ctx), 1)
-            hint = f" Did you mean {near[0]!r}?" if near else ""
-            raise click.UsageError(error.message + hint, ctx) from None
+# In the order in which people need them: what it does on the right, its module on the left.
+COMMANDS = {
+    "train": ("torchquorum.cli.train", "Train MNIST on a local cluster, with live progress."),
+    "run": ("torchquorum.cli.run", "Start a local cluster of your own script."),
+    "status": ("torchquorum.cli.status", "Show how a running cluster is doing."),
+    "report": ("torchquorum.cli.report", "Write a page with the pictures of a run."),
+    "compare": ("torchquorum.cli.compare", "Train with several rules and put them side by side."),
+    "board": ("torchquorum.cli.board", "Show a run in TensorBoard."),
+    "checkpoints": ("torchquorum.cli.checkpoints", "List the checkpoints of a run."),
+    "export": ("torchquorum.cli.checkpoints", "Write a plain state_dict from a run's newest checkpoint."),
+    "data": ("torchquorum.cli.data", "Write MNIST as TFRecord files, and look into such files."),
+    "doctor": ("torchquorum.cli.doctor", "Check this machine, and the way to a cluster's hosts."),
+}
 
 
 def _normalise(name: str) -> str:
@@ -40,32 +42,24 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@click.group(cls=Group, context_settings=SETTINGS)
+@click.group(cls=Group, lazy=COMMANDS, context_settings=SETTINGS)
 @click.version_option(torchquorum.__version__, prog_name="torchquorum")
 def commands() -> None:
     """A parameter server for PyTorch.
 
     \b
     Examples:
-      torchquorum train                          MNIST on 1 ps and 2 workers of this machine
+      torchquorum train                    MNIST on 1 ps and 2 workers of this machine
       torchquorum train --rule async --workers 4
       torchquorum run --ps 1 --workers 2 script.py --my-flag 3
+      torchquorum COMMAND --help           the options of a command, with examples
     """
 
 
 def main() -> None:
     """Runs the command line; the entry point of the `torchquorum` program."""
-    from torchquorum.cli import board, checkpoints, data, run, status, train
-
-    commands.add_command(train.train)
-    commands.add_command(run.run)
-    commands.add_command(status.status)
-    commands.add_command(checkpoints.checkpoints)
-    commands.add_command(checkpoints.export)
-    commands.add_command(board.board)
-    commands.add_command(data.data)
     try:
-        code = commands.main(standalone_mode=False)
+        code = commands.main(prog_name="torchquorum", standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
@@ -75,6 +69,9 @@ def main() -> None:
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()  # `torchquorum ... | head`: nobody reads on, and that is no mistake
+        sys.exit(141)
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -2,47 +2,47 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.text import Text
 
+from torchquorum.cli.shape import Command, Named, option
+from torchquorum.cli.view import View
 from torchquorum.cluster import TaskId
+from torchquorum.cluster.flags import TRANSPORTS
 from torchquorum.launcher.local import LocalCluster, Options, python_command
+from torchquorum.launcher.watch import Watcher
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 
 
 @click.command(
-    short_help="Start a local cluster of your own script.",
+    cls=Command,
     context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
 )
-@click.option("--ps", default=1, show_default=True, help="Number of ps tasks.")
-@click.option("--workers", default=2, show_default=True, help="Number of workers.")
-@click.option("--transport", default="auto", show_default=True, help="auto, shm or tcp.")
-@click.option("--threads", type=int, help="Threads of an operation per task; the cores are shared out by default.")
-@click.option("--logdir", help="The run's folder, for scripts that name none.")
-@click.option("--report", help="Write the report as JSON to this file.")
-@click.option(
-    "--max-restarts", default=3, show_default=True, help="How often a task that a signal ended is started again."
-)
-@click.option("--quiet", is_flag=True, help="Do not print the tasks' output.")
+@option("--ps", default=1, metavar="N", help="ps tasks")
+@option("--workers", default=2, metavar="N", help="workers")
+@option("--transport", type=Named(*TRANSPORTS), default="auto", help="auto, shm or tcp")
+@option("--threads", type=int, metavar="N", help="of an operation, per task; the cores are shared out if not given")
+@option("--logdir", metavar="DIR", help="the run's folder, for scripts that name none")
+@option("--report", metavar="FILE", help="write the report as JSON to this file")
+@option("--max-restarts", default=3, metavar="N", help="times a task that a signal ended is started again")
+@option("--view", is_flag=True, help="show the live table of the workers below the output")
+@option("--quiet", is_flag=True, help="do not print the tasks' output")
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def run(script: str, arguments: tuple[str, ...], quiet: bool, **given: Any) -> int:
-    """Start a local cluster of your own script: one process per task, which learns from `tq.join()` who it is.
+def run(script: str, arguments: tuple[str, ...], quiet: bool, view: bool, **given: Any) -> int:
+    """Start a local cluster of your own script: a process per task, which learns from `tq.join()` who it is.
 
     \b
     Examples:
       torchquorum run examples/mnist/train_quorum.py
       torchquorum run --ps 2 --workers 4 script.py --my-flag 3
+      torchquorum run --view --workers 3 script.py
     """
-    from pathlib import Path
-
-    from torchquorum.cluster.flags import check_transport
-
-    check_transport(given["transport"], label="--transport")
     console = Console(highlight=False)
     if given["report"]:
         given["report"] = str(Path(given["report"]).absolute())
@@ -57,6 +57,13 @@ def run(script: str, arguments: tuple[str, ...], quiet: bool, **given: Any) -> i
         output,
         lambda line: console.print(f"torchquorum: {line}", soft_wrap=True),
     )
-    cluster.start()
-    code = cluster.wait()
-    return code
+    if not view:
+        cluster.start()
+        return cluster.wait()
+    with View(console) as live:
+        watcher = Watcher(cluster.cluster.address(TaskId("ps", 0)))
+        try:
+            cluster.start()
+            return cluster.wait(lambda: live.show(watcher.status) if watcher.poll() else None)
+        finally:
+            watcher.close()

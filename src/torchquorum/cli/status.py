@@ -3,48 +3,96 @@
 from __future__ import annotations
 
 import json
+import time
+from typing import Any
 
 import click
 from rich.console import Console
+from rich.text import Text
 
-from torchquorum.cli.view import worker_table
+from torchquorum.cli.shape import Command, option
+from torchquorum.cli.table import Bar, Progress, StatusTable, headline, rows_of
+from torchquorum.cli.view import View
 from torchquorum.cluster.spec import parse_address
-from torchquorum.errors import DeadlineError
+from torchquorum.errors import ConfigError, DeadlineError
 from torchquorum.launcher.watch import Watcher
 
 
-@click.command(short_help="Show how a running cluster is doing.")
-@click.argument("address")
-@click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
-@click.option("--timeout", default=5.0, show_default=True, help="Seconds to wait for an answer.")
-def status(address: str, as_json: bool, timeout: float) -> int:
+@click.command(cls=Command)
+@click.argument("address", nargs=-1, required=True)
+@option("--json", "as_json", is_flag=True, help="print everything as JSON, with --watch a line each time")
+@option("--watch", is_flag=True, help="go on until the run is over, or Ctrl-C")
+@option("--every", default=1.0, metavar="S", show_default=True, help="seconds between two looks, with --watch")
+@option("--timeout", default=5.0, metavar="S", show_default=True, help="seconds to wait for an answer")
+def status(address: tuple[str, ...], as_json: bool, watch: bool, every: float, timeout: float) -> int:
     """Show how a running cluster is doing. ADDRESS is host:port of ps task 0.
 
     \b
-    Example:
+    Examples:
       torchquorum status localhost:2222
+      torchquorum status localhost:2222 --watch
+      torchquorum status localhost:2222 --json
     """
-    address = str(parse_address(address, label="ADDRESS"))
-    watcher = Watcher(address)
+    for name, value in (("--every", every), ("--timeout", timeout)):
+        if not value > 0:
+            raise ConfigError(f"{name} {value:g}: must be more than 0 seconds")
+    first = "".join(address).split(",")[0]  # a list, as in --ps_hosts, begins with ps task 0
+    where = str(parse_address(first, label="ADDRESS"))
+    watcher = Watcher(where, every_s=every if watch else 0.5)
     try:
-        if not watcher.poll(timeout):
-            raise DeadlineError(
-                f"no answer from {address} within {timeout:g} s; is a ps task of torchquorum running there? "
-                "Give the address of ps task 0, as in --ps_hosts"
-            )
-        body = watcher.status
+        body = _ask(watcher, where, timeout)
+        if watch:
+            return _watch(watcher, timeout, as_json=as_json)
     finally:
         watcher.close()
     if as_json:
         click.echo(json.dumps(body, indent=2))
-        return 0
-    console = Console(highlight=False)
-    if not body.get("ready") or "per_worker" not in body:
-        console.print(f"{body['task']}: waiting for the chief to create the variables")
-        return 0
-    total = f" of {body['last_step']}" if body["last_step"] else ""
-    console.print(
-        f"{body['rule']}: global step {body['global_step']}{total}, {len(body['live'])} of {body['workers']} workers live"
-    )
-    console.print(worker_table(body))
+    else:
+        _show(Console(highlight=False), body)
     return 0
+
+
+def _ask(watcher: Watcher, where: str, timeout: float) -> dict[str, Any]:
+    if not watcher.poll(timeout):
+        raise DeadlineError(
+            f"no answer from {where} within {timeout:g} s; is a ps task of torchquorum running there? "
+            f"Give the address of ps task 0, as in --ps_hosts. `torchquorum doctor --ps_hosts={where}` looks closer"
+        )
+    return watcher.status
+
+
+def _is_ready(body: dict[str, Any]) -> bool:
+    return bool(body.get("ready")) and "per_worker" in body
+
+
+def _show(console: Console, body: dict[str, Any]) -> None:
+    if not _is_ready(body):
+        if body.get("ready"):
+            console.print(f"{body['task']} holds a shard, and only /job:ps/task:0 knows the run: ask that one")
+        else:
+            console.print(f"{body['task']}: waiting for the chief to create the variables")
+        return
+    step, last, seconds = body["global_step"], body["last_step"], float(body.get("seconds") or 0.0)
+    speed = body["updates"] / seconds if seconds > 0 else 0.0
+    left = (last - step) / speed if last and speed and not body["stopped"] else None
+    console.print(Bar(Progress("global step", step, last, left), f"{speed:.0f} updates/s" if speed else ""))
+    console.print(Text(headline(body), "dim"))
+    console.print(StatusTable(rows_of(body)))
+
+
+def _watch(watcher: Watcher, timeout: float, *, as_json: bool) -> int:
+    console = Console(highlight=False)
+    view = View(console, plain_every_s=0.0)
+    heard_at = time.monotonic()
+    with view if not as_json else View(console, quiet=True):
+        while True:
+            if as_json:
+                click.echo(json.dumps(watcher.status))
+            else:
+                view.show(watcher.status)
+            while not watcher.poll(0.2):
+                if time.monotonic() - heard_at > max(timeout, 3 * watcher.every_s):
+                    over = bool(watcher.status.get("stopped"))
+                    view.note("the run is over" if over else f"no answer for {timeout:g} s: the ps task is gone")
+                    return 0 if over else 1
+            heard_at = time.monotonic()

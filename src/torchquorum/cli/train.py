@@ -14,87 +14,108 @@ from typing import Any
 import click
 from rich.console import Console
 
+from torchquorum.cli.shape import Checked, ClusterCommand, Named, option
 from torchquorum.cli.view import View
 from torchquorum.cluster import TaskId
+from torchquorum.cluster.flags import TRANSPORTS
 from torchquorum.errors import ConfigError
-from torchquorum.jobs.mnist import MnistOptions
+from torchquorum.jobs.mnist import MODEL_NAMES, MnistOptions
+from torchquorum.jobs.slow import parse_slow
 from torchquorum.launcher.local import LocalCluster, Options
 from torchquorum.launcher.watch import Watcher
+from torchquorum.placement.layout import STRATEGIES
+from torchquorum.rules import parse_rule
 
 DEFAULTS = MnistOptions()
+RULE, SLOW = Checked(parse_rule), Checked(parse_slow)
+TRAINING, CLUSTER = "Training [default]", "Cluster and run [default]"
+# One paragraph, so that the long list of options still fits a screen.
+HELP = """\b
+Train MNIST on a local cluster, or be one task of a cluster started by hand.
+Examples:
+  torchquorum train --model cnn --rule async --workers 4
+  torchquorum train --job_name=ps --task_id=0 --ps_hosts=a:22 --worker_hosts=b:22
+"""
+HAND = "One task of a cluster started by hand"
 
 
-@click.command(short_help="Train MNIST on a local cluster, with live progress.")
-@click.option("--model", default=DEFAULTS.model, show_default=True, help="softmax, mlp (784-500-10) or cnn.")
-@click.option(
+@click.command(cls=ClusterCommand, help=HELP)
+@option("--model", type=Named(*MODEL_NAMES), default=DEFAULTS.model, section=TRAINING, help="softmax, mlp or cnn")
+@option("--data", metavar="DIR", section=TRAINING, help="a folder with MNIST's idx files")
+@option(
     "--rule",
+    type=RULE,
     default=DEFAULTS.rule,
-    show_default=True,
-    help="sync, sync:K, async, async:pipeline, bounded:S, buffered:K.",
+    metavar="RULE",
+    section=TRAINING,
+    help="sync, sync:2of3, async, bounded:3, buffered:2",
 )
-@click.option("--ps", default=1, show_default=True, help="Number of ps tasks.")
-@click.option("--workers", default=2, show_default=True, help="Number of workers.")
-@click.option("--steps", default=DEFAULTS.steps, show_default=True, help="Global step at which the run is over.")
-@click.option("--batch-size", default=DEFAULTS.batch_size, show_default=True, help="Images per batch and worker.")
-@click.option(
-    "--optimizer", default=DEFAULTS.optimizer, show_default=True, help="A class of torch.optim; it runs on the ps."
+@option("--steps", type=int, metavar="N", section=TRAINING, help="last global step; 3000 unless --seconds is given")
+@option("--seconds", type=float, metavar="S", section=TRAINING, help="end after so many seconds")
+@option("--batch-size", default=DEFAULTS.batch_size, metavar="N", section=TRAINING, help="images per batch and worker")
+@option(
+    "--optimizer",
+    default=DEFAULTS.optimizer,
+    metavar="NAME",
+    section=TRAINING,
+    help="a class of torch.optim; runs on the ps",
 )
-@click.option("--lr", default=DEFAULTS.lr, show_default=True, help="Learning rate.")
-@click.option("--momentum", default=DEFAULTS.momentum, help="For SGD and RMSprop.")
-@click.option("--decay-rate", default=DEFAULTS.decay_rate, help="Exponential decay of the learning rate, 1 for none.")
-@click.option("--decay-steps", default=DEFAULTS.decay_steps, show_default=True, help="Global steps per decay.")
-@click.option("--staircase", is_flag=True, help="Decay in steps instead of smoothly.")
-@click.option("--l2", default=DEFAULTS.l2, help="Adds l2 * sum(w^2) / 2 over the weights to the loss.")
-@click.option(
-    "--average", default=DEFAULTS.average, help="Decay of moving averages on the ps, such as 0.99; 0 for none."
+@option("--lr", default=DEFAULTS.lr, metavar="X", section=TRAINING, help="learning rate")
+@option("--momentum", default=DEFAULTS.momentum, metavar="X", section=TRAINING, help="for SGD and RMSprop")
+@option(
+    "--decay-rate", default=DEFAULTS.decay_rate, metavar="X", section=TRAINING, help="of the learning rate, 1 for none"
 )
-@click.option("--seed", default=DEFAULTS.seed, show_default=True, help="Of weights and data order.")
-@click.option("--data", help="Folder with MNIST's idx files, plain or gzip; the packaged ones by default.")
-@click.option(
-    "--placement", default=DEFAULTS.placement, show_default=True, help="round_robin or greedy, for several ps."
+@option("--decay-steps", default=DEFAULTS.decay_steps, metavar="X", section=TRAINING, help="global steps per decay")
+@option("--staircase", is_flag=True, section=TRAINING, help="decay in steps instead of smoothly")
+@option("--l2", default=DEFAULTS.l2, metavar="X", section=TRAINING, help="adds l2 * sum(w^2) / 2 over the weights")
+@option("--average", default=DEFAULTS.average, metavar="X", section=TRAINING, help="decay of moving averages, as 0.99")
+@option("--seed", default=DEFAULTS.seed, metavar="N", section=TRAINING, help="of weights and data order")
+@option("--ps", default=1, metavar="N", section=CLUSTER, help="ps tasks")
+@option("--workers", default=2, metavar="N", section=CLUSTER, help="workers")
+@option("--slow", type=SLOW, default="", metavar="W", section=CLUSTER, help="slow workers down: worker1:3x,worker2:2x")
+@option(
+    "--placement", type=Named(*STRATEGIES), default=DEFAULTS.placement, section=CLUSTER, help="round_robin or greedy"
 )
-@click.option("--slice-bytes", type=int, help="Slice variables of more bytes over all ps tasks.")
-@click.option("--device", help="Where the workers compute: cuda:0, /gpu:0 or the CPU, which is the default.")
-@click.option("--log-device-placement", is_flag=True, help="Print where variables live and operations run, once.")
-@click.option("--allow-soft-placement", is_flag=True, help="Use the CPU for a device that is missing or cannot do it.")
-@click.option("--gpu-memory-fraction", type=float, help="Share of a GPU's memory for each worker, such as 0.4.")
-@click.option("--transport", default="auto", show_default=True, help="auto, shm or tcp.")
-@click.option("--logdir", help="The run's folder; runs/mnist-DATE by default.")
-@click.option("--report", help="Write the report as JSON to this file.")
-@click.option("--quiet", is_flag=True, help="Only the result.")
-@click.option("--job-name", help="Be one task of a cluster started by hand: ps or worker.")
-@click.option("--task-id", "--task-index", "task_id", help="Which task of that job.")
-@click.option("--ps-hosts", "--ps-host", "ps_hosts", help="host:port,... of the ps tasks.")
-@click.option("--worker-hosts", "--worker-host", "worker_hosts", help="host:port,... of the workers.")
+@option("--slice-bytes", type=int, metavar="N", section=CLUSTER, help="slice larger variables over all ps tasks")
+@option("--device", metavar="NAME", section=CLUSTER, help="where workers compute: cuda:0, /gpu:0; else the CPU")
+@option("--log-device-placement", is_flag=True, section=CLUSTER, help="print where variables and operations are")
+@option("--allow-soft-placement", is_flag=True, section=CLUSTER, help="the CPU for a device that is missing")
+@option("--gpu-memory-fraction", type=float, metavar="X", section=CLUSTER, help="share of a GPU per worker, as 0.4")
+@option("--transport", type=Named(*TRANSPORTS), default="auto", section=CLUSTER, help="auto, shm or tcp")
+@option("--logdir", metavar="DIR", section=CLUSTER, help="the run's folder; runs/mnist-DATE if not given")
+@option("--report", metavar="FILE", section=CLUSTER, help="write the report as JSON to this file")
+@option("--quiet", is_flag=True, section=CLUSTER, help="print only the result")
+@option("--job-name", metavar="JOB", section=HAND, help="ps or worker")
+@option(
+    "--task-id", "--task-index", "task_id", metavar="N", section=HAND, help="which task of that job (or --task-index)"
+)
+@option("--ps-hosts", "--ps-host", "ps_hosts", metavar="HOSTS", section=HAND, help="host:port,... of the ps tasks")
+@option("--worker-hosts", "--worker-host", "worker_hosts", metavar="HOSTS", section=HAND, help="and of the workers")
 def train(**given: Any) -> int:
-    """Train MNIST on a local cluster, with live progress; or be one task of a cluster started by hand.
-
-    \b
-    Examples:
-      torchquorum train
-      torchquorum train --model cnn --rule async --workers 4 --report report.json
-      torchquorum train --job_name=ps --task_id=0 --ps_hosts=localhost:2222 --worker_hosts=localhost:2223
-    """
+    """Trains MNIST."""
     place = {k: given.pop(k) for k in ("job_name", "task_id", "ps_hosts", "worker_hosts")}
     transport, report, quiet = given.pop("transport"), given.pop("report"), given.pop("quiet")
     ps, workers = given.pop("ps"), given.pop("workers")
+    if given["steps"] is None and given["seconds"] is None:
+        given["steps"] = DEFAULTS.steps
     options = MnistOptions(**given)
-    _check(options, transport)
+    if options.data is not None and not Path(options.data).is_dir():
+        raise ConfigError(f"--data {options.data}: there is no such folder; give one with MNIST's idx files")
     if any(value is not None for value in place.values()):
         return _one_task(options, place, transport, report)
+    check_workers(options, workers)
     options.logdir = options.logdir or f"runs/mnist-{time.strftime('%Y%m%d-%H%M%S')}"
     return _cluster(options, ps, workers, transport, report, quiet)
 
 
-def _check(options: MnistOptions, transport: str) -> None:
-    from torchquorum.cluster.flags import check_transport
-    from torchquorum.placement.layout import STRATEGIES
+def check_workers(options: MnistOptions, workers: int) -> None:
+    """Checks what depends on how many workers there are.
 
-    check_transport(transport, label="--transport")
-    if options.placement not in STRATEGIES:
-        raise ConfigError(f"--placement {options.placement}: allowed are {', '.join(STRATEGIES)}")
-    if options.data is not None and not Path(options.data).is_dir():
-        raise ConfigError(f"--data {options.data}: there is no such folder; give one with MNIST's idx files")
+    Raises:
+        ConfigError: The rule or a slowed worker does not fit.
+    """
+    parse_rule(options.rule, workers)
+    parse_slow(options.slow, workers)
 
 
 def _one_task(options: MnistOptions, place: dict[str, Any], transport: str, report: str | None) -> int:
@@ -105,33 +126,34 @@ def _one_task(options: MnistOptions, place: dict[str, Any], transport: str, repo
     return 0
 
 
+def run_job(options: MnistOptions, cluster: Options, view: View) -> int:
+    """Runs the built-in job on a local cluster, with its progress in `view`; returns its exit code."""
+    cluster.command = [sys.executable, "-m", "torchquorum.jobs.mnist", options.to_json()]
+    local = LocalCluster(
+        cluster,
+        lambda task, line: view.line(f"[{task.job} {task.index}] {line}"),
+        lambda line: view.note(f"torchquorum: {line}"),
+    )
+    with view:
+        watcher = Watcher(local.cluster.address(TaskId("ps", 0)))
+        try:
+            local.start()
+            return local.wait(lambda: view.show(watcher.status) if watcher.poll() else None)
+        finally:
+            watcher.close()
+
+
 def _cluster(options: MnistOptions, ps: int, workers: int, transport: str, report: str | None, quiet: bool) -> int:
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory(prefix="torchquorum-") as folder:
-        scratch = Path(folder) / "report.json"
-        where = Path(report) if report else scratch
-        cluster = LocalCluster(
-            Options(
-                command=[sys.executable, "-m", "torchquorum.jobs.mnist", options.to_json()],
-                ps=ps,
-                workers=workers,
-                transport=transport,
-                report=str(where.absolute()),
-            ),
-            lambda task, line: view.line(f"[{task.job} {task.index}] {line}"),
-            lambda line: view.note(f"torchquorum: {line}"),
-        )
+        where = Path(report) if report else Path(folder) / "report.json"
+        cluster = Options(command=[], ps=ps, workers=workers, transport=transport, report=str(where.absolute()))
         if not quiet:
-            console.print(
-                f"training {options.model} on MNIST: {ps} ps, {workers} workers, {options.rule}, {options.steps} steps"
-            )
-        with View(console, quiet=quiet) as view:
-            watcher = Watcher(cluster.cluster.address(TaskId("ps", 0)))
-            try:
-                cluster.start()
-                code = cluster.wait(lambda: view.show(watcher.status) if watcher.poll() else None)
-            finally:
-                watcher.close()
+            length = f"{options.steps} steps" if options.steps is not None else f"{options.seconds:g} s"
+            tasks = f"{ps} ps, {workers} {'worker' if workers == 1 else 'workers'}"
+            slow = f", slow: {options.slow}" if options.slow else ""
+            console.print(f"training {options.model} on MNIST: {tasks}, {options.rule}, {length}{slow}")
+        code = run_job(options, cluster, View(console, quiet=quiet, seconds=options.seconds))
         result = json.loads(where.read_text()) if where.is_file() else None
     if code == 0 and result is not None:
         _summary(console, result, options)
@@ -150,8 +172,9 @@ def _summary(console: Console, result: dict[str, Any], options: MnistOptions) ->
         f"({result['batches_per_s']:.0f} batches/s), {result['refused']} gradients refused, "
         f"staleness {result['staleness_mean']:.2f} on average, {result['staleness_max']} at most"
     )
-    console.print(f"run folder    {options.logdir}")
+    console.print(f"run folder    {options.logdir}", soft_wrap=True)
     other = "sync" if options.rule.startswith("async") else "async"
+    console.print(f"its pictures  {_program()} report {options.logdir}", soft_wrap=True)
     console.print(f"try next      {_program()} train --rule {other}", soft_wrap=True)
 
 

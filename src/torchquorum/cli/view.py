@@ -1,52 +1,66 @@
-"""The live view of a run: a bar and a row per worker in a terminal, plain lines elsewhere, nothing when quiet."""
+"""The live view of a run: a bar and a row per worker in a terminal, plain lines elsewhere, nothing when quiet.
+
+Used by `torchquorum train`, `compare` and `status --watch`. Fed with statuses by whoever polls ps task 0.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
+from rich.control import Control
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.segment import ControlType
+from rich.text import Text
+
+from torchquorum.cli.table import Bar, Progress, StatusTable, headline, rows_of, wait_words
 
 PLAIN_EVERY_S = 5.0
-
-
-def _number(value: Any, form: str = "g") -> str:
-    return "" if value is None else format(value, form)
+WINDOW_S = 20.0  # over which the speed, and with it the time left, is taken
+REMEMBER_S = 3.0  # for whom a worker waited is shown so long: at the moment of asking it may just be computing
 
 
 class View:
-    """Shows the status of a run while it changes."""
+    """Shows the status of a run while it changes.
 
-    def __init__(self, console: Console, *, quiet: bool = False) -> None:
-        self.console, self._quiet = console, quiet
+    Args:
+        console: Where to.
+        quiet: Show nothing but notes.
+        seconds: The run's limit in seconds, if it has one.
+        plain_every_s: Seconds between two lines where there is no terminal.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        *,
+        quiet: bool = False,
+        seconds: float | None = None,
+        plain_every_s: float = PLAIN_EVERY_S,
+    ) -> None:
+        self.console, self._quiet, self._seconds = console, quiet, seconds
+        self._plain_every_s = plain_every_s
         self._live: Live | None = None
-        self._rates: dict[str, tuple[float, int, float]] = {}
         self._shown_at = time.monotonic()
-        self._progress = Progress(
-            TextColumn("global step"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TaskProgressColumn(),
-            TimeRemainingColumn(compact=True),
-            console=console,
-            expand=True,
-        )
-        self._bar = self._progress.add_task("steps", total=None)
+        self._ready_at: float | None = None
+        self._steps: deque[tuple[float, int]] = deque()
+        self._workers: dict[str, _Recent] = {}
+        self._drawn: tuple[int, list[int]] = (0, [])
 
     def __enter__(self) -> View:
         if not self._quiet and self.console.is_terminal:
-            self._live = Live(
-                Group("starting the tasks ..."), console=self.console, refresh_per_second=8, transient=True
-            )
-            self._live.start()
+            waiting = Text("starting the tasks ...", "dim")
+            # Drawn only when there is news, so that nothing is drawn between a change of the window and `_mend`.
+            self._live = Live(waiting, console=self.console, auto_refresh=False, transient=True)
+            self._live.start(refresh=True)
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
             self._live.stop()
+            self._live = None
 
     def line(self, text: str) -> None:
         """Prints a line above the live part."""
@@ -61,50 +75,92 @@ class View:
         """Shows the newest status."""
         if self._quiet or not status.get("ready") or "per_worker" not in status:
             return
+        self._note(status)
         if self._live is not None:
-            self._live.update(self._render(status))
-        elif time.monotonic() - self._shown_at >= PLAIN_EVERY_S:
+            self._mend()
+            shown = self.render(status)
+            self._live.update(shown, refresh=True)
+            lines = self.console.render_lines(shown, pad=False)
+            self._drawn = self.console.width, [sum(part.cell_length for part in line) for line in lines]
+        elif time.monotonic() - self._shown_at >= self._plain_every_s:
             self._shown_at = time.monotonic()
-            self.line(self._plain(status))
+            self.line(plain(status))
 
-    def _render(self, status: dict[str, Any]) -> RenderableType:
-        self._progress.update(self._bar, completed=status["global_step"], total=status["last_step"])
-        return Group(self._progress, worker_table(status, self._rate))
+    def _mend(self) -> None:
+        """The window has become narrower: what was drawn now takes more lines than were drawn; takes those away."""
+        before, widths = self._drawn
+        now = max(1, self.console.width)
+        if now < before:
+            more = sum(max(0, (width - 1) // now) for width in widths)
+            self.console.control(Control(*((ControlType.ERASE_IN_LINE, 2), (ControlType.CURSOR_UP, 1)) * more))
+        self._drawn = now, []
 
-    def _plain(self, status: dict[str, Any]) -> str:
-        total = f"/{status['last_step']}" if status["last_step"] else ""
-        return (
-            f"global step {status['global_step']}{total}, loss {_number(status['loss'], '.4g')}, "
-            f"{status['batches_per_s']:.0f} batches/s, staleness {status['staleness_mean']:.2f}, "
-            f"refused {status['refused']}, live workers {len(status['live'])} of {status['workers']}"
+    def render(self, status: dict[str, Any]) -> RenderableType:
+        """Returns the live part."""
+        speed = self._updates_per_s()
+        measured = {i: (r.batches_per_s, r.waits, r.names) for i, r in self._workers.items() if r.known}
+        return Group(
+            Bar(self._progress(status, speed), f"{speed:.0f} updates/s" if speed else ""),
+            Text(headline(status), "dim", no_wrap=True, overflow="ellipsis"),
+            StatusTable(rows_of(status, measured)),
         )
 
-    def _rate(self, index: str, batches: int) -> float:
-        """The worker's speed over the last second or so."""
+    def _note(self, status: dict[str, Any]) -> None:
         now = time.monotonic()
-        at, count, rate = self._rates.get(index, (now, batches, 0.0))
-        if now - at >= 1.0:
-            rate = (batches - count) / (now - at)
-            at, count = now, batches
-        self._rates[index] = (at, count, rate)
-        return rate
+        self._ready_at = now if self._ready_at is None and status["per_worker"] else self._ready_at
+        self._steps.append((now, status["global_step"]))
+        while now - self._steps[0][0] > WINDOW_S:
+            self._steps.popleft()
+        for index, worker in status["per_worker"].items():
+            self._workers.setdefault(index, _Recent()).note(worker, now)
+
+    def _updates_per_s(self) -> float:
+        (then, before), (now, step) = self._steps[0], self._steps[-1]
+        return max(0.0, (step - before) / (now - then)) if now - then > 0.5 else 0.0
+
+    def _progress(self, status: dict[str, Any], speed: float) -> Progress:
+        step, last = status["global_step"], status["last_step"]
+        passed = time.monotonic() - self._ready_at if self._ready_at is not None else 0.0
+        by_steps = (last - step) / speed if last and speed else None
+        by_time = max(0.0, self._seconds - passed) if self._seconds is not None else None
+        if last is None and self._seconds is not None:
+            return Progress("second", min(passed, self._seconds), self._seconds, by_time)
+        left = min((t for t in (by_steps, by_time) if t is not None), default=None)
+        return Progress("global step", step, last, left)
 
 
-def worker_table(status: dict[str, Any], rate: Any = None) -> Table:
-    """Returns a table with a row per worker."""
-    table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in ("worker", "state", "local step", "batches/s", "loss", "staleness", "refused", "waited"):
-        table.add_column(name, justify="left" if name in ("worker", "state") else "right", no_wrap=True)
-    for index, worker in status["per_worker"].items():
-        speed = rate(index, worker["batches"]) if rate is not None else worker["batches_per_s"]
-        table.add_row(
-            f"worker {index}",
-            worker["state"],
-            str(worker["batches"]),
-            f"{speed or worker['batches_per_s']:.0f}",
-            _number(worker["loss"], ".4f"),
-            f"{worker['staleness_mean']:.2f}",
-            str(worker["refused"]),
-            f"{worker['waited_s']:.1f} s",
-        )
-    return table
+class _Recent:
+    """A worker's speed and waiting over the last second or so."""
+
+    def __init__(self) -> None:
+        self.known = False
+        self.batches_per_s = self.waits = 0.0
+        self.names = ""
+        self._named_at = 0.0
+        self._since: tuple[float, int, float] | None = None
+
+    def note(self, worker: dict[str, Any], now: float) -> None:
+        """Takes the newest status of the worker."""
+        if words := wait_words(worker.get("waits_for")):
+            self.names, self._named_at = words, now
+        elif now - self._named_at > REMEMBER_S:
+            self.names = ""
+        newest = (now, worker["batches"], worker["waited_s"])
+        if self._since is None:
+            self._since = newest
+        elif now - self._since[0] >= 1.0:
+            passed = now - self._since[0]
+            self.batches_per_s = max(0.0, (newest[1] - self._since[1]) / passed)
+            self.waits = min(1.0, max(0.0, (newest[2] - self._since[2]) / passed))
+            self._since, self.known = newest, True
+
+
+def plain(status: dict[str, Any]) -> str:
+    """Returns a status as one line."""
+    total = f"/{status['last_step']}" if status["last_step"] else ""
+    loss = "" if status["loss"] is None else f"loss {status['loss']:.4g}, "
+    return (
+        f"global step {status['global_step']}{total}, {loss}{status['batches_per_s']:.0f} batches/s, "
+        f"staleness {status['staleness_mean']:.2f}, refused {status['refused']}, "
+        f"live workers {len(status['live'])} of {status['workers']}"
+    )

@@ -1,13 +1,14 @@
-"""The ledger on disk: one JSON line per gradient, in the order of the decisions.
+"""The ledger on disk: one JSON line per gradient, in the order of the decisions, and between them what else happened.
 
 Written by ps task 0, read by people, `torchquorum report` and tests. What always holds: a line is written whole or not at
-all, except the last one of a run that was killed, which readers skip.
+all, except the last one of a run that was killed, which readers skip. A line that begins with "event" is no gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -28,6 +29,8 @@ class Entry(msgspec.Struct, frozen=True):
         reason: Why, in a word or two.
         arrived_at: When it arrived, in seconds since the epoch.
         loss: The loss it came from, where the worker said so.
+        took_s: Seconds since its worker was last released: what it took to compute and to send. The rest of the time
+            since the worker's previous gradient it waited.
     """
 
     worker: int
@@ -40,10 +43,33 @@ class Entry(msgspec.Struct, frozen=True):
     reason: str
     arrived_at: float
     loss: float | None = None
+    took_s: float | None = None
+
+
+class Event(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What happened to the run or to one of its workers.
+
+    Attributes:
+        event: began (also after a restore), joined, came back, died, left, saved or ended.
+        at: When, in seconds since the epoch.
+        version: The version then.
+        worker: Which worker, -1 where it is not about one.
+        text: Why, or what was written.
+        values: Of `began` the configuration, of `left` the worker's results.
+    """
+
+    event: str
+    at: float
+    version: int
+    worker: int = -1
+    text: str = ""
+    values: dict[str, Any] = {}
 
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Entry)
+_event_decoder = msgspec.json.Decoder(Event)
+_EVENT = b'{"event"'
 
 
 class LedgerWriter:
@@ -55,8 +81,8 @@ class LedgerWriter:
         _mend(path)
         self._file = path.open("ab", buffering=1 << 16)
 
-    def write(self, entry: Entry) -> None:
-        """Appends one entry."""
+    def write(self, entry: Entry | Event) -> None:
+        """Appends one line."""
         self._file.write(_encoder.encode(entry) + b"\n")
 
     def flush(self) -> None:
@@ -86,8 +112,26 @@ def _mend(path: Path) -> None:
 
 def read_ledger(path: Path) -> Iterator[Entry]:
     """Yields the entries of a ledger file, or of a run's folder."""
+    for record in read_records(path):
+        if isinstance(record, Entry):
+            yield record
+
+
+def read_records(path: Path, damaged: Callable[[int], None] | None = None) -> Iterator[Entry | Event]:
+    """Yields the lines of a ledger file, or of a run's folder: gradients, and what else happened.
+
+    Args:
+        path: The file, or the run's folder.
+        damaged: Told the number of each line that cannot be read, which is then skipped; without it such a line is an error.
+    """
     path = path / NAME if path.is_dir() else path
     with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield _decoder.decode(line)
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                continue  # still being written, or torn by a kill
+            try:
+                yield (_event_decoder if line.startswith(_EVENT) else _decoder).decode(line)
+            except (msgspec.DecodeError, UnicodeDecodeError):
+                if damaged is None:
+                    raise
+                damaged(number)

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from torchquorum.errors import ConfigError
+from torchquorum.jobs.slow import Slowness, parse_slow
 from torchquorum.placement.devices import DeviceName
 from torchquorum.rules import parse_rule
 from torchquorum.session.config import check_fraction
@@ -28,7 +29,7 @@ class MnistOptions:
     Attributes:
         model: softmax, mlp or cnn.
         rule: As `parse_rule` reads it.
-        steps: The global step at which the run is over.
+        steps: The global step at which the run is over; None trains until the seconds are over.
         batch_size: Images per batch and worker.
         optimizer: A class of torch.optim.
         lr: Its learning rate.
@@ -47,11 +48,13 @@ class MnistOptions:
         log_device_placement: Print where every variable lives and every operation of the first step runs.
         allow_soft_placement: Use the CPU for a device that is not there or cannot run an operation.
         gpu_memory_fraction: The share of each GPU's memory for each worker.
+        seconds: The run is over after this time, whatever the steps; None for no limit.
+        slow: Slowed workers, as `parse_slow` reads them: worker1:3x,worker2:2x; empty for none.
     """
 
     model: str = "mlp"
     rule: str = "sync"
-    steps: int = 3000
+    steps: int | None = 3000
     batch_size: int = 100
     optimizer: str = "SGD"
     lr: float = 0.5
@@ -70,6 +73,8 @@ class MnistOptions:
     log_device_placement: bool = False
     allow_soft_placement: bool = False
     gpu_memory_fraction: float | None = None
+    seconds: float | None = None
+    slow: str = ""
 
     def __post_init__(self) -> None:
         parse_rule(self.rule)
@@ -78,8 +83,11 @@ class MnistOptions:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"--model {self.model}: must be one of {', '.join(MODEL_NAMES)}{hint}")
         for name in ("steps", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be 1 or more")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} {value}: must be 1 or more")
+        if self.steps is None and self.seconds is None:
+            raise ConfigError("a run without an end: give --steps or --seconds")
         for name in ("lr", "decay_rate", "decay_steps"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be more than 0")
@@ -91,6 +99,9 @@ class MnistOptions:
             self._check_device(DeviceName.parse(self.device))
         if self.gpu_memory_fraction is not None:
             check_fraction(self.gpu_memory_fraction, label="--gpu-memory-fraction ")
+        if self.seconds is not None and not self.seconds > 0:
+            raise ConfigError(f"--seconds {self.seconds:g}: must be more than 0; leave it out for no limit")
+        parse_slow(self.slow)
 
     def _check_device(self, name: DeviceName) -> None:
         if name.type == "META":
@@ -118,6 +129,7 @@ def train(options: MnistOptions, argv: list[str] | None = None, report: str | No
     from torch.nn.functional import cross_entropy
 
     import torchquorum as tq
+    from torchquorum.jobs.measuring import Measuring
     from torchquorum.jobs.models import evaluate, make_model
 
     task = tq.join(argv, report=report)
@@ -138,6 +150,7 @@ def train(options: MnistOptions, argv: list[str] | None = None, report: str | No
         slice_bytes=options.slice_bytes,
         average=tq.ExponentialMovingAverage(options.average) if options.average else None,
     )
+    slowness = Slowness(options.slow, task.index, task.num_workers)
     regularize = tq.l2_regularizer(options.l2)
     with tq.Session(
         task,
@@ -145,6 +158,7 @@ def train(options: MnistOptions, argv: list[str] | None = None, report: str | No
         optimizer,
         logdir=options.logdir,
         last_step=options.steps,
+        max_seconds=options.seconds,
         data=batches,
         # On a local cluster all workers come, so the run is the same every time; by hand they may come minutes late.
         wait_for_workers=task.num_workers if task.source == "launcher" else 1,
@@ -152,14 +166,17 @@ def train(options: MnistOptions, argv: list[str] | None = None, report: str | No
         log_device_placement=options.log_device_placement,
         allow_soft_placement=options.allow_soft_placement,
         gpu_memory_fraction=options.gpu_memory_fraction,
+        hooks=[Measuring(data.validation)],
     ) as session:
         while not session.should_stop():
+            slowness.begin()
             x, y = next(batches)
             loss = cross_entropy(model(x), y)
             if options.l2:
                 loss = loss + regularize(model)
             optimizer.zero_grad()
             loss.backward()
+            slowness.wait()
             optimizer.step(loss=loss)
         session.pull()
         test_loss, accuracy = evaluate(model, data.test)

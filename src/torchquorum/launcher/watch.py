@@ -16,13 +16,13 @@ class Watcher:
 
     def __init__(self, address: str, every_s: float = 0.5) -> None:
         self._channel = ZmqChannel(address, f"watch/{os.getpid()}/{time.monotonic_ns():x}".encode())
-        self._every_s, self._asked_at = every_s, 0.0
+        self.every_s, self._asked_at = every_s, 0.0
         self.status: dict[str, Any] = {}
 
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Asks if it is time to, takes what has come; returns whether something has."""
         now = time.monotonic()
-        if now - self._asked_at >= self._every_s:
+        if now - self._asked_at >= self.every_s:
             self._asked_at = now
             self._channel.send([codec.encode(m.StatusRequest())])
         news = False

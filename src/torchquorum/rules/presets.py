@@ -101,19 +101,26 @@ def Buffered(aggregate: int) -> Rule:
     return Rule(name="Buffered", aggregate=aggregate)
 
 
+_NUMBERS = {"bounded": 3, "buffered": 2}
 _FORMS = "async, async:pipeline, sync, sync:K, sync:KofN, bounded:S, buffered:K"
 
 
-def parse_rule(text: str) -> Rule:
+def parse_rule(text: str, num_workers: int | None = None) -> Rule:
     """Reads a rule as the command line writes it.
 
     Args:
         text: One of async, async:pipeline, sync, sync:2, sync:2of3, bounded:3, buffered:4 (case and spaces do not matter).
+        num_workers: How many workers there are, where that is known; then sync:2of3 is for three of them.
 
     Raises:
         ConfigError: The text is none of these; the message suggests the nearest.
     """
     name, _, argument = text.strip().strip("'\"").lower().replace(" ", "").partition(":")
+    workers = argument.partition("of")[2]
+    if name == "sync" and num_workers is not None and workers.isdigit() and int(workers) != num_workers:
+        raise ConfigError(
+            f"rule {text!r}: is for {workers} workers, and there are {num_workers}; give as many workers, or another rule"
+        )
     if name == "async" and argument in ("", "pipeline"):
         return Async(pipeline=argument == "pipeline")
     if name == "sync":
@@ -124,6 +131,8 @@ def parse_rule(text: str) -> Rule:
         return Buffered(_number(text, argument))
     near = difflib.get_close_matches(name, ["async", "sync", "bounded", "buffered"], 1)
     hint = f"; did you mean {near[0]}?" if near and near[0] != name else ""
+    if name in _NUMBERS:
+        hint = f"; it needs a number, such as {name}:{_NUMBERS[name]}"
     raise ConfigError(f"rule {text!r}: allowed are {_FORMS}{hint}")
 
 

@@ -122,6 +122,11 @@ class Wait:
     need: int
     missing: tuple[int, ...]
 
+    def to_dict(self) -> dict[str, object]:
+        """Returns it for a status: at most eight of the missing, and how many they are."""
+        few = list(self.missing[:8])
+        return {"what": self.what, "have": self.have, "need": self.need, "missing": few, "count": len(self.missing)}
+
 
 @dataclass(slots=True)
 class Worker:

@@ -206,6 +206,7 @@ class Checkpoints:
             return
         self.saving = None
         self.last = SaveState(saving.number, "done", saving.version, str(result.path), "")
+        self._leader.note("saved", text=Path(result.path).name, values={"step": saving.version})
         self._say(f"saved {result.path}")
 
     def _fail(self, saving: Saving, error: str) -> None:

@@ -8,10 +8,14 @@ the same requests at the same version.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import Any
 
-from torchquorum.formats.ledger import Entry, LedgerWriter
+import msgspec
+
+from torchquorum.formats.ledger import Entry, Event, LedgerWriter
 from torchquorum.rules import quorum
 from torchquorum.rules.quorum import Key, Quorum
 from torchquorum.server.tally import Tally
@@ -45,9 +49,26 @@ class Leader:
         self._followed: dict[int, int] = {}
         self._arrivals: OrderedDict[Key, Arrival] = OrderedDict()
         self._requests: dict[int, tuple[int, int]] = {}
+        self._wall = 0.0
         self.outcomes: dict[int, Outcome] = {}
 
     # -- what happens -------------------------------------------------------------------------------------------------
+
+    def begin(self, wall: float) -> None:
+        """The variables exist, new or restored: the ledger says what the run is."""
+        self._wall = wall
+        if self._ledger is not None:
+            plan: dict[str, Any] = msgspec.to_builtins(self.plan)
+            values = sum(math.prod(v.shape) for v in self.plan.variables)
+            config = {name: value for name, value in plan.items() if name not in ("variables", "rule", "logdir")}
+            config |= {"rule": str(self.plan.rule), "variables": len(self.plan.variables), "values": values}
+            self.note("began", values=config)
+            self._ledger.flush()
+
+    def note(self, event: str, worker: int = -1, text: str = "", values: dict[str, Any] | None = None) -> None:
+        """Puts into the ledger what is no gradient."""
+        if self._ledger is not None:
+            self._ledger.write(Event(event, self._wall, self.quorum.version, worker, text, values or {}))
 
     def join(self, worker: int, incarnation: int, request: int, now: float, wall: float, transport: str) -> None:
         """A worker is ready to compute."""
@@ -59,7 +80,10 @@ class Leader:
         tally.transport = transport
         tally.joined_at = wall if tally.joined_at is None else tally.joined_at
         if known is None or known.incarnation != incarnation:
-            self.notes.append(f"/job:worker/task:{worker} {'joined' if known is None else 'came back'}")
+            how = "joined" if known is None else "came back"
+            self.notes.append(f"/job:worker/task:{worker} {how}")
+            self._wall = wall
+            self.note(how, worker)
         self.outcomes.pop(worker, None)
         self._follow(self.quorum.join(worker, incarnation, now), wall)
 
@@ -100,7 +124,12 @@ class Leader:
         known = self.quorum.workers.get(worker)
         if known is None or known.incarnation != incarnation:
             return
-        self.tally.worker(worker).release(wall)
+        tally = self.tally.worker(worker)
+        tally.release(wall)
+        self._wall = wall
+        if not known.left:
+            results = {"loss": tally.final_loss, "accuracy": tally.accuracy}
+            self.note("left", worker, values={name: value for name, value in results.items() if value is not None})
         self._follow(self.quorum.leave(worker, incarnation), wall)
 
     def lost(self, worker: int, incarnation: int, why: str, wall: float) -> None:
@@ -109,6 +138,7 @@ class Leader:
 
     def tick(self, now: float, wall: float) -> None:
         """Time has passed."""
+        self._wall = wall
         self._follow(self.quorum.expire(now), wall)
 
     def stop(self, wall: float) -> None:
@@ -126,6 +156,7 @@ class Leader:
                 self.notes.append(
                     f"{len(action.keys)} accepted gradients were not used: the run ended before their round closed"
                 )
+        self.note("ended", text="" if ok else why)
         self._append(End(ok, why))
 
     @property
@@ -173,6 +204,8 @@ class Leader:
                     self._append(Release(worker, incarnation, request, version, stop))
                 case quorum.Died(worker, _, why):
                     self.tally.worker(worker).release(wall)
+                    self._wall = wall
+                    self.note("died", worker, why)
                     chief = " (ps task 0 saves in its place)" if worker == 0 and self.plan.logdir else ""
                     self.notes.append(
                         f"/job:worker/task:{worker} counts as dead ({why}); the run goes on without it{chief}"
@@ -189,6 +222,7 @@ class Leader:
             accepted=accepted, reason=action.reason.value, staleness=staleness, loss=loss, at=wall
         )
         if self._ledger is not None:
+            released_at = self.tally.worker(key.worker).released_at
             self._ledger.write(
                 Entry(
                     worker=key.worker,
@@ -201,6 +235,7 @@ class Leader:
                     reason=action.reason.value,
                     arrived_at=wall,
                     loss=loss,
+                    took_s=round(wall - released_at, 6) if released_at is not None else None,
                 )
             )
         if not accepted:

@@ -219,6 +219,7 @@ class Service:
         if self.me.index == 0:
             self.ledger = self._open_ledger(create.plan.logdir)
             self.leader = Leader(create.plan, self.tally, self.ledger, self.shard.version)
+            self.leader.begin(wall)
             self.checkpoints = Checkpoints(
                 self.leader, self.parts.saver, lambda line: self._say(f"{self.me.task}: {line}"), self.buffers
             )
@@ -563,6 +564,7 @@ class Service:
             wait = quorum.waits_for(index)
             tally = self.tally.worker(index)
             tally.state = "left" if worker.left else "dead" if not worker.alive else "waiting" if wait else "computing"
+            tally.waits_for = wait.to_dict() if wait and worker.alive else None
         transports = sorted({w.transport for w in self.tally.workers.values() if w.transport})
         return {
             **body,

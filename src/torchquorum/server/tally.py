@@ -27,7 +27,9 @@ class WorkerTally:
     joined_at: float | None = None
     waited_s: float = 0.0
     held_since: float | None = None
+    released_at: float | None = None
     state: str = "unknown"
+    waits_for: dict[str, Any] | None = None
 
     def decided(self, *, accepted: bool, reason: str, staleness: int, loss: float | None, at: float) -> None:
         """Counts one gradient."""
@@ -48,6 +50,7 @@ class WorkerTally:
 
     def release(self, at: float) -> None:
         """The worker goes on."""
+        self.released_at = at
         if self.held_since is not None:
             self.waited_s += at - self.held_since
             self.held_since = None
@@ -58,6 +61,7 @@ class WorkerTally:
         seconds = (self.last_at - start) if self.last_at is not None and start is not None else 0.0
         return {
             "state": self.state,
+            "waits_for": self.waits_for,
             "transport": self.transport,
             "updates": self.accepted,
             "batches": self.batches,

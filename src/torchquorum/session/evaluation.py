@@ -16,7 +16,7 @@ from torch import nn
 
 from torchquorum.errors import ConfigError
 from torchquorum.session.hooks import Hook, Ran
-from torchquorum.session.ready import check_every, give_scalar
+from torchquorum.session.ready import check_every
 
 if TYPE_CHECKING:
     from torchquorum.session.session import Session
@@ -85,7 +85,7 @@ class EvaluateHook(Hook):
         which = " using average model" if averaged else ""
         for name, value in self.results.items():
             print(f"After {self.step:d} training step(s),validation {name}{which} is {value:g}.", flush=True)
-            give_scalar(session, name if name == "accuracy" else f"validation/{name}", value, self.step)
+            session.measure(self.step, **{name if name == "accuracy" else f"validation/{name}": value})
 
 
 class FinalAccuracyHook(Hook):
@@ -113,4 +113,4 @@ class FinalAccuracyHook(Hook):
         self.accuracy = results["accuracy"]
         print(f"worker={session.task.index}, final accuracy = {self.accuracy}", flush=True)
         session.record(**{name: value for name, value in results.items() if name in ("accuracy", "loss")})
-        give_scalar(session, "accuracy", self.accuracy, version)
+        session.measure(version, accuracy=self.accuracy)

@@ -31,6 +31,7 @@ from torchquorum.errors import (
     TorchQuorumError,
 )
 from torchquorum.formats.checkpoint import CheckpointError, load_manifest, newest_good
+from torchquorum.formats.measures import Measure, append_measures
 from torchquorum.session import position
 from torchquorum.session.buffers import RunBuffers
 from torchquorum.session.checkpoint_hook import CheckpointHook
@@ -39,6 +40,7 @@ from torchquorum.session.devices import SessionDevices
 from torchquorum.session.hooks import Hook, Ran, end_all
 from torchquorum.session.join import Task, say
 from torchquorum.session.position import Resumable
+from torchquorum.session.ready import give_scalar
 from torchquorum.session.states import State, check_step
 from torchquorum.transport.messages import Plan
 from torchquorum.worker.beat import Beat
@@ -540,6 +542,27 @@ class Session:
         if unknown:
             raise ConfigError(f"session.record({', '.join(sorted(unknown))}=...): allowed are loss and accuracy")
         self._results.update({k: float(v) for k, v in results.items()})
+
+    def measure(self, global_step: int | None = None, **values: float) -> None:
+        """Notes numbers measured along the way, such as `session.measure(accuracy=0.97)`, for the pictures of the run.
+
+        They go to `measures.jsonl` in the run's folder, from the chief or who stands in for it only, and to hooks that
+        take numbers.
+
+        Args:
+            global_step: The version they belong to; this worker's current one by default.
+            **values: The numbers by name.
+        """
+        step = self.global_step if global_step is None else global_step
+        for name, value in values.items():
+            give_scalar(self, name, float(value), step)
+        if self.logdir is None or not self.leads:
+            return
+        now = time.time()
+        try:
+            append_measures(Path(self.logdir), [Measure(n, float(v), step, now) for n, v in values.items()])
+        except OSError as error:
+            say(f"{self.task}: {', '.join(values)} could not be noted in {self.logdir}: {error.strerror}")
 
     def _known(self) -> Client:
         if self._client is None:

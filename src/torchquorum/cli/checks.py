@@ -1,0 +1,296 @@
+"""The checks of `torchquorum doctor`: each looks at one thing and says what it found and what to do about it.
+
+What always holds: a check never raises and never hangs; every host gets its time and no more.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+PACKAGES = ("torch", "numpy", "pyzmq", "msgspec", "safetensors", "tensorboard", "rich", "click")
+LEAST_TORCH = (2, 11)
+LOW_DISK_BYTES = 1 << 30
+LOW_FILES = 1024
+LOW_SHM_BYTES = 64 << 20
+SEGMENT_BYTES = 1 << 20
+AT_ONCE = 32  # hosts that are tried at the same time
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found: `level` is ok, warn or fail; `advice` what to do, where something is to be done."""
+
+    name: str
+    level: str
+    found: str
+    advice: str = ""
+
+
+def check_machine(logdir: Path) -> list[Finding]:
+    """Checks this machine."""
+    checks: list[tuple[str, Callable[[], list[Finding]]]] = [
+        ("python", _python),
+        ("packages", _packages),
+        ("torch", _torch),
+        ("devices", _devices),
+        ("cores", _cores),
+        ("shared memory", _shared_memory),
+        ("local ports", _ports),
+        ("open files", _open_files),
+        ("run folder", lambda: [_run_folder(logdir)]),
+    ]
+    found: list[Finding] = []
+    for name, check in checks:
+        try:
+            found += check()
+        except Exception as error:
+            found.append(
+                Finding(name, "fail", f"{type(error).__name__}: {error}", "this check itself failed; please report it")
+            )
+    return found
+
+
+def _python() -> list[Finding]:
+    version = ".".join(map(str, sys.version_info[:3]))
+    where = f"{version} in {sys.prefix}"
+    if sys.platform != "linux":
+        text = f"{where}, on {sys.platform}"
+        return [Finding("python", "warn", text, "shared memory and death by pidfd are Linux only; use --transport tcp")]
+    return [Finding("python", "ok", where)]
+
+
+def _packages() -> list[Finding]:
+    versions, missing = [], []
+    for package in PACKAGES:
+        try:
+            versions.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            missing.append(package)
+    if missing:
+        return [Finding("packages", "fail", f"missing: {', '.join(missing)}", f"pip install {' '.join(missing)}")]
+    return [Finding("packages", "ok", ", ".join(versions))]
+
+
+def _torch() -> list[Finding]:
+    started = time.monotonic()
+    try:
+        import torch
+    except Exception as error:
+        return [Finding("torch", "fail", f"cannot be imported: {error}", "pip install --force-reinstall torch")]
+    took = time.monotonic() - started
+    version = str(torch.__version__)
+    text = f"{version}, imported in {took:.1f} s, {torch.get_num_threads()} thread(s) per operation"
+    try:
+        numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    except ValueError:
+        numbers = LEAST_TORCH
+    if numbers < LEAST_TORCH:
+        return [Finding("torch", "fail", text, f"install torch {'.'.join(map(str, LEAST_TORCH))} or newer")]
+    weight = torch.ones(4, requires_grad=True)
+    (weight * weight).sum().backward()
+    if weight.grad is None or weight.grad.sum().item() != 8.0:
+        return [Finding("torch", "fail", f"{text}; a gradient came out wrong", "pip install --force-reinstall torch")]
+    return [Finding("torch", "ok", text)]
+
+
+def _devices() -> list[Finding]:
+    try:
+        import torch
+    except Exception:
+        return []
+    if not torch.cuda.is_available():
+        return [Finding("devices", "ok", "CPU; no GPU that torch can use")]
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return [Finding("devices", "ok", "CPU and " + ", ".join(f"cuda:{i} ({n})" for i, n in enumerate(names)))]
+
+
+def _cores() -> list[Finding]:
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    load = os.getloadavg()[0]
+    text = f"{usable} usable, load {load:.1f}"
+    if load > 1.5 * usable:
+        return [
+            Finding("cores", "warn", text, "other programs use this machine: training will be slower than it could be")
+        ]
+    return [Finding("cores", "ok", text)]
+
+
+def _shared_memory() -> list[Finding]:
+    found = []
+    try:
+        fd = os.memfd_create("torchquorum-doctor")
+        try:
+            os.ftruncate(fd, SEGMENT_BYTES)
+            with open(f"/proc/{os.getpid()}/fd/{fd}", "r+b") as again:  # as another process would open it
+                again.write(b"\1")
+        finally:
+            os.close(fd)
+        found.append(Finding("shared memory", "ok", "anonymous files can be made and opened by others (memfd)"))
+    except (OSError, AttributeError) as error:
+        advice = "tasks of one host cannot share memory here; use --transport tcp"
+        found.append(Finding("shared memory", "warn", f"memfd does not work: {error}", advice))
+    try:
+        free = shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return found
+    if free < LOW_SHM_BYTES:
+        advice = "torchquorum does not use it, but DataLoader workers do: in a container, give --shm-size=1g"
+        found.append(Finding("/dev/shm", "warn", f"{free / 1e6:.0f} MB free", advice))
+    return found
+
+
+def _ports() -> list[Finding]:
+    try:
+        with socket.socket() as listener, socket.socket() as client:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            client.settimeout(2.0)
+            client.connect(listener.getsockname())
+    except OSError as error:
+        advice = "a local cluster talks over 127.0.0.1: look at the firewall, or at the container's network"
+        return [Finding("local ports", "fail", f"no connection over 127.0.0.1: {error}", advice)]
+    try:
+        where = socket.getaddrinfo("localhost", 1, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as error:
+        advice = "add the line `127.0.0.1 localhost` to /etc/hosts, or write 127.0.0.1"
+        return [Finding("local ports", "warn", f"the name localhost is not known: {error}", advice)]
+    return [Finding("local ports", "ok", f"free ports on 127.0.0.1; localhost is {where}")]
+
+
+def _open_files() -> list[Finding]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    text = f"at most {soft} per process (up to {hard} can be asked for)"
+    if soft < LOW_FILES:
+        return [Finding("open files", "warn", text, f"a ps needs a few per worker: ulimit -n {min(hard, 4096)}")]
+    return [Finding("open files", "ok", text)]
+
+
+def _run_folder(logdir: Path) -> Finding:
+    place = logdir
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        return Finding("run folder", "fail", f"{place} is not a folder", "give another --logdir")
+    try:
+        with tempfile.NamedTemporaryFile(dir=place, prefix=".torchquorum-doctor-") as file:
+            file.write(b"x" * 4096)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        why = error.strerror or str(error)
+        return Finding("run folder", "fail", f"{place.absolute()} cannot be written: {why}", "give another --logdir")
+    free = shutil.disk_usage(place).free
+    text = f"{logdir} can be written, {free / 1e9:.1f} GB free"
+    if free < LOW_DISK_BYTES:
+        return Finding("run folder", "warn", text, "checkpoints need room: make some, or give another --logdir")
+    return Finding("run folder", "ok", text)
+
+
+# -- a cluster's hosts ----------------------------------------------------------------------------------------------------
+
+
+def check_hosts(hosts: Mapping[str, Sequence[str]], timeout_s: float) -> list[Finding]:
+    """Checks the way to every host of a cluster, all at once. Only ps tasks listen; a worker's address is looked up, no more.
+
+    Args:
+        hosts: The addresses of the jobs ps and worker.
+        timeout_s: How long each host has for its answer.
+    """
+    ps = [(f"ps {i}", a) for i, a in enumerate(hosts.get("ps", ()))]
+    workers = [(f"worker {i}", a) for i, a in enumerate(hosts.get("worker", ()))]
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="torchquorum-doctor") as pool:
+        found = [pool.submit(_ps, name, address, timeout_s) for name, address in ps]
+        found += [pool.submit(_worker, name, address) for name, address in workers]
+        return [f.result() for f in found]
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _resolve(name: str, address: str) -> tuple[socket.AddressFamily, tuple[str, int]] | Finding:
+    host, port = _split(address)
+    try:
+        options = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError as error:
+        advice = f"check the spelling of {host}, or add it to DNS or /etc/hosts"
+        return Finding(name, "fail", f"{address}: the name cannot be resolved ({error.strerror or error})", advice)
+    options.sort(key=lambda entry: entry[0] != socket.AF_INET)
+    return options[0][0], (str(options[0][4][0]), port)
+
+
+def _worker(name: str, address: str) -> Finding:
+    where = _resolve(name, address)
+    if isinstance(where, Finding):
+        return where
+    return Finding(name, "ok", f"{address} is {where[1][0]} (workers do not listen: nothing more can be tried)")
+
+
+def _ps(name: str, address: str, timeout_s: float) -> Finding:
+    where = _resolve(name, address)
+    if isinstance(where, Finding):
+        return where
+    family, target = where
+    shown = address if address.startswith(target[0]) else f"{address} ({target[0]})"
+    try:
+        with socket.socket(family) as probe:
+            probe.settimeout(timeout_s)
+            probe.connect(target)
+    except TimeoutError:
+        advice = "the host is down, or a firewall drops the packets: open the port, or check the address"
+        return Finding(name, "fail", f"{shown}: no answer within {timeout_s:g} s", advice)
+    except OSError as error:
+        return _not_connected(name, shown, error)
+    return _ask_ps(name, address, shown, timeout_s)
+
+
+def _not_connected(name: str, shown: str, error: OSError) -> Finding:
+    if error.errno == errno.ECONNREFUSED:
+        advice = "the host is there, but nothing listens: start the ps task, or check the port"
+        return Finding(name, "fail", f"{shown}: connection refused", advice)
+    if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+        return Finding(
+            name, "fail", f"{shown}: there is no way there ({error.strerror})", "check network, VPN and routes"
+        )
+    return Finding(name, "fail", f"{shown}: {error.strerror or error}", "check the address and the network")
+
+
+def _ask_ps(name: str, address: str, shown: str, timeout_s: float) -> Finding:
+    """Something listens: is it one of ours?"""
+    from torchquorum.launcher.watch import Watcher
+    from torchquorum.transport.zmq_channel import holder_of_port
+
+    watcher = Watcher(address)
+    try:
+        answered = watcher.poll(timeout_s)
+    finally:
+        watcher.close()
+    if not answered:
+        host, port = _split(address)
+        local = host in ("localhost", "127.0.0.1", "::1", socket.gethostname())
+        holder = holder_of_port(port) if local else None
+        who = f": {holder}" if holder else ""
+        advice = "end that program, or give the ps task another port in --ps_hosts, on every task"
+        return Finding(name, "fail", f"{shown}: something else answers there, no ps task of torchquorum{who}", advice)
+    body = watcher.status
+    expected = f"/job:ps/task:{name.split()[1]}"
+    if body.get("task") != expected:
+        text = f"{shown}: {body.get('task')} answers, not {expected}"
+        return Finding(name, "fail", text, "the order of --ps_hosts must be the same on every task")
+    if "global_step" in body:
+        return Finding(name, "ok", f"{shown}: a ps task of torchquorum, at global step {body['global_step']}")
+    state = "it holds its shard" if body.get("ready") else "it waits for the chief"
+    return Finding(name, "ok", f"{shown}: a ps task of torchquorum; {state}")

@@ -1,0 +1,188 @@
+"""`torchquorum compare`: the built-in job with several rules on the same budget, side by side in one page and one PNG."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+from torchquorum.cli.shape import Command, Named, option
+from torchquorum.cli.train import DEFAULTS, SLOW, check_workers, run_job
+from torchquorum.cli.view import View
+from torchquorum.cluster.flags import TRANSPORTS
+from torchquorum.errors import ConfigError
+from torchquorum.jobs.mnist import MODEL_NAMES, MnistOptions
+from torchquorum.jobs.slow import parse_slow
+from torchquorum.launcher.local import Options
+from torchquorum.rules import parse_rule
+
+SECONDS = 15.0
+INTERRUPTED = 130
+
+
+@click.command(cls=Command)
+@click.argument("runs", nargs=-1)
+@option("--rules", metavar="RULES", help="sync,async,bounded:3,sync:2of3 if not given")
+@option("--slow", type=SLOW, metavar="W", help="slowed workers; worker1:3x if not given, none for none")
+@option("--seconds", type=float, metavar="S", help="budget of each rule; 15 unless --steps is given")
+@option("--steps", type=int, metavar="N", help="budget of each rule in updates")
+@option("--rounds", default=1, metavar="N", help="share the budget out over N turns of each rule, for a busy machine")
+@option("--workers", default=3, metavar="N", help="workers")
+@option("--ps", default=1, metavar="N", help="ps tasks")
+@option("--model", type=Named(*MODEL_NAMES), default=DEFAULTS.model, help="softmax, mlp or cnn")
+@option("--batch-size", default=DEFAULTS.batch_size, metavar="N", help="images per batch and worker")
+@option("--optimizer", default=DEFAULTS.optimizer, metavar="NAME", help="a class of torch.optim")
+@option("--lr", default=DEFAULTS.lr, metavar="X", help="learning rate")
+@option("--seed", default=DEFAULTS.seed, metavar="N", help="of weights and data order")
+@option("--data", metavar="DIR", help="a folder with MNIST's idx files")
+@option("--transport", type=Named(*TRANSPORTS), default="auto", help="auto, shm or tcp")
+@option("--output", "-o", metavar="DIR", help="where to put it; runs/compare-DATE if not given")
+@option("--quiet", is_flag=True, help="print only the result")
+def compare(runs: tuple[str, ...], **given: Any) -> int:
+    """Train MNIST with several rules on one budget, one worker slowed: one page and one PNG, side by side.
+
+    With RUNS, folders of runs that there are, nothing is trained.
+
+    \b
+    Examples:
+      torchquorum compare
+      torchquorum compare --rules sync,async,bounded:3,sync:2of3 --slow worker1:3x
+      torchquorum compare runs/a runs/b --output runs/a-and-b
+    """
+    console = Console(highlight=False)
+    output = Path(given.pop("output") or f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}")
+    quiet = given.pop("quiet")
+    if runs:
+        names = [Path(r).name or r for r in runs]
+        if len(runs) == 1:
+            raise ConfigError(f"RUNS {''.join(runs)}: name at least two folders to compare, or none to train")
+        unique = [n if names.count(n) == 1 else str(r) for n, r in zip(names, runs, strict=True)]
+        _draw(console, list(zip(unique, map(Path, runs), strict=True)), output, "runs side by side", quiet=quiet)
+        return 0
+    return _train(console, _plan(output, **given), quiet=quiet)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What to train: the rules, what they have in common, the cluster, and over how many turns the budget is shared out."""
+
+    rules: list[str]
+    base: MnistOptions
+    cluster: Options
+    output: Path
+    rounds: int = 1
+
+    def folder(self, rule: str) -> Path:
+        """Returns the folder of a rule's run."""
+        return self.output / re.sub(r"[^a-z0-9]+", "-", rule.lower()).strip("-")
+
+    def options(self, rule: str, turn: int) -> MnistOptions:
+        """Returns the options of a rule's run in a turn, from 1 on; a later turn goes on from the checkpoint of the last."""
+        steps, seconds = self.base.steps, self.base.seconds
+        steps = max(1, steps * turn // self.rounds) if steps is not None else None
+        seconds = seconds / self.rounds if seconds is not None else None
+        return replace(self.base, rule=rule, logdir=str(self.folder(rule)), steps=steps, seconds=seconds)
+
+    @property
+    def words(self) -> str:
+        """Returns the plan in a line."""
+        base, workers = self.base, self.cluster.workers
+        budget = [f"{base.steps:,} updates"] if base.steps else []
+        budget += [f"{base.seconds:g} s"] if base.seconds else []
+        turns = f" in {self.rounds} turns" if self.rounds > 1 else ""
+        said = f"{base.model} on MNIST, {workers} {'worker' if workers == 1 else 'workers'}, {_slow_words(base.slow)}"
+        return f"{said}, {' and at most '.join(budget)} each{turns}"
+
+
+def _plan(output: Path, *, rules: str | None, slow: str | None, rounds: int, **given: Any) -> Plan:
+    workers, ps, transport = given.pop("workers"), given.pop("ps"), given.pop("transport")
+    if given["seconds"] is None and given["steps"] is None:
+        given["seconds"] = SECONDS
+    if rounds < 1:
+        raise ConfigError(f"--rounds {rounds}: must be 1 or more")
+    cluster = Options(command=[], ps=ps, workers=workers, transport=transport)
+    slow = slow if slow is not None else "worker1:3x" if workers > 1 else ""
+    plan = Plan(
+        rules=_rules(rules, workers),
+        base=MnistOptions(**given, slow=slow),
+        cluster=cluster,
+        output=output,
+        rounds=rounds,
+    )
+    for rule in plan.rules:
+        check_workers(plan.options(rule, 1), workers)
+        if plan.folder(rule).exists():
+            raise ConfigError(
+                f"{plan.folder(rule)}: is there already, and would be gone on with; give another --output"
+            )
+    return plan
+
+
+def _train(console: Console, plan: Plan, *, quiet: bool) -> int:
+    """Trains every rule, turn by turn, and compares what came to its end."""
+    failed: dict[str, int] = {}
+    for turn in range(1, plan.rounds + 1):
+        for number, rule in enumerate(plan.rules, 1):
+            if rule in failed:
+                continue
+            options = plan.options(rule, turn)
+            if not quiet:
+                of = f", turn {turn} of {plan.rounds}" if plan.rounds > 1 else ""
+                console.print(f"{number} of {len(plan.rules)}{of}: {rule} ({plan.words})", soft_wrap=True)
+            code = run_job(options, plan.cluster, View(console, quiet=quiet, seconds=options.seconds))
+            if code == INTERRUPTED:
+                return code
+            if code != 0:
+                failed[rule] = code
+                console.print(f"torchquorum: {rule} did not end well (exit code {code}); the others go on")
+    done = [(rule, plan.folder(rule)) for rule in plan.rules if rule not in failed]
+    if done:
+        _draw(console, done, plan.output, plan.words, quiet=quiet)
+    return max(failed.values(), default=0)
+
+
+def _rules(text: str | None, workers: int) -> list[str]:
+    """Returns the rules to compare, each once."""
+    if text is None:
+        backup = [f"sync:{workers - 1}of{workers}"] if workers > 2 else []
+        return ["sync", "async", "bounded:3", *backup]
+    found = [part.strip().strip("'\"").lower().replace(" ", "") for part in text.strip().strip("'\"").split(",")]
+    found = list(dict.fromkeys(filter(None, found)))
+    if not found:
+        raise ConfigError("--rules: name at least one rule, such as sync,async")
+    for rule in found:
+        parse_rule(rule, workers)
+    return found
+
+
+def _slow_words(slow: str) -> str:
+    factors = parse_slow(slow)
+    return ", ".join(f"worker {i} slowed {f:g} times" for i, f in sorted(factors.items())) or "none slowed"
+
+
+def _draw(console: Console, found: list[tuple[str, Path]], output: Path, below: str, *, quiet: bool) -> None:
+    """Makes the page, the PNG and the figures of runs that there are."""
+    from torchquorum.pictures.compare_page import as_json, compare_page, compare_picture, compared
+    from torchquorum.pictures.history import read_history
+    from torchquorum.pictures.page import write_page
+    from torchquorum.pictures.png import write_png
+    from torchquorum.pictures.reading import read_comparison
+
+    runs = compared([(name, read_history(folder)) for name, folder in found])
+    title = " and ".join([", ".join(r.name for r in runs[:-1]), runs[-1].name]) if len(runs) > 1 else runs[0].name
+    if len(title) > 70:
+        title = f"{len(runs)} runs side by side"
+    write_page(compare_page(runs, title, below), output / "compare.html")
+    write_png(compare_picture(runs, title, below), output / "compare.png")
+    (output / "compare.json").write_text(json.dumps(as_json(runs), indent=2) + "\n")
+    if not quiet:
+        for line in read_comparison(runs):
+            console.print(f"- {line}", soft_wrap=True)
+    console.print(f"page          {output / 'compare.html'}", soft_wrap=True)
+    console.print(f"picture       {output / 'compare.png'}", soft_wrap=True)

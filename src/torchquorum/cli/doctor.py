@@ -1,0 +1,86 @@
+"""`torchquorum doctor`: what this machine has, whether a cluster's hosts can be reached, and what to do about each finding."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.text import Text
+
+from torchquorum import env
+from torchquorum.cli.checks import Finding, check_hosts, check_machine
+from torchquorum.cli.shape import ClusterCommand, option
+from torchquorum.cluster import ClusterSpec, resolve
+from torchquorum.cluster.spec import parse_address, split_addresses
+from torchquorum.errors import ConfigError
+
+_MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "bold red")}
+
+
+@click.command(cls=ClusterCommand)
+@option(
+    "--ps-hosts",
+    "--ps-host",
+    "ps_hosts",
+    metavar="HOSTS",
+    help="host:port,... of the ps tasks, to be reached from here",
+)
+@option("--worker-hosts", "--worker-host", "worker_hosts", metavar="HOSTS", help="and of the workers")
+@option("--logdir", default="runs", metavar="DIR", help="the folder that runs are to be written to")
+@option("--timeout", default=3.0, metavar="S", help="seconds to wait for a host")
+@option("--json", "as_json", is_flag=True, help="print the findings as JSON")
+def doctor(ps_hosts: str | None, worker_hosts: str | None, logdir: str, timeout: float, as_json: bool) -> int:
+    """Check this machine, and the way to a cluster's hosts (those of TF_CONFIG, if none are given).
+
+    The exit code is 0 if nothing stands in the way, 1 if something does.
+
+    \b
+    Examples:
+      torchquorum doctor
+      torchquorum doctor --ps_hosts=a:2222 --worker_hosts=b:2222,c:2222
+    """
+    if not timeout > 0:
+        raise ConfigError(f"--timeout {timeout:g}: must be more than 0 seconds")
+    hosts = _hosts(ps_hosts, worker_hosts)
+    findings = [*check_machine(Path(logdir)), *check_hosts(hosts, timeout)]
+    if as_json:
+        click.echo(json.dumps([asdict(f) for f in findings], indent=2))
+    else:
+        _print(findings)
+    return 1 if any(f.level == "fail" for f in findings) else 0
+
+
+def _hosts(ps_hosts: str | None, worker_hosts: str | None) -> dict[str, list[str]]:
+    """Returns the addresses to look at, by job: those given, or those of TF_CONFIG."""
+    given = {"ps": ps_hosts, "worker": worker_hosts}
+    hosts = {
+        job: [parse_address(a, label=f"{job} {i}") for i, a in enumerate(split_addresses(text))]
+        for job, text in given.items()
+        if text is not None
+    }
+    if len(hosts) == 2:
+        return ClusterSpec(hosts).as_dict()  # which says if two tasks have one address
+    if not hosts and env.tf_config() is not None:
+        found = resolve([])
+        return found.cluster.as_dict() if found is not None else {}
+    return hosts
+
+
+def _print(findings: list[Finding]) -> None:
+    console = Console(highlight=False)
+    width = max(len(f.name) for f in findings)
+    for f in findings:
+        mark, style = _MARKS[f.level]
+        console.print(Text.assemble((mark, style), "  ", (f.name.ljust(width), "bold"), "  ", f.found), soft_wrap=True)
+        if f.advice:
+            console.print(Text.assemble(" " * (width + 8), ("-> " + f.advice, style)), soft_wrap=True)
+    bad, odd = (sum(f.level == level for f in findings) for level in ("fail", "warn"))
+    if bad:
+        console.print(f"{bad} thing(s) stand in the way of training.", style="bold red")
+    elif odd:
+        console.print(f"Nothing stands in the way; {odd} thing(s) are worth a look.", style="yellow")
+    else:
+        console.print("All is well.", style="green")

@@ -1,0 +1,173 @@
+"""How commands look and forgive: help of one line per option, suggestions for what is misspelt, names without quotes.
+
+Used by every command. Imports no torch. What always holds: a value that is not allowed is answered with what is, and with
+the nearest; the help of a command fits a screen.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import click
+
+from torchquorum.cluster.flags import parse_flags
+from torchquorum.cluster.spec import strip_quotes
+from torchquorum.errors import ConfigError
+
+
+def nearest(name: str, allowed: Sequence[str]) -> str:
+    """Returns '; did you mean X?' for the allowed name that is nearest, or nothing."""
+    found = difflib.get_close_matches(name.lower(), allowed, 1, 0.5)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+class Option(click.Option):
+    """An option that belongs to a section of the help."""
+
+    def __init__(self, *args: Any, section: str = "Options", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.section = section
+
+    def line(self, ctx: click.Context) -> tuple[str, str]:
+        """Returns the option's line of the help: its first name, and what it does with its default."""
+        name = self.opts[0] if not self.opts[0].startswith("-") or len(self.opts[0]) > 2 else self.opts[-1]
+        name = name if name.startswith("--") else next((o for o in self.opts if o.startswith("--")), name)
+        short = next((f"{o}, " for o in self.opts if re.fullmatch(r"-\w", o)), "")
+        shown = short + name + (f"/{self.secondary_opts[0]}" if self.secondary_opts else "")
+        if not self.is_flag and not self.count:
+            shown += f" {self.make_metavar(ctx)}"
+        default = self.get_default(ctx, call=False)
+        tail = f" [{default:g}]" if isinstance(default, float) else f" [{default}]"
+        worth_it = self.show_default and not self.is_flag and isinstance(default, int | float | str) and default != ""
+        return shown, (self.help or "") + (tail if worth_it else "")
+
+
+option = partial(click.option, cls=Option, show_default=True)
+
+
+class Command(click.Command):
+    """A command whose options stand in sections, one line each; defaults stand in brackets."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the options, section by section."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for param in self.get_params(ctx):
+            if isinstance(param, Option) and not param.hidden:
+                sections.setdefault(param.section, []).append(param.line(ctx))
+        sections.setdefault(next(reversed(sections), "Options"), []).append(("-h, --help", "Show this help."))
+        width = max(len(name) for rows in sections.values() for name, _ in rows)
+        for title, rows in sections.items():
+            with formatter.section(title):
+                formatter.write_dl([(name.ljust(width), text) for name, text in rows], col_max=width + 2)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Reads the arguments; for an option that does not exist, names the nearest."""
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            known = [name for param in self.get_params(ctx) for name in param.opts if name.startswith("--")]
+            hint = nearest(error.option_name.replace("_", "-"), known) or f"; see {ctx.command_path} --help"
+            raise click.UsageError(f"No such option {error.option_name}{hint}", ctx) from None
+
+
+class ClusterCommand(Command):
+    """A command that takes a cluster's flags, as forgiving as every task: quotes, spaces, `--ps_host`."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Reads the flags of the cluster first, and hands them on in one spelling."""
+        taken, rest = parse_flags(args)
+        found = {
+            "--job-name": taken.job_name,
+            "--task-id": None if taken.task_index is None else str(taken.task_index),
+            "--ps-hosts": ",".join(taken.ps_hosts) if taken.ps_hosts else None,
+            "--worker-hosts": ",".join(taken.worker_hosts) if taken.worker_hosts else None,
+            "--transport": taken.transport,
+        }
+        again = [f"{name}={value}" for name, value in found.items() if value is not None]
+        return super().parse_args(ctx, [*again, *rest])
+
+
+class Group(click.Group):
+    """The commands, each imported when it is wanted, and the nearest name for a misspelt one.
+
+    Args:
+        lazy: By name: the module that has the command under that name, and its line in the list, in the list's order.
+    """
+
+    def __init__(self, *args: Any, lazy: dict[str, tuple[str, str]], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._lazy = lazy
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Returns all names, in the order in which people need them."""
+        return [*self._lazy, *(name for name in super().list_commands(ctx) if name not in self._lazy)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Imports the command's module when the command is called."""
+        if cmd_name not in self._lazy:
+            return super().get_command(ctx, cmd_name)
+        module = import_module(self._lazy[cmd_name][0])
+        return getattr(module, cmd_name)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Lists the commands without importing them."""
+        rows = []
+        for name in self.list_commands(ctx):
+            known = self._lazy.get(name)
+            command = super().get_command(ctx, name) if known is None else None
+            rows.append((name, known[1] if known else command.get_short_help_str(70) if command else ""))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        """Finds the command, or says which one may have been meant."""
+        names = self.list_commands(ctx)
+        given = strip_quotes(args[0]).replace("_", "-").lower()
+        if not args[0].startswith("-") and given not in names:
+            hint = nearest(given, names) or f"; the commands are {', '.join(names)}"
+            raise click.UsageError(f"No such command {args[0]!r}{hint}", ctx)
+        return super().resolve_command(ctx, [given if given in names else args[0], *args[1:]])
+
+
+class Named(click.ParamType):
+    """One of a few names; case and quotes do not matter."""
+
+    name = "name"
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Returns the name as it is written properly."""
+        clean = strip_quotes(str(value))
+        found = next((n for n in self.names if n.lower() == clean.lower().replace("-", "_")), None)
+        if found is None:
+            self.fail(f"{clean!r}: must be one of {', '.join(self.names)}{nearest(clean, self.names)}", param, ctx)
+        return found
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """Returns what stands for the value in the help."""
+        return "NAME"
+
+
+class Checked(click.ParamType):
+    """A text that a function of ours reads; what it does not like is shown as a wrong value of the option."""
+
+    name = "text"
+
+    def __init__(self, read: Callable[[str], object]) -> None:
+        self._read = read
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Returns the text, without quotes, once it has been read."""
+        clean = strip_quotes(str(value))
+        try:
+            self._read(clean)
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+        return clean

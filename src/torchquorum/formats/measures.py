@@ -1,0 +1,59 @@
+"""What a run measured of itself, such as the accuracy on a validation set: one JSON line per number, in the run's folder.
+
+Written by the chief (`session.measure`), read by `torchquorum report` and `torchquorum compare`. What always holds: a line is
+appended whole; a run that starts again appends to the file of the last one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+NAME = "measures.jsonl"
+
+
+class Measure(msgspec.Struct, frozen=True):
+    """One number.
+
+    Attributes:
+        name: What was measured, such as accuracy.
+        value: The number; None where it was not finite.
+        global_step: The version it belongs to.
+        at: When, in seconds since the epoch.
+    """
+
+    name: str
+    value: float | None
+    global_step: int
+    at: float
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Measure)
+
+
+def append_measures(folder: Path, measures: list[Measure]) -> None:
+    """Appends numbers to the file in a run's folder.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / NAME).open("ab") as file:
+        file.write(b"".join(_encoder.encode(m) + b"\n" for m in measures))
+
+
+def read_measures(folder: Path) -> list[Measure]:
+    """Returns the numbers in a run's folder, in the order they were written; lines that cannot be read are left out."""
+    try:
+        lines = (folder / NAME).read_bytes().split(b"\n")
+    except OSError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(_decoder.decode(line))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+    return found

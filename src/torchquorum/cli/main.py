@@ -55,10 +55,12 @@ def commands() -> None:
 
 def main() -> None:
     """Runs the command line; the entry point of the `torchquorum` program."""
-    from torchquorum.cli import board, checkpoints, data, run, status, train
+    from torchquorum.cli import board, checkpoints, data, hello, join, run, status, train
 
     commands.add_command(train.train)
     commands.add_command(run.run)
+    commands.add_command(join.join)
+    commands.add_command(hello.hello)
     commands.add_command(status.status)
     commands.add_command(checkpoints.checkpoints)
     commands.add_command(checkpoints.export)

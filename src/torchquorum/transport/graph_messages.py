@@ -113,6 +113,13 @@ class Ask(Message):
     awaiting: list[int]
 
 
+class Recall(Message):
+    """Give this batch back if you have not begun it. Answered by Recalled, or not at all."""
+
+    run: str
+    number: int
+
+
 class Fetch(Message):
     """The client wants variables, averages or buffers. Answered by Fetched."""
 
@@ -208,6 +215,14 @@ class Failed(Message):
     text: str
 
 
+class Recalled(Message):
+    """The batch was not begun, and will not be."""
+
+    run: str
+    life: str
+    number: int
+
+
 class Fetched(Message):
     """The tensors that were asked for, by name, with the version they are of; frames in this order."""
 
@@ -241,6 +256,7 @@ AnyGraphMessage = (
     | Train
     | Batch
     | Ask
+    | Recall
     | Fetch
     | SaveNow
     | Finish
@@ -249,6 +265,7 @@ AnyGraphMessage = (
     | State
     | Done
     | Failed
+    | Recalled
     | Fetched
     | Saved
     | Finished

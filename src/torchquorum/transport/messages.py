@@ -193,6 +193,14 @@ class Position(Message):
     body: dict[str, Any]
 
 
+class FateOf(Message):
+    """A client asks shard 0 what became of a gradient whose worker it has lost. Answered by Fate."""
+
+    worker: int
+    incarnation: int
+    local_step: int
+
+
 class StatusRequest(Message):
     """Anybody asks how the run is doing. Answered by Status."""
 
@@ -309,6 +317,21 @@ class Mean(Message):
     pieces: list[MeanPiece]
 
 
+class Fate(Message):
+    """What became of a gradient.
+
+    `state` is accepted, refused, open (its worker may still push it) or never (its worker is gone and cannot any more).
+    """
+
+    worker: int
+    incarnation: int
+    local_step: int
+    state: str
+    reason: str = ""
+    met: int = 0
+    loss: float | None = None
+
+
 class Fault(Message):
     """The request cannot be served; `kind` is for programs, `text` for people."""
 
@@ -420,6 +443,7 @@ AnyMessage = (
     | Save
     | Stop
     | Position
+    | FateOf
     | StatusRequest
     | MeanRequest
     | Welcome
@@ -432,6 +456,7 @@ AnyMessage = (
     | SaveState
     | Status
     | Mean
+    | Fate
     | Fault
     | ShardHello
     | Have

@@ -93,6 +93,8 @@ class Program:
         last = len(spec.inputs) + len(spec.nodes)
         self._outputs = [self._argument(v, last, 0) for v in spec.outputs]
         self._plan_memory()
+        buffers = {i for i, s in enumerate(spec.inputs) if s.kind == "buffer"}
+        self.writes_in_place = any(_in_place(n) and not _first_in(n, buffers) for n in self._nodes)
 
     # -- checking -----------------------------------------------------------------------------------------------------
 
@@ -237,6 +239,15 @@ def check_batch(inputs: Sequence[g.InputSpec], tensors: Sequence[g.TensorSpec]) 
                 f"tensor {number} of the batch is {tensor.dtype} {tensor.shape}: the graph takes {spec.dtype} [{shape}]; "
                 "only the first dimension may change, and it is the same for all tensors of a batch that share it"
             )
+
+
+def _in_place(node: _Node) -> bool:
+    """Whether an operation writes into its first argument."""
+    return node.op.startswith("aten.") and node.op.split(".")[1].endswith("_")
+
+
+def _first_in(node: _Node, places: set[int]) -> bool:
+    return bool(node.args) and isinstance(node.args[0], _Ref) and int(node.args[0]) in places
 
 
 def _find_dtype(name: str) -> torch.dtype:

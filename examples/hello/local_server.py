@@ -1,6 +1,6 @@
 """The smallest cluster: one server in this process, and a client that runs a small graph on it.
 
-    python examples/hello/local_server.py
+python examples/hello/local_server.py
 """
 
 import torch

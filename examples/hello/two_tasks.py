@@ -1,4 +1,4 @@
-"""A cluster of two tasks. Start it twice, in two terminals; the first waits, visibly, for the second:
+"""A cluster of two tasks: start it twice, in two terminals, and the first waits, visibly, for the second.
 
     python examples/hello/two_tasks.py 0
     python examples/hello/two_tasks.py 1

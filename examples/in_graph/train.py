@@ -1,10 +1,12 @@
-"""In-graph training: this client holds program and data, the compute tasks only join. On one machine, in four terminals:
+"""In-graph training: this client holds program and data, the compute tasks only join.
 
-    H="--ps_hosts=localhost:2222 --worker_hosts=localhost:2223,localhost:2224"
-    torchquorum join --job_name=ps     --task_id=0 $H
-    torchquorum join --job_name=worker --task_id=0 $H
-    torchquorum join --job_name=worker --task_id=1 $H
-    python examples/in_graph/train.py $H
+On one machine, in four terminals:
+
+H="--ps_hosts=localhost:2222 --worker_hosts=localhost:2223,localhost:2224"
+torchquorum join --job_name=ps     --task_id=0 $H
+torchquorum join --job_name=worker --task_id=0 $H
+torchquorum join --job_name=worker --task_id=1 $H
+python examples/in_graph/train.py $H
 """
 
 import argparse

@@ -22,7 +22,9 @@ def read_addresses(cluster: Mapping[str, Any]) -> dict[str, list[str]]:
         ClusterError: A job's name or an address is not allowed, or two tasks share one.
     """
     if not isinstance(cluster, Mapping) or not cluster:
-        raise ClusterError(f"cluster {cluster!r}: must be a dict, such as {{'local': ['localhost:2222', 'localhost:2223']}}")
+        raise ClusterError(
+            f"cluster {cluster!r}: must be a dict, such as {{'local': ['localhost:2222', 'localhost:2223']}}"
+        )
     found: dict[str, list[str]] = {}
     taken: dict[str, TaskId] = {}
     for job, given in cluster.items():

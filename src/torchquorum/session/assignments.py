@@ -208,7 +208,7 @@ class Assignments:
         return list(helper.queue)
 
     def settle(self, doubt: Doubt, state: str, reason: str, met: int, loss: float | None) -> None:
-        """ps task 0 has said what became of a gradient; a batch that was not applied is to be computed again."""
+        """Ps task 0 has said what became of a gradient; a batch that was not applied is to be computed again."""
         if doubt not in self.doubts or state == "open":
             return
         self.doubts.remove(doubt)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torchquorum.transport.codec import Frame
 from torchquorum.transport.messages import Fault, OptimizerSpec, Plan
 from torchquorum.transport.tensors import pack, unpack
 from torchquorum.worker.client import Client, Patience
+from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.graph_runner import Program, placement_lines
 from torchquorum.worker.optimizer import Optimizer
 
@@ -76,6 +77,10 @@ class ComputeSession(Session):
 
     client_class = _ComputeClient
     meanwhile: Callable[[], None] = staticmethod(lambda: None)
+
+    def _create(self, client: Client, plan: Plan, flat: FlatParameters, created: list[bool]) -> None:
+        if not all(created):  # else the client has created the variables, as it should
+            super()._create(client, plan, flat, created)
 
     def _obey_signals(self) -> None:
         super()._obey_signals()
@@ -154,6 +159,13 @@ class ComputeTask:
                 told = now
                 say(f"{self.name}: waiting for a client at {self.desk.address}: {now - started:.0f} s")
 
+    @staticmethod
+    def warm_up() -> None:
+        """Loads what the first batch needs, while there is no client yet: torch brings half of itself only when asked."""
+        parameter = torch.nn.Parameter(torch.zeros(1))
+        torch.optim.SGD([parameter], lr=0.0).zero_grad()
+        parameter.sum().backward()
+
     def ask_to_close(self) -> None:
         """Makes `run` return soon; from any thread."""
         self._closing = True
@@ -222,9 +234,7 @@ class ComputeTask:
     def _make_session(self, message: g.Train, program: Program) -> ComputeSession:
         plan, options = message.plan, message.options
         assert self._cluster is not None
-        task = Task(
-            cluster=self._cluster, id=TaskId("worker", self._index), transport=self._transport, source="client"
-        )
+        task = Task(cluster=self._cluster, id=TaskId("worker", self._index), transport=self._transport, source="client")
         optimizer = PlannedOptimizer(plan, [p for _, p in program.variables.named_parameters()])
         return ComputeSession(
             task,
@@ -390,7 +400,9 @@ class ComputeTask:
         version = session.global_step
         try:
             if averaged and busy:
-                raise GraphError(f"{self.name} is in the middle of a batch; ask for averages when all results are there")
+                raise GraphError(
+                    f"{self.name} is in the middle of a batch; ask for averages when all results are there"
+                )
             if fetch.what != "buffers" and not busy:
                 version = session.client.pull(averaged=averaged)
             held = self._program.variables
@@ -405,9 +417,3 @@ class ComputeTask:
             names, specs, frames, error = [], [], [], str(failure)
         answer = g.Fetched(fetch.run, fetch.number, version, names, specs, error)
         self.desk.answer_fetch(work, answer, frames)
-
-
-def leave_quietly(task: ComputeTask) -> None:
-    """Closes a task whatever state it is in."""
-    with suppress(TorchQuorumError):
-        task.close()

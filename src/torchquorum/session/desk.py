@@ -128,6 +128,8 @@ class Desk:
         """Says what became of a batch, now and whenever it is asked for again."""
         packet = codec.encode(message)
         with self._changed:
+            if message.run != self._standing.run:
+                return  # of a client that is gone; another has taken the run over and counts anew
             self._run.inside.discard(message.number)
             self._run.results[message.number] = packet
             while len(self._run.results) > REMEMBERED_RESULTS:
@@ -228,7 +230,9 @@ class Desk:
                 return []
             case g.Train():
                 return [self._train(work)]
-            case g.Ask() | g.Batch() | g.Recall() | g.Fetch() | g.SaveNow() | g.Finish() if message.run != self._standing.run:
+            case g.Ask() | g.Batch() | g.Recall() | g.Fetch() | g.SaveNow() | g.Finish() if (
+                message.run != self._standing.run
+            ):
                 return [self._state([])]
             case g.Ask():
                 run.heard_at, run.peer, run.awaiting = time.monotonic(), peer, frozenset(message.awaiting)

@@ -30,6 +30,16 @@ from torchquorum.transport.zmq_channel import ZmqChannel
 
 ASK_S = 0.25
 FETCH_AGAIN_S = 1.0
+BUSY_S = 8.0
+
+
+@dataclass(slots=True)
+class Trouble:
+    """Why a task cannot compute for us, and since when it says so."""
+
+    kind: str
+    text: str
+    since: float
 
 
 @dataclass(slots=True)
@@ -119,7 +129,7 @@ class Dispatcher:
         self._closing = False
         self._finish: g.Finish | None = None
         self.questions: list[Question] = []
-        self.faults: dict[int, str] = {}
+        self.troubles: dict[int, Trouble] = {}
         self.stop = False
         self.version = 0
         self.failure: BaseException | None = None
@@ -156,6 +166,11 @@ class Dispatcher:
     def ready(self) -> list[int]:
         """Returns the tasks that compute, by index."""
         return sorted(self.books.helpers)
+
+    def hopeless(self, now: float) -> str:
+        """Returns why no task can compute for us, or nothing; one that is busy with a client that is gone becomes free."""
+        sure = [t.text for t in self.troubles.values() if t.kind != "busy" or now - t.since > BUSY_S]
+        return "; ".join(sure) if len(sure) == len(self.contacts) else ""
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
@@ -233,7 +248,7 @@ class Dispatcher:
                 message, frames = g.split(received)
                 self._take(contact, message, frames)
             except TorchQuorumError as error:
-                self.faults[contact.task.index] = f"{contact.task} ({contact.address}) answers strangely: {error}"
+                self._trouble(contact, "wire", f"{contact.task} ({contact.address}) answers strangely: {error}")
 
     def _take(self, contact: Contact, message: g.AnyGraphMessage, frames: list[Frame]) -> None:
         index = contact.task.index
@@ -257,17 +272,24 @@ class Dispatcher:
             case g.Finished() if message.run == self._run:
                 contact.finished = True
             case m.Fault():
-                self.faults[index] = message.text
-                contact.text = message.text
+                self._trouble(contact, message.kind, message.text)
             case _:
                 pass
 
+    def _trouble(self, contact: Contact, kind: str, text: str) -> None:
+        since = self.troubles[contact.task.index].since if contact.task.index in self.troubles else time.monotonic()
+        self.troubles[contact.task.index] = Trouble(kind, text, since)
+        contact.text = f"says: {text}"
+        if kind.startswith("train/"):
+            contact.state = "refused"
+
     def _attached(self, contact: Contact, message: g.Attached) -> None:
         if TaskId.parse(message.task) != contact.task:
-            self.faults[contact.task.index] = (
+            text = (
                 f"at {contact.address} there is {message.task}, not {contact.task}; give every task and the client the "
                 "same --worker_hosts, in the same order"
             )
+            self._trouble(contact, "task", text)
             return
         contact.life, contact.state, contact.device = message.life, "attached", message.device
         contact.text = "is there"
@@ -301,7 +323,7 @@ class Dispatcher:
         contact.finished = contact.finished or state.state == "finished"
         if state.state != "ready":
             return
-        self.faults.pop(index, None)
+        self.troubles.pop(index, None)
         if helper is None:
             self.books.ready(index, state.incarnation, state.local_step, contact.place)
             self._say(f"{contact.task} ({contact.address}) is ready at global step {state.version}")
@@ -340,7 +362,7 @@ class Dispatcher:
     def _put_questions(self, now: float) -> None:
         """Puts open questions to a task that can answer at once, if there is one, and again if no answer comes."""
         for question in self.questions:
-            if question.answer is not None or now - question.asked_at < FETCH_AGAIN_S and question.index >= 0:
+            if question.answer is not None or (now - question.asked_at < FETCH_AGAIN_S and question.index >= 0):
                 continue
             helpers = [self.books.helpers[i] for i in self.ready]
             if not helpers:

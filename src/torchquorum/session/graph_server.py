@@ -48,9 +48,7 @@ def serve_task(found: Resolved, device: str) -> int:
     cluster, task = found.cluster, found.task
     if task.job == "ps":
         report = env.report() if task.index == 0 else None
-        serve(
-            cluster, task.index, listen_fd=found.listen_fd, say=say, report=report, started_at=env.started_at()
-        )
+        serve(cluster, task.index, listen_fd=found.listen_fd, say=say, report=report, started_at=env.started_at())
         return 0
     compute = ComputeTask(
         str(task),
@@ -64,6 +62,7 @@ def serve_task(found: Resolved, device: str) -> int:
     )
     say(f"{task}: ready to compute for a client at {cluster.address(task)}")
     try:
+        compute.warm_up()
         compute.run()
         return 0
     finally:
@@ -78,7 +77,9 @@ def check_device(name: str) -> torch.device:
         return device
     except (RuntimeError, AssertionError) as error:
         first = str(error).splitlines()[0]
-        raise ConfigError(f"--device {name}: this host cannot compute there ({first}); leave it out for the CPU") from None
+        raise ConfigError(
+            f"--device {name}: this host cannot compute there ({first}); leave it out for the CPU"
+        ) from None
 
 
 class Server:
@@ -105,7 +106,9 @@ class Server:
         if job not in self.addresses:
             raise ClusterError(f"job {job!r}: the cluster has {', '.join(self.addresses)}")
         if isinstance(task_index, bool) or task_index not in range(len(self.addresses[job])):
-            raise ClusterError(f"task {task_index} of job {job!r}: the job has {len(self.addresses[job])} tasks, from 0")
+            raise ClusterError(
+                f"task {task_index} of job {job!r}: the job has {len(self.addresses[job])} tasks, from 0"
+            )
         self.task = TaskId(job, task_index)
         self.address = self.addresses[job][task_index]
         trains = set(self.addresses) == {"ps", "worker"}
@@ -253,7 +256,9 @@ class GraphClient:
             for line in answer.placement:
                 print(line, flush=True)
         outputs = [t.clone() for t in unpack(answer.outputs, given)]
-        return pytree.tree_unflatten(outputs, exported.call_spec.out_spec)
+        shape = exported.call_spec.out_spec
+        assert shape is not None
+        return pytree.tree_unflatten(outputs, shape)
 
     def close(self) -> None:
         """Closes the connections."""

@@ -35,6 +35,7 @@ from torchquorum.worker.optimizer import Optimizer
 
 FINISH_S = 150.0
 POLL_S = 0.5
+START_ONE = " Start one: torchquorum join --job_name=worker --task_id=0, with the same --ps_hosts and --worker_hosts as this client."
 Addresses = ClusterSpec | Mapping[str, Any] | Task
 
 
@@ -234,19 +235,22 @@ class GraphSession:
                 self._give(batch)
             if not mine:
                 continue
-            left = more
-            self._wait(
-                lambda d: (
-                    any(b.over for b in mine.values())
-                    or (left and (d.books.room > 0 or self._signals.asked))
-                    or self._stuck(d, left)
-                ),
-                "a batch to be computed",
-                self._patience.round_s,
-            )
+            self._wait(self._progress(mine, more), "a batch to be computed", self._patience.round_s)
             for batch in self._over_among(mine, settle=not more):
                 del mine[batch.number]
                 yield self._show(batch)
+
+    def _progress(self, mine: dict[int, GivenBatch], more: bool) -> Callable[[Dispatcher], bool]:
+        """Returns what `run` waits for: a result, room for another batch, a signal, or that nothing more will come."""
+
+        def found(dispatcher: Dispatcher) -> bool:
+            if any(batch.over for batch in mine.values()):
+                return True
+            if more:
+                return dispatcher.books.room > 0 or self._signals.asked
+            return dispatcher.books.stuck() is not None
+
+        return found
 
     def _make(self, inputs: Sequence[torch.Tensor], on: int | None) -> GivenBatch:
         self._running()
@@ -271,9 +275,6 @@ class GraphSession:
         dispatcher = self._running()
         with dispatcher.changed:
             return dispatcher.books.room <= 0
-
-    def _stuck(self, dispatcher: Dispatcher, more: bool) -> bool:
-        return not more and dispatcher.books.stuck() is not None
 
     def _over_among(self, mine: dict[int, GivenBatch], *, settle: bool) -> list[GivenBatch]:
         """Takes the batches that are done; with `settle`, also those that wait for gradients that nobody computes."""
@@ -300,7 +301,9 @@ class GraphSession:
 
     def _result(self, batch: GivenBatch) -> BatchResult:
         self._wait(
-            lambda d: batch.over or self._stuck(d, False), f"batch {batch.number} to be computed", self._patience.round_s
+            lambda d: batch.over or d.books.stuck() is not None,
+            f"batch {batch.number} to be computed",
+            self._patience.round_s,
         )
         if not batch.over:
             rule = self.optimizer.rule
@@ -389,33 +392,30 @@ class GraphSession:
         """Waits until something is so; says now and then for what, and gives up when the time is over."""
         dispatcher = self._running()
         started = told = time.monotonic()
-        nobody_since: float | None = None
         with dispatcher.changed:
             while not done(dispatcher):
                 dispatcher.changed.wait(POLL_S)
                 now = time.monotonic()
                 if dispatcher.failure is not None:
                     raise dispatcher.failure
-                nobody_since = (nobody_since or now) if not dispatcher.ready else None
                 if not finishing:
-                    self._check_hope(dispatcher, nobody_since, now)
+                    self._check_hope(dispatcher)
                 if now - started > patience_s:
-                    raise DeadlineError(f"waited {now - started:.0f} s for {what} and gave up. {_who(dispatcher)}")
+                    advice = "" if dispatcher.ready else START_ONE
+                    raise DeadlineError(
+                        f"waited {now - started:.0f} s for {what} and gave up. {_who(dispatcher)}{advice}"
+                    )
                 if now - told >= self._patience.say_s:
                     told = now
                     say(f"client: waiting for {what}: {now - started:.0f} s. {_who(dispatcher)}")
 
-    def _check_hope(self, dispatcher: Dispatcher, nobody_since: float | None, now: float) -> None:
-        """Gives up when no task is left that could do the work, or the user wants out while nobody is there."""
-        if self._signals.asked and nobody_since is not None:
+    def _check_hope(self, dispatcher: Dispatcher) -> None:
+        """Gives up when no task can do the work, or when the user wants out while nobody is there."""
+        if self._signals.asked and not dispatcher.ready:
             raise KeyboardInterrupt
-        if len(dispatcher.faults) == len(dispatcher.contacts):
-            raise TorchQuorumError("no compute task can join: " + "; ".join(dispatcher.faults.values()))
-        if nobody_since is not None and now - nobody_since > self._patience.start_s:
-            raise DeadlineError(
-                f"no compute task has been ready for {now - nobody_since:.0f} s. {_who(dispatcher)} Start one: torchquorum "
-                "join --job_name=worker --task_id=0, with the same --ps_hosts and --worker_hosts."
-            )
+        why = dispatcher.hopeless(time.monotonic())
+        if why:
+            raise TorchQuorumError(f"no compute task can join: {why}")
 
     def _running(self) -> Dispatcher:
         if self._dispatcher is None:

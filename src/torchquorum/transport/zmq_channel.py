@@ -82,9 +82,7 @@ class ZmqListener:
         max_frame_bytes: Whoever sends a larger frame is cut off.
     """
 
-    def __init__(
-        self, address: str, listen_fd: int | None = None, *, max_frame_bytes: int = MAX_FRAME_BYTES
-    ) -> None:
+    def __init__(self, address: str, listen_fd: int | None = None, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self.socket = _context().socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, LINGER_MS)
         self.socket.setsockopt(zmq.SNDHWM, 0)

@@ -72,7 +72,9 @@ class Graph:
         if loss_fn is not None and len(inputs) < 2:
             raise GraphError(f"example_inputs has one tensor: with a loss_fn it needs two, for {_INPUTS}")
         if isinstance(loss_fn, nn.Module) and any(True for _ in loss_fn.parameters()):
-            raise GraphError("loss_fn has parameters of its own: make it a part of the model, which then returns the loss")
+            raise GraphError(
+                "loss_fn has parameters of its own: make it a part of the model, which then returns the loss"
+            )
         self.model = model
         self.name = name or type(model).__name__
         exported = export_program(_WithLoss(model, loss_fn), inputs, batch=True)
@@ -169,6 +171,8 @@ class _Writer:
         elif kind in ("buffer", "constant"):
             held = self._exported.state_dict.get(target)
             held = self._exported.constants[target] if held is None else held
+            if not isinstance(held, torch.Tensor):
+                raise GraphError(f"constant {target} is {type(held).__name__}: only tensors can travel")
             target = target.removeprefix("model.")
             self.values.append(held.detach().clone())
         self.inputs.append(g.InputSpec(kind, target, dtype_name(value.dtype), shape, trained))

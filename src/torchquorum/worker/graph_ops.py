@@ -21,8 +21,7 @@ SET_GRAD_ENABLED = "torchquorum.set_grad_enabled"
 # Operations of ATen by their base name; `name_`, which works in place, is allowed with `name`. Left out: whatever opens
 # files (from_file), changes what memory a tensor has (set_, resize_, ...), takes packed or sparse data on trust
 # (fbgemm_*, quantized_*, mkldnn_*, sparse constructors), or is private, but for those that exported models hold.
-_ATEN = frozenset(
-    """
+_NAMES = """
 __and__ __iand__ __ior__ __ixor__ __lshift__ __or__ __rshift__ __xor__ _adaptive_avg_pool2d _adaptive_avg_pool3d
 _assert_async _assert_scalar _assert_tensor_metadata _batch_norm_impl_index _cdist_forward _conj _convolution
 _embedding_bag _fft_c2c _fft_c2r _fft_r2c _functional_assert_scalar _fused_rms_norm _linalg_det _linalg_eigh
@@ -98,8 +97,8 @@ unbind unflatten unfold uniform unique_consecutive unique_dim unique_dim_consecu
 unsafe_split_with_sizes unsqueeze upsample_bicubic2d upsample_bilinear2d upsample_linear1d upsample_nearest1d
 upsample_nearest2d upsample_nearest3d upsample_trilinear3d vander var var_mean vdot view view_as view_as_complex
 view_as_real vsplit vstack where xlogy zero zeros zeros_like
-""".split()
-)
+"""
+_ATEN = frozenset(_NAMES.split())
 
 # Arithmetic on sizes: a batch's first dimension is a number that is known only when the batch is there.
 _NUMBERS: dict[str, Callable[..., Any]] = {

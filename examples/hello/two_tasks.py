@@ -32,6 +32,7 @@ with tq.connect(server.target, log_device_placement=True) as client:
     if task_index == 0:
         client.run(join, letters("a "), letters("b"), on="/job:local/task:1")
 try:
+    print(f"{server.task} serves on; Ctrl-C ends it", flush=True)
     server.join()
 except KeyboardInterrupt:
     print("bye")

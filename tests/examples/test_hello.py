@@ -35,6 +35,8 @@ def test_of_two_tasks_the_first_waits_for_the_second_and_runs_what_both_define()
             task.until(f"Hello from server{index + 1}!", SLOW_S)
         tasks[0].until("cat: (aten.cat.default): /job:local/task:1/device:CPU:0", SLOW_S)
         for task in tasks:
+            task.until("Ctrl-C ends it", SLOW_S)
+        for task in tasks:
             task.process.send_signal(signal.SIGINT)
         assert [task.wait(SLOW_S) for task in tasks] == [0, 0], tasks[0].tail()
     finally:

@@ -187,6 +187,7 @@ class Assignments:
             attempts=batch.attempts,
             seconds=message.seconds,
         )
+        batch.frames = []
 
     def failed(self, index: int, number: int, text: str) -> None:
         """A task could not compute a batch, and no other could."""
@@ -195,7 +196,7 @@ class Assignments:
         if helper is None or batch is None:
             return
         helper.queue.remove(batch)
-        batch.error = text
+        batch.error, batch.frames = text, []
 
     def lost(self, index: int) -> list[GivenBatch]:
         """A task is gone: its batches are in doubt."""

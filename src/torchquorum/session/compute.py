@@ -25,7 +25,7 @@ from torchquorum.transport import graph_messages as g
 from torchquorum.transport.codec import Frame
 from torchquorum.transport.messages import Fault, OptimizerSpec, Plan
 from torchquorum.transport.tensors import pack, unpack
-from torchquorum.worker.client import Client, Patience
+from torchquorum.worker.client import Client, Patience, Step
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.graph_runner import Program, placement_lines
 from torchquorum.worker.optimizer import Optimizer
@@ -210,13 +210,17 @@ class ComputeTask:
         say(f"{self.name}: computing {program.name} for {message.client} over {'+'.join(set(session.transports))}")
         self._program, self._session = program, session
         session.meanwhile = self._meanwhile
-        with ExitStack() as stack:
-            stack.push(session)  # which has begun already
-            self._say_ready(session)
-            self._serve_run(session, program)
-            ended = self._finish
-            if ended is not None and not ended.ok:
-                raise TaskLostError(f"{self.name}: the client ended before its run was over")
+        try:
+            with ExitStack() as stack:
+                stack.push(session)  # which has begun already
+                self._say_ready(session)
+                self._serve_run(session, program)
+                ended = self._finish
+                if ended is not None and not ended.ok:
+                    raise TaskLostError(f"{self.name}: the client ended before its run was over")
+        except BaseException as error:
+            self.desk.update(state="failed", text=f"failed: {error}")
+            raise
         self.desk.update(state="finished", text="has left the run")
         self.desk.reply(work.peer, g.Finished(message.run, self.desk.life))
         say(f"{self.name}: done at global step {session.global_step} after {session.local_step} local steps")
@@ -273,7 +277,7 @@ class ComputeTask:
                 self._execute(work)
             else:
                 self._serve(work, busy=False)
-        self.desk.update(state="finishing", text="leaving the run")
+        self.desk.update(state="finishing", text="is leaving the run")
         if self._finish is not None and self._finish.ok and self._finish.stop:
             session.client.stop()
 
@@ -323,24 +327,28 @@ class ComputeTask:
             step = session.optimizer.step(loss=loss)
         finally:
             self._computing = False
-        if step.reason == "expired":
+        if step.reason == "expired" and not session.client.pipeline:
             self.desk.forget_batches()  # the ps tasks took us for dead, so the client may have given them to others
         self.desk.update(incarnation=session.client.incarnation)
-        self.desk.finish_batch(
-            g.Done(
-                message.run,
-                self.desk.life,
-                message.number,
-                loss,
-                step.version,
-                step.local_step,
-                step.accepted,
-                step.reason,
-                step.staleness,
-                step.lr,
-                step.stop,
-                time.perf_counter() - started,
-            )
+        self.desk.finish_batch(self._done(session, message, loss, step, time.perf_counter() - started))
+
+    def _done(
+        self, session: ComputeSession, message: g.Batch, loss: float | None, step: Step, seconds: float
+    ) -> g.Done:
+        late = session.client.pipeline and not step.stop  # what `step` tells is the fate of the batch before
+        return g.Done(
+            message.run,
+            self.desk.life,
+            message.number,
+            loss,
+            step.version,
+            step.local_step,
+            None if late else step.accepted,
+            "pipelined" if late else step.reason,
+            0 if late else step.staleness,
+            step.lr,
+            step.stop,
+            seconds,
         )
 
     def _backward(self, session: Session, program: Program, message: g.Batch, frames: list[Frame]) -> float:

@@ -316,8 +316,8 @@ class Dispatcher:
         if helper is not None and helper.incarnation != state.incarnation:
             self.books.lost(index)  # it joined again in a new life
             helper = None
-        if state.state in ("finished", "finishing") and self._finish is None:
-            self._lose(contact, "it has left the run")
+        if state.state in ("finished", "finishing", "failed") and self._finish is None:
+            self._lose(contact, f"it {state.text}")
             return
         contact.state = state.state
         contact.finished = contact.finished or state.state == "finished"
@@ -325,11 +325,14 @@ class Dispatcher:
             return
         self.troubles.pop(index, None)
         if helper is None:
-            self.books.ready(index, state.incarnation, state.local_step, contact.place)
+            # One that we had lost may still be busy with a batch that is not ours any more.
+            self.books.ready(index, state.incarnation, state.local_step + (state.doing >= 0), contact.place)
             self._say(f"{contact.task} ({contact.address}) is ready at global step {state.version}")
             return
         helper.held = {state.doing: state.held} if state.held else {}
         helper.loss, helper.version = state.loss, state.version
+        if not helper.queue and state.doing < 0:
+            helper.local_step = state.local_step
         for batch in helper.queue:
             if batch.number in state.unknown:
                 self._send_batch(contact, batch)

@@ -28,7 +28,7 @@ def test_a_client_gets_back_what_the_function_returned_and_hears_of_mistakes() -
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.register_buffer("scale", torch.tensor([2.0, 3.0]))
+            self.scale = nn.Buffer(torch.tensor([2.0, 3.0]))
 
         def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
             return {"scaled": x * self.scale, "total": x.sum()}

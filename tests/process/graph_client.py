@@ -23,6 +23,7 @@ parser.add_argument("--rule", default="async")
 parser.add_argument("--wait", type=int, default=1)
 parser.add_argument("--patience", type=float, default=100.0)
 parser.add_argument("--logdir")
+parser.add_argument("--save-steps", type=int)
 args = parser.parse_args()
 
 
@@ -41,7 +42,7 @@ graph = tq.Graph(model, F.cross_entropy, example_inputs=(torch.randn(4, args.wid
 optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.05), rule=parse_rule(args.rule))
 patience = Patience(start_s=args.patience, round_s=args.patience, say_s=2.0)
 cluster = {"ps": args.ps_hosts, "worker": args.worker_hosts}
-options = {"logdir": args.logdir, "wait_for_workers": args.wait, "liveness_s": 2.0}
+options = {"logdir": args.logdir, "save_every_steps": args.save_steps, "wait_for_workers": args.wait, "liveness_s": 2.0}
 accepted = 0
 numbers: list[int] = []
 with tq.GraphSession(cluster, graph, optimizer, patience=patience, **options) as session:

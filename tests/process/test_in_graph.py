@@ -103,6 +103,24 @@ def test_a_frozen_task_is_given_up_and_what_it_does_afterwards_changes_nothing(t
 
 
 @pytest.mark.timeout(400)
+def test_a_ps_that_comes_back_is_restored_and_the_client_goes_on(tmp_path: Path) -> None:
+    logdir, enough = tmp_path / "run", tmp_path / "enough"
+    with by_hand() as cluster:
+        ps, *tasks = (join(cluster, *task) for task in (("ps", 0), ("worker", 0), ("worker", 1)))
+        run = client(cluster, "--wait=2", "--save-steps=5", f"--logdir={logdir}", f"--until={enough}")
+        ps.until("saved ", SLOW_S)
+        ps.kill()
+        back = join(cluster, "ps", 0)
+        back.until("/job:worker/task:0 joined", SLOW_S)
+        run.until("batch ", SLOW_S)
+        back.until("saved ", SLOW_S)
+        enough.touch()
+        ends_well(run, *tasks, back)
+        results, accepted, step = counts(run)
+        assert results - 2 <= accepted and step <= accepted  # what was in flight, and since the checkpoint, is lost
+
+
+@pytest.mark.timeout(400)
 def test_join_says_what_is_wrong_with_its_flags_or_its_port() -> None:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))

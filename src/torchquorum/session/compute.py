@@ -220,6 +220,7 @@ class ComputeTask:
                     raise TaskLostError(f"{self.name}: the client ended before its run was over")
         except BaseException as error:
             self.desk.update(state="failed", text=f"failed: {error}")
+            self.desk.tell_client(Fault("failed", f"{self.name} failed: {error}"))
             raise
         self.desk.update(state="finished", text="has left the run")
         self.desk.reply(work.peer, g.Finished(message.run, self.desk.life))

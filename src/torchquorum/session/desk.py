@@ -124,6 +124,12 @@ class Desk:
         self._outbox.append((peer, [codec.encode(message), *frames]))
         os.eventfd_write(self._wake, 1)
 
+    def tell_client(self, message: Message) -> None:
+        """Sends a message to the client of the run."""
+        with self._changed:
+            peer = self._run.peer
+        self.reply(peer, message)
+
     def finish_batch(self, message: g.Done | g.Failed) -> None:
         """Says what became of a batch, now and whenever it is asked for again."""
         packet = codec.encode(message)
@@ -191,7 +197,7 @@ class Desk:
             for ready, _ in poller.poll(int(TICK_S * 1000)):
                 if ready == self._wake:
                     os.eventfd_read(self._wake)
-            while (received := self._listener.receive(0.0)) is not None:
+            while not self._closing and (received := self._listener.receive(0.0)) is not None:
                 peer, frames = received
                 for answer in self._handle(peer, frames):
                     self._outbox.append((peer, answer))

@@ -236,7 +236,9 @@ class Dispatcher:
             self._say(f"{contact.task} ({contact.address}) is lost: {why}{what}")
         contact.finished = contact.finished or self._finish is not None
         contact.unwatch()
-        contact.life, contact.state, contact.text = "", "absent", why
+        told = self.troubles.get(contact.task.index)
+        contact.life, contact.state = "", "absent"
+        contact.text = f"says: {told.text}" if told is not None else f"is lost: {why}"
         for question in self.questions:
             if question.index == contact.task.index:
                 question.index = -1

@@ -129,6 +129,10 @@ def test_averages_and_checkpoints_are_there_for_the_client(tmp_path: Path) -> No
     model, graph, optimizer = make(tq.Async(), average=average)
     with graph_cluster() as cluster, session(cluster, graph, optimizer, logdir=tmp_path, num_steps=2) as run:
         assert [r.step for r in run.run([BATCH] * 9) if r.accepted] == [5, 6]
+    between, _, optimizer = make(tq.Async(), average=average)  # and on between-graph, where in-graph ended
+    with tq.Session(tq.join([]), between, optimizer, logdir=tmp_path) as alone:
+        assert alone.global_step == 6
+        assert torch.equal(between[0].weight, model[0].weight)  # type: ignore[index]
 
 
 def test_with_nobody_there_the_client_says_so_and_gives_up() -> None:

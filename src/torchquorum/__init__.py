@@ -21,8 +21,11 @@ if TYPE_CHECKING:
     from torchquorum.formats.tfrecord_write import TFRecordWriter
     from torchquorum.launcher.functions import LaunchError, launch
     from torchquorum.rules import Async, Bounded, Buffered, Rule, Sync
+    from torchquorum.session.assignments import BatchResult
     from torchquorum.session.config import ConfigProto, GPUOptions
     from torchquorum.session.evaluation import EvaluateHook, FinalAccuracyHook
+    from torchquorum.session.graph_server import GraphClient, Server, connect
+    from torchquorum.session.graph_session import GraphSession
     from torchquorum.session.hooks import Hook, Ran
     from torchquorum.session.join import Task, join
     from torchquorum.session.ready import (
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from torchquorum.worker.cannot_run import allow_soft_placement
     from torchquorum.worker.client import Step
     from torchquorum.worker.device_scope import device
+    from torchquorum.worker.graph_export import Graph
     from torchquorum.worker.optimizer import ExponentialDecay, ExponentialMovingAverage, Optimizer, schedule
     from torchquorum.worker.place import place
     from torchquorum.worker.placement_log import constant, log_device_placement
@@ -49,6 +53,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Async": "rules",
+    "BatchResult": "session.assignments",
     "Batches": "data",
     "Bounded": "rules",
     "Buffered": "rules",
@@ -64,6 +69,9 @@ _HOMES = {
     "FinalAccuracyHook": "session.evaluation",
     "FixedLenFeature": "data.features",
     "GPUOptions": "session.config",
+    "Graph": "worker.graph_export",
+    "GraphClient": "session.graph_server",
+    "GraphSession": "session.graph_session",
     "Hook": "session.hooks",
     "LaunchError": "launcher.functions",
     "LogHook": "session.ready",
@@ -76,6 +84,7 @@ _HOMES = {
     "RawFeature": "data.features",
     "RecordError": "formats.tfrecord",
     "Rule": "rules",
+    "Server": "session.graph_server",
     "Session": "session.session",
     "Step": "worker.client",
     "StepCounterHook": "session.ready",
@@ -94,6 +103,7 @@ _HOMES = {
     "device": "worker.device_scope",
     "TowerLogHook": "session.tower_log",
     "Towers": "worker.towers",
+    "connect": "session.graph_server",
     "join": "session.join",
     "l2_regularizer": "worker.regularizer",
     "launch": "launcher.functions",
@@ -108,6 +118,7 @@ _HOMES = {
 
 __all__ = [
     "Async",
+    "BatchResult",
     "Batches",
     "Bounded",
     "Buffered",
@@ -123,6 +134,9 @@ __all__ = [
     "FinalAccuracyHook",
     "FixedLenFeature",
     "GPUOptions",
+    "Graph",
+    "GraphClient",
+    "GraphSession",
     "Hook",
     "LaunchError",
     "LogHook",
@@ -135,6 +149,7 @@ __all__ = [
     "RawFeature",
     "RecordError",
     "Rule",
+    "Server",
     "Session",
     "Step",
     "StepCounterHook",
@@ -150,6 +165,7 @@ __all__ = [
     "Towers",
     "VarLenFeature",
     "allow_soft_placement",
+    "connect",
     "constant",
     "decode_raw",
     "device",

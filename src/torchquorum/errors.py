@@ -58,3 +58,7 @@ class NonfiniteError(TorchQuorumError):
 
 class DeviceError(TorchQuorumError):
     """A device is misspelt or not there, belongs to another task, or cannot run an operation."""
+
+
+class GraphError(TorchQuorumError):
+    """A model cannot be made a graph, or what came as a graph is not one that a compute task runs."""

@@ -19,6 +19,8 @@ from torchquorum.errors import TorchQuorumError
 COMMANDS = {
     "train": ("torchquorum.cli.train", "Train MNIST on a local cluster, with live progress."),
     "run": ("torchquorum.cli.run", "Start a local cluster of your own script."),
+    "join": ("torchquorum.cli.join", "Be one task of a cluster, without a program of your own."),
+    "hello": ("torchquorum.cli.hello", "Greet from the two smallest clusters."),
     "status": ("torchquorum.cli.status", "Show how a running cluster is doing."),
     "report": ("torchquorum.cli.report", "Write a page with the pictures of a run."),
     "compare": ("torchquorum.cli.compare", "Train with several rules and put them side by side."),

@@ -19,10 +19,11 @@ from torchquorum.formats.ledger import Entry, Event, LedgerWriter
 from torchquorum.rules import quorum
 from torchquorum.rules.quorum import Key, Quorum
 from torchquorum.server.tally import Tally
-from torchquorum.transport.messages import Apply, Drop, End, Held, Outcome, Plan, Release, Snapshot
+from torchquorum.transport.messages import Apply, Drop, End, Fate, Held, Outcome, Plan, Release, Snapshot
 
 LogEntry = Apply | Drop | Release | Snapshot | End
 REMEMBERED_ARRIVALS = 4096
+REMEMBERED_FATES = 4096
 
 
 @dataclass(slots=True)
@@ -51,6 +52,7 @@ class Leader:
         self._requests: dict[int, tuple[int, int]] = {}
         self._wall = 0.0
         self.outcomes: dict[int, Outcome] = {}
+        self._fates: OrderedDict[Key, Fate] = OrderedDict()
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
@@ -175,6 +177,12 @@ class Leader:
         wait = self.quorum.waits_for(worker)
         return Held(request, wait.what, wait.have, wait.need, list(wait.missing)) if wait else None
 
+    def fate(self, key: Key) -> Fate:
+        """Returns what became of a gradient; never, if it was not decided on and its worker cannot push it any more."""
+        known = self.quorum.workers.get(key.worker)
+        gone = known is None or known.incarnation != key.incarnation or known.left or not known.alive
+        return self._fates.get(key) or Fate(*key, "never" if gone else "open")
+
     def unseen_by(self, shard: int) -> tuple[int, list[LogEntry]]:
         """Returns the log entries that a shard has not followed yet, and the number of the first."""
         first = max(self._followed.get(shard, 0), self.log_start)
@@ -221,6 +229,10 @@ class Leader:
         self.tally.worker(key.worker).decided(
             accepted=accepted, reason=action.reason.value, staleness=staleness, loss=loss, at=wall
         )
+        state = "accepted" if accepted else "refused"
+        self._fates[key] = Fate(*key, state, action.reason.value, action.met, loss)
+        while len(self._fates) > REMEMBERED_FATES:
+            self._fates.popitem(last=False)
         if self._ledger is not None:
             released_at = self.tally.worker(key.worker).released_at
             self._ledger.write(

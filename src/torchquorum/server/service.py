@@ -129,6 +129,9 @@ class Service:
                 replies = [Reply(peer, m.Status(self.status()))]
             case m.MeanRequest():
                 replies = [Reply(peer, *self._ready().mean.answer())]
+            case m.FateOf():
+                key = Key(message.worker, message.incarnation, message.local_step)
+                replies = [Reply(peer, self.leader.fate(key) if self.leader else m.Fate(*key, "never"))]
             case m.Alive() if peer == LEADER:
                 replies = []
             case m.Fault():

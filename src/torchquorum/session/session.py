@@ -85,6 +85,8 @@ class Session:
         config: The last three as TensorFlow's ConfigProto.
     """
 
+    client_class = Client
+
     def __init__(
         self,
         task: Task,
@@ -207,7 +209,7 @@ class Session:
 
     def _connect(self, before: Client | None = None) -> Client:
         """Makes the connection; after a loss, in the same life: surviving ps tasks know this worker."""
-        client = Client(
+        client = self.client_class(
             self.task.cluster,
             self.task.index,
             secrets.randbits(62) if before is None else before.incarnation,
@@ -238,6 +240,17 @@ class Session:
         if self.logdir is not None:
             client.begin_positions(lambda: position.capture(self._data, self._buffers.local))
         self._saved_step = client.version if client.version > 0 else -1
+
+    def create_only(self) -> Plan:
+        """Restores or initialises the variables without joining, as the client of a graph does; returns the plan."""
+        client = self._client = self._connect()
+        try:
+            plan, parameters = self._plan()
+            self.flat = FlatParameters(plan.layout(), parameters)
+            self._create(client, plan, self.flat, client.hello())
+            return plan
+        finally:
+            client.close()
 
     def _create(self, client: Client, plan: Plan, flat: FlatParameters, created: list[bool]) -> None:
         """The chief goes on with live variables, or restores, or initialises."""

@@ -6,6 +6,7 @@ Used by everything that sends or receives. `decode` accepts anything a stranger 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 
@@ -14,6 +15,7 @@ from torchquorum.transport import messages
 
 MAX_HEADER_BYTES = 16 << 20
 Frame = bytes | bytearray | memoryview
+_Decoded = TypeVar("_Decoded")
 
 
 class WireError(TorchQuorumError):
@@ -35,11 +37,16 @@ def decode(header: Frame) -> messages.AnyMessage:
     Raises:
         WireError: It is too large, is not msgpack, or is no message that we know.
     """
+    return decode_as(_decoder, header)
+
+
+def decode_as(decoder: msgspec.msgpack.Decoder[_Decoded], header: Frame) -> _Decoded:
+    """Returns the message in a header frame, as one of those that a decoder knows."""
     size = len(header)
     if size > MAX_HEADER_BYTES:
         raise WireError(f"header of {size} bytes: at most {MAX_HEADER_BYTES} are allowed")
     try:
-        return _decoder.decode(header)
+        return decoder.decode(header)
     except (msgspec.DecodeError, msgspec.ValidationError, ValueError, TypeError, RecursionError, UnicodeError) as error:
         raise WireError(f"not a torchquorum message: {error}") from None
     except TorchQuorumError as error:

@@ -233,6 +233,14 @@ class TakeBuffers(Message):
     joining: bool
 
 
+class FateOf(Message):
+    """A client asks shard 0 what became of a gradient whose worker it has lost. Answered by Fate."""
+
+    worker: int
+    incarnation: int
+    local_step: int
+
+
 class StatusRequest(Message):
     """Anybody asks how the run is doing. Answered by Status."""
 
@@ -362,6 +370,21 @@ class Mean(Message):
     pieces: list[MeanPiece]
 
 
+class Fate(Message):
+    """What became of a gradient.
+
+    `state` is accepted, refused, open (its worker may still push it) or never (its worker is gone and cannot any more).
+    """
+
+    worker: int
+    incarnation: int
+    local_step: int
+    state: str
+    reason: str = ""
+    met: int = 0
+    loss: float | None = None
+
+
 class Fault(Message):
     """The request cannot be served; `kind` is for programs, `text` for people."""
 
@@ -475,6 +498,7 @@ AnyMessage = (
     | Position
     | Buffers
     | TakeBuffers
+    | FateOf
     | StatusRequest
     | MeanRequest
     | Welcome
@@ -489,6 +513,7 @@ AnyMessage = (
     | SaveState
     | Status
     | Mean
+    | Fate
     | Fault
     | ShardHello
     | Have

@@ -79,15 +79,16 @@ class ZmqListener:
     Args:
         address: host:port of this task in the cluster; loopback names bind to loopback, all others to every interface.
         listen_fd: A listening socket that the launcher made and passed on, so that nobody else can take the port.
+        max_frame_bytes: Whoever sends a larger frame is cut off.
     """
 
-    def __init__(self, address: str, listen_fd: int | None = None) -> None:
+    def __init__(self, address: str, listen_fd: int | None = None, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
         self.socket = _context().socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, LINGER_MS)
         self.socket.setsockopt(zmq.SNDHWM, 0)
         self.socket.setsockopt(zmq.RCVHWM, 0)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
         self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         host, _, port = address.rpartition(":")
         where = _bind_to(host, port)
@@ -160,7 +161,7 @@ def _in_use(address: str) -> str:
     who = f"held by {holder}" if holder else "held by a process that this user may not look at"
     return (
         f"cannot listen on {address}: the port is in use, {who}. "
-        f"End that process, or give this task another port in --ps_hosts (on every task)."
+        f"End that process, or give this task another port in --ps_hosts or --worker_hosts (on every task)."
     )
 
 

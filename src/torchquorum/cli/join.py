@@ -1,0 +1,36 @@
+"""`torchquorum join`: be a task of a cluster without a program of your own."""
+
+from __future__ import annotations
+
+import click
+
+
+@click.command(
+    short_help="Join a cluster as a ps or a compute task, without a program.",
+    context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": True},
+)
+@click.option("--device", default="cpu", show_default=True, help="Where a compute task computes: cpu, cuda, cuda:1.")
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED)
+def join(flags: tuple[str, ...], device: str) -> int:
+    """Join a cluster: as a ps, or as a worker that computes what a client hands to it (in-graph training).
+
+    It needs none of the client's code. It serves until the run is over. Who it is comes from FLAGS, as for every task, or
+    from TF_CONFIG.
+
+    \b
+    Examples:
+      torchquorum join --job_name=ps --task_id=0 --ps_hosts=localhost:2222 --worker_hosts=localhost:2223,localhost:2224
+      torchquorum join --job_name=worker --task_id=1 --ps_hosts=localhost:2222 --worker_hosts=localhost:2223,localhost:2224
+    """
+    from torchquorum.cluster.flags import EXAMPLE
+    from torchquorum.cluster.sources import resolve
+    from torchquorum.errors import FlagError
+
+    found = resolve(list(flags))
+    if found is None:
+        raise FlagError(f"who is this task? Give it flags, such as {EXAMPLE}, or set TF_CONFIG")
+    if found.remaining:
+        raise FlagError(f"{found.remaining[0]}: torchquorum join takes only flags that say who the task is: {EXAMPLE}")
+    from torchquorum.session.graph_server import serve_task
+
+    return serve_task(found, device)

@@ -1,0 +1,271 @@
+"""A graph that came over the wire: checked from end to end, then run, one operation after another.
+
+Used by compute tasks. It is an interpreter of a list, not a loader of archives: nothing is compiled, unpickled or
+evaluated. What always holds: when a `Program` has been made, every operation is one of `graph_ops`, every argument is a
+number, a word, a list or a value that was computed before, and every tensor had exactly the bytes that it should.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchquorum.errors import GraphError
+from torchquorum.transport import graph_messages as g
+from torchquorum.transport.codec import Frame, WireError
+from torchquorum.transport.tensors import find_dtype, unpack
+from torchquorum.worker import graph_ops
+
+MAX_NODES = 200_000
+MAX_DEPTH = 8
+_NAME = re.compile(r"[\w.\-/+ ]{1,500}")
+_KINDS = ("parameter", "buffer", "constant", "input")
+_FORMATS = ("contiguous_format", "channels_last", "channels_last_3d", "preserve_format")
+
+
+class _Ref(int):
+    """An argument that is the value with this number."""
+
+
+class _Node:
+    """An operation that has been checked: what to call, with what, and what is not needed afterwards."""
+
+    __slots__ = ("args", "forget", "function", "kwargs", "name", "op", "plain")
+
+    def __init__(self, spec: g.NodeSpec, function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> None:
+        self.name, self.op, self.function, self.args, self.kwargs = spec.name, spec.op, function, args, kwargs
+        self.plain = not any(isinstance(v, list) for v in (*args, *kwargs.values()))
+        self.forget: list[int] = []
+
+
+class HeldVariables(nn.Module):
+    """The parameters and buffers of a graph under the names that they have in the user's model."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], buffers: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._held_parameters, self._held_buffers = parameters, buffers
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields the parameters in the order of the plan."""
+        yield from self._held_parameters.items()
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields the buffers in the order of the graph."""
+        yield from self._held_buffers.items()
+
+
+class Program:
+    """A checked graph, ready to run on one device.
+
+    Args:
+        spec: The graph as it came.
+        frames: The values of its buffers and constants, as they came.
+        device: Where to run it; devices that the graph names are taken for this one.
+        parameters: The variables by name, in the order of the plan, as (shape, dtype); None for a graph without any.
+
+    Raises:
+        GraphError: The graph is not one that may be run.
+    """
+
+    def __init__(
+        self,
+        spec: g.GraphSpec,
+        frames: Sequence[Frame],
+        device: torch.device,
+        parameters: dict[str, tuple[tuple[int, ...], str]] | None = None,
+    ) -> None:
+        self.name, self.device = spec.name[:200], device
+        if len(spec.nodes) > MAX_NODES:
+            raise GraphError(f"a graph of {len(spec.nodes)} operations: at most {MAX_NODES} are allowed")
+        self.inputs = [s for s in spec.inputs if s.kind == "input"]
+        self._num_inputs = len(spec.inputs)
+        self._values = self._hold(spec.inputs, frames, parameters or {})
+        self._places = [i for i, s in enumerate(spec.inputs) if s.kind == "input"]
+        self._nodes = [self._check(node, len(spec.inputs) + i) for i, node in enumerate(spec.nodes)]
+        last = len(spec.inputs) + len(spec.nodes)
+        self._outputs = [self._argument(v, last, 0) for v in spec.outputs]
+        self._plan_memory()
+        buffers = {i for i, s in enumerate(spec.inputs) if s.kind == "buffer"}
+        self.writes_in_place = any(_in_place(n) and not _first_in(n, buffers) for n in self._nodes)
+
+    # -- checking -----------------------------------------------------------------------------------------------------
+
+    def _hold(
+        self, inputs: Sequence[g.InputSpec], frames: Sequence[Frame], parameters: dict[str, tuple[tuple[int, ...], str]]
+    ) -> list[torch.Tensor | None]:
+        for spec in inputs:
+            if spec.kind not in _KINDS or not _NAME.fullmatch(spec.name) or len(spec.shape) > 64:
+                raise GraphError(f"input {spec.name[:80]!r} of kind {spec.kind[:20]!r}: not an input of a graph")
+            if spec.kind != "input" and not all(isinstance(d, int) and d >= 0 for d in spec.shape):
+                raise GraphError(f"{spec.kind} {spec.name!r}: must have a fixed shape")
+        held = [s for s in inputs if s.kind in ("buffer", "constant")]
+        specs = [g.TensorSpec(s.dtype, [int(d) for d in s.shape]) for s in held]
+        try:
+            tensors = iter([t.clone().to(self.device) for t in unpack(specs, frames)])
+            trained = {s.name for s in inputs if s.kind == "parameter" and s.trained}
+            made = {
+                name: nn.Parameter(
+                    torch.zeros(shape, dtype=find_dtype(dtype), device=self.device), requires_grad=name in trained
+                )
+                for name, (shape, dtype) in parameters.items()
+            }
+        except WireError as error:
+            raise GraphError(f"the graph's tensors: {error}") from None
+        values: list[torch.Tensor | None] = []
+        buffers: dict[str, torch.Tensor] = {}
+        for spec in inputs:
+            if spec.kind == "parameter":
+                if spec.name not in parameters or parameters[spec.name] != (tuple(spec.shape), spec.dtype):
+                    raise GraphError(f"parameter {spec.name!r} of the graph is not among the variables of the plan")
+                values.append(made[spec.name])
+            else:
+                values.append(None if spec.kind == "input" else next(tensors))
+                if spec.kind == "buffer":
+                    buffers[spec.name] = values[-1]  # pyright: ignore[reportArgumentType]
+        self.variables = HeldVariables(made, buffers)
+        return values
+
+    def _check(self, spec: g.NodeSpec, place: int) -> _Node:
+        if not _NAME.fullmatch(spec.name):
+            raise GraphError(f"operation called {spec.name[:80]!r}: not a name")
+        args = [self._argument(v, place, 0) for v in spec.args]
+        kwargs = {str(k): self._argument(v, place, 0) for k, v in spec.kwargs.items()}
+        if spec.op == graph_ops.SET_GRAD_ENABLED:
+            if len(args) != 1 or not isinstance(args[0], bool) or kwargs:
+                raise GraphError(f"{spec.op}: takes yes or no")
+            return _Node(spec, torch._C._set_grad_enabled, args, {})
+        return _Node(spec, graph_ops.find(spec.op), args, kwargs)
+
+    def _argument(self, value: Any, place: int, depth: int) -> Any:
+        """Returns an argument as it is given to operations; `place` is the number of the value being computed."""
+        if value is None or isinstance(value, bool | int | float | str):
+            if isinstance(value, str) and len(value) > 200:
+                raise GraphError(f"a word of {len(value)} letters as an argument: at most 200 are allowed")
+            return value
+        if depth > MAX_DEPTH:
+            raise GraphError(f"arguments nested more than {MAX_DEPTH} deep")
+        if isinstance(value, list):
+            return [self._argument(v, place, depth + 1) for v in value]
+        if isinstance(value, dict) and len(value) == 1:
+            ((kind, inside),) = value.items()
+            match kind, inside:
+                case "ref", int() if 0 <= inside < place and not isinstance(inside, bool):
+                    return _Ref(inside)
+                case "dtype", str():
+                    return _find_dtype(inside)
+                case "device", str():
+                    return self.device
+                case "layout", "strided":
+                    return torch.strided
+                case "memory_format", str() if inside in _FORMATS:
+                    return getattr(torch, inside)
+                case "complex", [int() | float() as real, int() | float() as imaginary]:
+                    return complex(real, imaginary)
+        raise GraphError(f"argument {str(value)[:80]}: not a number, a word, a list or a value computed before")
+
+    def _plan_memory(self) -> None:
+        """Notes after which operation a value is not needed any more, so that memory is given back early."""
+        needed = set(_refs(self._outputs))
+        for node in reversed(self._nodes):
+            for ref in _refs([*node.args, *node.kwargs.values()]):
+                if ref not in needed and ref >= self._num_inputs:
+                    node.forget.append(ref)
+                needed.add(ref)
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def check_batch(self, tensors: Sequence[g.TensorSpec]) -> None:
+        """Raises GraphError unless tensors of these shapes and dtypes are what the graph takes."""
+        check_batch(self.inputs, tensors)
+
+    def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Any]:
+        """Runs the graph on checked inputs."""
+        values: list[Any] = [*self._values, *([None] * len(self._nodes))]
+        for place, tensor in zip(self._places, inputs, strict=True):
+            values[place] = tensor
+        before = torch.is_grad_enabled()
+        try:
+            for place, node in enumerate(self._nodes, self._num_inputs):
+                if node.plain:
+                    args = [values[v] if type(v) is _Ref else v for v in node.args]
+                    kwargs = {k: values[v] if type(v) is _Ref else v for k, v in node.kwargs.items()}
+                else:
+                    args = [_resolve(v, values) for v in node.args]
+                    kwargs = {k: _resolve(v, values) for k, v in node.kwargs.items()}
+                try:
+                    values[place] = node.function(*args, **kwargs)
+                except Exception as error:
+                    raise GraphError(f"{node.name} ({node.op}): {type(error).__name__}: {error}") from error
+                for spent in node.forget:
+                    values[spent] = None
+        finally:
+            torch._C._set_grad_enabled(before)
+        return [_resolve(v, values) for v in self._outputs]
+
+    def operations(self) -> list[tuple[str, str]]:
+        """Returns the name and the kind of each operation, in the order they run."""
+        return [(node.name, node.op) for node in self._nodes]
+
+
+def placement_lines(program: Program, task: str) -> list[str]:
+    """Returns a line per operation that says which task and device ran it, as TensorFlow's placement log does."""
+    index = program.device.index or 0
+    where = f"{task}/device:{program.device.type.upper()}:{index}"
+    return [f"{name}: ({op}): {where}" for name, op in program.operations()]
+
+
+def check_batch(inputs: Sequence[g.InputSpec], tensors: Sequence[g.TensorSpec]) -> None:
+    """Raises GraphError unless tensors of these shapes and dtypes fit the inputs of a graph."""
+    if len(tensors) != len(inputs):
+        raise GraphError(f"a batch of {len(tensors)} tensors: the graph takes {len(inputs)}")
+    sizes: dict[str, int] = {}
+    for number, (spec, tensor) in enumerate(zip(inputs, tensors, strict=True)):
+        fits = len(spec.shape) == len(tensor.shape) and spec.dtype == tensor.dtype
+        for wanted, size in zip(spec.shape, tensor.shape, strict=False):
+            expected = sizes.setdefault(wanted, size) if isinstance(wanted, str) and wanted else wanted
+            fits = fits and expected in ("", size)
+        if not fits:
+            wanted = [sizes.get(d, d) if isinstance(d, str) else d for d in spec.shape]
+            shape = ", ".join("any" if d == "" else str(d) for d in wanted)
+            raise GraphError(
+                f"tensor {number} of the batch is {tensor.dtype} {tensor.shape}: the graph takes {spec.dtype} [{shape}]; "
+                "only the first dimension may change, and it is the same for all tensors of a batch that share it"
+            )
+
+
+def _in_place(node: _Node) -> bool:
+    """Whether an operation writes into its first argument."""
+    return node.op.startswith("aten.") and node.op.split(".")[1].endswith("_")
+
+
+def _first_in(node: _Node, places: set[int]) -> bool:
+    return bool(node.args) and isinstance(node.args[0], _Ref) and int(node.args[0]) in places
+
+
+def _find_dtype(name: str) -> torch.dtype:
+    try:
+        return find_dtype(name)
+    except WireError as error:
+        raise GraphError(str(error)) from None
+
+
+def _refs(values: Sequence[Any]) -> Iterator[int]:
+    for value in values:
+        if isinstance(value, _Ref):
+            yield int(value)
+        elif isinstance(value, list):
+            yield from _refs(value)
+
+
+def _resolve(value: Any, values: list[Any]) -> Any:
+    if type(value) is _Ref:
+        return values[value]
+    return [_resolve(v, values) for v in value] if isinstance(value, list) else value

@@ -1,0 +1,138 @@
+"""The client's books: who computes which batch, and what happens to the batches of those who are lost."""
+
+import pytest
+
+from torchquorum.session.assignments import Assignments, GivenBatch
+from torchquorum.transport import graph_messages as g
+
+
+def books(tasks: int = 2, batches: int = 0, **options: object) -> Assignments:
+    made = Assignments(**options)  # type: ignore[arg-type]
+    for index in range(tasks):
+        made.ready(index, 100 + index, 0, f"/job:worker/task:{index}/device:CPU:0")
+    for number in range(batches):
+        made.waiting.append(GivenBatch(number, number, [], []))
+    return made
+
+
+def give_all(made: Assignments) -> list[tuple[int, int]]:
+    given = []
+    while (pair := made.next()) is not None:
+        given.append((pair[0].index, pair[1].number))
+    return given
+
+
+def done(number: int, local_step: int, *, accepted: bool = True, reason: str = "fresh") -> g.Done:
+    return g.Done("r", "l", number, 0.5, local_step, local_step, accepted, reason, 0, 0.1, False, 0.01)
+
+
+def test_batches_go_to_whoever_has_least_and_nobody_gets_more_than_the_depth() -> None:
+    made = books(2, 7)
+    assert give_all(made) == [(0, 0), (1, 1), (0, 2), (1, 3)]
+    made.done(1, done(1, 1))
+    made.done(1, done(3, 2))
+    assert give_all(made) == [(1, 4), (1, 5)]
+    assert made.room < 0 and made.unfinished == 5
+
+
+def test_in_turn_the_order_in_which_tasks_finish_does_not_matter() -> None:
+    made = books(2, 8, in_turn=True)
+    give_all(made)
+    made.done(1, done(1, 1))
+    assert give_all(made) == []  # it is the first one's turn
+    made.done(0, done(0, 1))
+    assert give_all(made) == [(0, 4), (1, 5)]
+
+
+def test_in_turn_a_task_that_came_late_is_not_left_without_work() -> None:
+    made = books(1, 9, in_turn=True)
+    give_all(made)
+    for number in (0, 1):
+        made.done(0, done(number, number + 1))
+        give_all(made)
+    made.ready(1, 101, 0, "late")
+    assert [index for index, _ in give_all(made)] == [1, 1]
+
+
+def test_a_wish_is_followed_while_the_task_lives() -> None:
+    made = books(2)
+    made.waiting.extend(GivenBatch(n, n, [], [], wish=1) for n in range(3))
+    made.waiting.append(GivenBatch(3, 3, [], []))
+    assert give_all(made) == [(1, 0), (1, 1), (0, 3)]  # others are not held up by a wish
+    made.lost(1)
+    assert give_all(made) == [(0, 2)]
+
+
+def test_the_batches_of_a_lost_task_are_in_doubt_under_the_names_of_their_gradients() -> None:
+    made = books(2, 4)
+    give_all(made)
+    made.done(0, done(0, 7))
+    made.lost(0)
+    (doubt,) = made.doubts
+    assert (doubt.batch.number, doubt.worker, doubt.incarnation, doubt.local_step) == (2, 0, 100, 8)
+    assert made.unfinished == 3
+
+
+@pytest.mark.parametrize(("state", "reason"), [("never", ""), ("refused", "expired")])
+def test_a_batch_that_was_never_applied_is_given_to_another(state: str, reason: str) -> None:
+    made = books(2, 2)
+    give_all(made)
+    made.lost(0)
+    made.settle(made.doubts[0], "open", "", 0, None)
+    assert made.doubts and not made.waiting  # its task may still push it
+    made.settle(made.doubts[0], state, reason, 0, None)
+    (again,) = give_all(made)
+    assert again == (1, 0)
+
+
+@pytest.mark.parametrize("state", ["accepted", "refused"])
+def test_a_batch_that_was_decided_on_is_not_computed_again(state: str) -> None:
+    made = books(2, 2)
+    give_all(made)
+    made.lost(0)
+    doubt = made.doubts[0]
+    made.settle(doubt, state, "stale", 5, 0.25)
+    assert not made.waiting and not made.doubts
+    result = doubt.batch.result
+    assert result is not None and result.accepted is (state == "accepted") and result.loss == 0.25
+    assert "its task was lost afterwards" in result.reason
+
+
+def test_a_gradient_that_came_after_its_task_was_taken_for_dead_is_computed_again() -> None:
+    made = books(1, 1)
+    give_all(made)
+    made.done(0, done(0, 1, accepted=False, reason="expired"))
+    assert give_all(made) == [(0, 0)]
+
+
+def test_a_result_of_a_batch_that_was_taken_away_is_nobodys_business() -> None:
+    made = books(2, 1)
+    give_all(made)
+    made.lost(0)
+    made.ready(0, 200, 0, "new life")
+    made.done(0, done(0, 1))
+    assert made.doubts[0].batch.result is None
+
+
+def test_a_batch_behind_a_waiting_one_is_called_back_for_an_idle_task() -> None:
+    made = books(2, 4)
+    give_all(made)
+    made.helpers[0].held = {0: "the quorum (1 of 2)"}
+    assert made.to_recall() is None  # the other is not idle
+    made.done(1, done(1, 1))
+    made.done(1, done(3, 2))
+    helper, batch = made.to_recall() or (None, None)
+    assert helper is made.helpers[0] and batch is not None and batch.number == 2
+    made.recalled(0, 2)
+    assert give_all(made) == [(1, 2)]
+
+
+def test_it_is_stuck_only_when_every_unfinished_batch_waits_for_what_nobody_computes() -> None:
+    made = books(2, 2)
+    give_all(made)
+    made.helpers[0].held = {0: "the quorum (1 of 2)"}
+    assert made.stuck() is None
+    made.done(1, done(1, 1))
+    assert [(b.number, what) for _, b, what in made.stuck() or []] == [(0, "the quorum (1 of 2)")]
+    made.helpers[0].held = {0: "the other ps tasks"}
+    assert made.stuck() is None

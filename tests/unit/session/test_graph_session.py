@@ -1,0 +1,237 @@
+"""A client and its compute tasks, in one process with real sockets: results, waits, mistakes and strangers."""
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchquorum as tq
+from tests.graph_cluster import PATIENCE, GraphCluster, graph_cluster, session
+from torchquorum.errors import ConfigError, DeadlineError, GraphError, TorchQuorumError
+from torchquorum.transport import codec
+from torchquorum.transport import graph_messages as g
+from torchquorum.transport import messages as m
+from torchquorum.transport.zmq_channel import ZmqChannel
+from torchquorum.worker.client import Patience
+
+BATCH = (torch.randn(4, 5), torch.randint(0, 3, (4,)))
+
+
+def make(rule: tq.Rule | None = None, **options: Any) -> tuple[nn.Module, tq.Graph, tq.Optimizer]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, tq.Graph(model, F.cross_entropy, example_inputs=BATCH), tq.Optimizer(inner, rule=rule, **options)
+
+
+def test_results_tell_loss_step_and_placement_and_the_model_is_trained() -> None:
+    model, graph, optimizer = make(tq.Async())
+    before = model[3].weight.detach().clone()  # type: ignore[index]
+    with graph_cluster() as cluster, session(cluster, graph, optimizer) as run:
+        pending = [run.submit(*BATCH) for _ in range(5)]
+        results = [p.result() for p in pending]
+        assert run.workers == [0] and run.global_step == 5
+        assert run.pull() == 5
+        assert all(p.done() for p in pending)
+    assert [r.step for r in results] == [1, 2, 3, 4, 5]
+    assert {r.placement for r in results} == {"/job:worker/task:0/device:CPU:0"}
+    assert results[0].loss is not None and results[-1].loss is not None and results[-1].loss < results[0].loss
+    assert not torch.equal(model[3].weight, before)  # type: ignore[index]
+    assert int(dict(model.named_buffers())["1.num_batches_tracked"]) == 5
+
+
+def test_last_step_is_exact_and_later_batches_are_told_so() -> None:
+    _, graph, optimizer = make(tq.Async())
+    with (
+        graph_cluster(workers=2) as cluster,
+        session(cluster, graph, optimizer, last_step=7, wait_for_workers=2) as run,
+    ):
+        results = list(run.run(BATCH for _ in range(1000)))
+        assert run.should_stop() and run.pull() == 7
+    assert sum(bool(r.accepted) for r in results) == 7
+    assert {r.reason for r in results if not r.accepted} <= {"past last step"}
+    assert len(results) < 20  # the data is not read to its end
+
+
+def test_what_the_last_batches_wait_for_may_never_come_and_that_is_said() -> None:
+    _, graph, optimizer = make(tq.Sync())
+    with graph_cluster(workers=2) as cluster, session(cluster, graph, optimizer, wait_for_workers=2) as run:
+        results = list(run.run([BATCH] * 5))
+        assert run.pull() == 2
+        late = [r for r in results if r.accepted is None]
+        assert len(late) == 1 and late[0].reason.startswith("waits for the quorum (1 of 2") and late[0].loss is not None
+        more = list(run.run([BATCH] * 3))  # the first of these fills the round
+        assert [r.accepted for r in more] == [True] * 3 and run.pull() == 4
+        lonely = run.submit(*BATCH)
+        with pytest.raises(ConfigError, match=r"Sync\(\) makes an update of 2 gradients"):
+            lonely.result()
+
+
+def test_bounded_ends_too_although_the_slowest_has_no_more_work() -> None:
+    _, graph, optimizer = make(tq.Bounded(1))
+    with graph_cluster(workers=2) as cluster, session(cluster, graph, optimizer, wait_for_workers=2) as run:
+        results = [run.submit(*BATCH, on=0) for _ in range(2)]
+        assert all(r.result().accepted for r in results[:1])
+        everything = list(run.run([BATCH] * 9))
+        assert len(everything) == 9 and all(r.accepted for r in everything)
+        assert run.pull() == 11
+
+
+def test_a_batch_can_ask_for_its_task() -> None:
+    _, graph, optimizer = make(tq.Async())
+    with graph_cluster(workers=2) as cluster, session(cluster, graph, optimizer, wait_for_workers=2) as run:
+        places = [run.submit(*BATCH, on=n % 2).result().placement for n in range(4)]
+        with pytest.raises(ConfigError, match="on=2"):
+            run.submit(*BATCH, on=2)
+    assert places == [f"/job:worker/task:{n % 2}/device:CPU:0" for n in range(4)]
+
+
+def test_a_task_that_joins_late_gets_work() -> None:
+    _, graph, optimizer = make(tq.Async())
+    with graph_cluster(workers=2, start=1) as cluster, session(cluster, graph, optimizer) as run:
+        places = set()
+        for result in run.run(BATCH for _ in range(100_000)):
+            places.add(result.placement)
+            if len(places) == 2:
+                break
+            if result.number == 5:
+                cluster.start(1)
+        assert len(places) == 2
+
+
+def test_a_batch_that_does_not_fit_is_refused_before_it_is_sent_and_a_bad_one_fails_alone() -> None:
+    _, graph, optimizer = make(tq.Async())
+    with graph_cluster() as cluster, session(cluster, graph, optimizer) as run:
+        with pytest.raises(GraphError, match="the graph takes float32"):
+            run.submit(torch.randn(4, 6), BATCH[1])
+        bad = run.submit(BATCH[0], torch.full((4,), 99))  # no such class
+        with pytest.raises(GraphError, match=r"batch 0 could not be computed: /job:worker/task:0: .*cross_entropy"):
+            bad.result()
+        assert run.submit(*BATCH).result().accepted
+
+
+def test_averages_and_checkpoints_are_there_for_the_client(tmp_path: Path) -> None:
+    average = tq.ExponentialMovingAverage(0.5)
+    model, graph, optimizer = make(tq.Async(), average=average)
+    with graph_cluster() as cluster, session(cluster, graph, optimizer, logdir=tmp_path) as run:
+        list(run.run([BATCH] * 4))
+        assert Path(run.save()).name == "model.ckpt-4"
+        run.pull()
+        variables = model[0].weight.detach().clone()  # type: ignore[index]
+        with run.averaged() as version:
+            assert version == 4 and not torch.equal(model[0].weight, variables)  # type: ignore[index]
+        assert torch.equal(model[0].weight, variables)  # type: ignore[index]
+    model, graph, optimizer = make(tq.Async(), average=average)
+    with graph_cluster() as cluster, session(cluster, graph, optimizer, logdir=tmp_path, num_steps=2) as run:
+        assert [r.step for r in run.run([BATCH] * 9) if r.accepted] == [5, 6]
+    between, _, optimizer = make(tq.Async(), average=average)  # and on between-graph, where in-graph ended
+    with tq.Session(tq.join([]), between, optimizer, logdir=tmp_path) as alone:
+        assert alone.global_step == 6
+        assert torch.equal(between[0].weight, model[0].weight)  # type: ignore[index]
+
+
+def test_with_nobody_there_the_client_says_so_and_gives_up() -> None:
+    _, graph, optimizer = make()
+    impatient = Patience(start_s=1.0, round_s=1.0, say_s=0.3)
+    with graph_cluster(workers=1, start=0) as cluster:
+        with (
+            pytest.raises(
+                DeadlineError, match=r"/job:worker/task:0 \(localhost:\d+\) has not answered yet\. Start one"
+            ),
+            tq.GraphSession(cluster.spec, graph, optimizer, patience=impatient),
+        ):
+            pass
+        cluster.start(0)
+        with session(cluster, graph, optimizer) as run:  # the variables are there; now somebody is, too
+            assert run.submit(*BATCH).result().accepted
+
+
+def test_a_client_that_was_lost_can_be_replaced_by_one_with_the_same_graph() -> None:
+    _, graph, optimizer = make(tq.Async())
+    with graph_cluster() as cluster:
+        first = session(cluster, graph, optimizer).__enter__()
+        assert [r.step for r in first.run([BATCH] * 3)] == [1, 2, 3]
+        assert first._dispatcher is not None
+        first._dispatcher.close()  # as if its process had been killed
+        first._signals.remove()
+        _, graph, optimizer = make(tq.Async())
+        with session(cluster, graph, optimizer) as second:
+            assert [r.step for r in second.run([BATCH] * 3)] == [4, 5, 6]
+
+
+def test_an_interrupt_ends_the_run_well(tmp_path: Path) -> None:
+    _, graph, optimizer = make(tq.Async())
+    with graph_cluster() as cluster, session(cluster, graph, optimizer, logdir=tmp_path) as run:
+        seen = 0
+        for _ in run.run(BATCH for _ in range(100_000)):
+            seen += 1
+            if seen == 10:
+                os.kill(os.getpid(), signal.SIGINT)
+        assert run.should_stop() and 10 <= seen < 100
+    assert list(tmp_path.glob("model.ckpt-*"))
+
+
+def test_an_error_in_the_clients_loop_ends_every_task_and_is_what_the_user_sees() -> None:
+    _, graph, optimizer = make(tq.Sync())
+    cluster = GraphCluster(workers=2)
+    run = session(cluster, graph, optimizer, wait_for_workers=2)
+    with pytest.raises(ZeroDivisionError), run:
+        raise ZeroDivisionError(run.submit(*BATCH).number)
+    cluster.wait()
+    assert "the client ended before its run was over" in str(cluster.failures["worker 0"])
+    with pytest.raises(ConfigError, match="the session is over"):
+        run.submit(*BATCH)
+
+
+def test_a_second_client_is_told_that_the_task_is_busy_and_one_with_another_graph_cannot_join() -> None:
+    _, graph, optimizer = make(tq.Async())
+    with graph_cluster() as cluster, session(cluster, graph, optimizer) as run:
+        assert run.submit(*BATCH).result().accepted
+        _, second, other = make(tq.Async())
+        with pytest.raises(TorchQuorumError, match=r"is busy with the run of client"), session(cluster, second, other):
+            pass
+        assert run.submit(*BATCH).result().accepted
+
+
+def test_strangers_get_an_answer_and_change_nothing() -> None:
+    _, graph, optimizer = make(tq.Async())
+    with graph_cluster() as cluster, session(cluster, graph, optimizer) as run:
+        address = cluster.spec.address(cluster.spec.workers[0])
+        channel = ZmqChannel(address, b"stranger")
+        try:
+            for frames in ([b"\x80\x04K\x01."], [b""], [codec.encode(m.StatusRequest())], [codec.encode(m.Bye())] * 3):
+                channel.send(frames)
+                received = channel.receive(30.0)
+                assert received is not None
+                answer, _ = g.split(received)
+                assert isinstance(answer, m.Fault) and answer.kind == "wire"
+            channel.send([codec.encode(g.Finish("not our run", True, True))])
+            received = channel.receive(30.0)
+            assert received is not None and isinstance(g.split(received)[0], g.State)
+            channel.send([codec.encode(g.Execute(7, g.GraphSpec("bad", [], [], [{"ref": 3}]), []))])
+            received = channel.receive(30.0)
+            answer, _ = g.split(received or [])
+            assert isinstance(answer, g.Outputs) and "not a number" in answer.error
+        finally:
+            channel.close()
+        assert run.submit(*BATCH).result().accepted
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"ahead": -1}, "ahead=-1"),
+        ({"last_step": 0}, "last_step=0"),
+        ({"wait_for_workers": 3}, "the cluster has 1 workers"),
+        ({"last_step": 1, "num_steps": 1}, "give one of the two"),
+    ],
+)
+def test_values_that_make_no_sense_are_refused_at_once(options: dict[str, Any], says: str) -> None:
+    _, graph, optimizer = make()
+    with pytest.raises(ConfigError, match=says):
+        tq.GraphSession({"ps": ["a:1"], "worker": ["b:2"]}, graph, optimizer, patience=PATIENCE, **options)

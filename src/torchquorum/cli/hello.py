@@ -19,7 +19,7 @@ def hello() -> int:
     """Show the smallest clusters: a server alone in this process that greets, then two tasks, the first of which waits.
 
     \b
-    Example:
+    Examples:
       torchquorum hello
     """
     import torch

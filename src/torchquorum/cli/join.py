@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import click
 
+from torchquorum.cli.shape import Command, option
+
 
 @click.command(
-    short_help="Join a cluster as a ps or a compute task, without a program.",
+    cls=Command,
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": True},
 )
-@click.option("--device", default="cpu", show_default=True, help="Where a compute task computes: cpu, cuda, cuda:1.")
+@option("--device", default="cpu", metavar="NAME", help="where a compute task computes: cpu, cuda, cuda:1")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def join(flags: tuple[str, ...], device: str) -> int:
     """Join a cluster: as a ps, or as a worker that computes what a client hands to it (in-graph training).
@@ -19,8 +21,8 @@ def join(flags: tuple[str, ...], device: str) -> int:
 
     \b
     Examples:
-      torchquorum join --job_name=ps --task_id=0 --ps_hosts=localhost:2222 --worker_hosts=localhost:2223,localhost:2224
-      torchquorum join --job_name=worker --task_id=1 --ps_hosts=localhost:2222 --worker_hosts=localhost:2223,localhost:2224
+      torchquorum join --job_name=ps --task_id=0 --ps_hosts=a:22 --worker_hosts=b:22
+      torchquorum join --job_name=worker --task_id=0 --ps_hosts=a:22 --worker_hosts=b:22
     """
     from torchquorum.cluster.flags import EXAMPLE
     from torchquorum.cluster.sources import resolve

@@ -47,14 +47,11 @@ SETTINGS: dict[str, Any] = {
 @click.group(cls=Group, lazy=COMMANDS, context_settings=SETTINGS)
 @click.version_option(torchquorum.__version__, prog_name="torchquorum")
 def commands() -> None:
-    """A parameter server for PyTorch.
-
-    \b
-    Examples:
-      torchquorum train                    MNIST on 1 ps and 2 workers of this machine
-      torchquorum train --rule async --workers 4
-      torchquorum run --ps 1 --workers 2 script.py --my-flag 3
-      torchquorum COMMAND --help           the options of a command, with examples
+    """\b
+    A parameter server for PyTorch. Examples:
+      torchquorum train                MNIST on 1 ps and 2 workers of this machine
+      torchquorum run script.py --my-flag 3
+      torchquorum COMMAND --help       its options, with examples
     """
 
 

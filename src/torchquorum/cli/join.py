@@ -21,8 +21,8 @@ def join(flags: tuple[str, ...], device: str) -> int:
 
     \b
     Examples:
-      torchquorum join --job_name=ps --task_id=0 --ps_hosts=a:22 --worker_hosts=b:22
-      torchquorum join --job_name=worker --task_id=0 --ps_hosts=a:22 --worker_hosts=b:22
+      torchquorum join --job_name=ps --task_id=0 --ps_hosts=a:2 --worker_hosts=b:2
+      torchquorum join --job_name=worker --task_id=0 --ps_hosts=a:2 --worker_hosts=b:2
     """
     from torchquorum.cluster.flags import EXAMPLE
     from torchquorum.cluster.sources import resolve

@@ -44,15 +44,18 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@click.group(cls=Group, lazy=COMMANDS, context_settings=SETTINGS)
+HELP = """\b
+A parameter server for PyTorch. Examples:
+  torchquorum train                MNIST on 1 ps and 2 workers of this machine
+  torchquorum run script.py --my-flag 3
+  torchquorum COMMAND --help       its options, with examples
+"""
+
+
+@click.group(cls=Group, lazy=COMMANDS, context_settings=SETTINGS, help=HELP)
 @click.version_option(torchquorum.__version__, prog_name="torchquorum")
 def commands() -> None:
-    """\b
-    A parameter server for PyTorch. Examples:
-      torchquorum train                MNIST on 1 ps and 2 workers of this machine
-      torchquorum run script.py --my-flag 3
-      torchquorum COMMAND --help       its options, with examples
-    """
+    """All commands."""
 
 
 def main() -> None:

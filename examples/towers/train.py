@@ -5,6 +5,8 @@ examples/towers/train.py` it is a worker with towers.
 """
 
 import argparse
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
@@ -13,18 +15,31 @@ import torchquorum as tq
 from torchquorum.jobs.models import MLP
 
 
-def get_input(task: tq.Task, batch_size: int, data_path: str | None) -> tq.Batches:
-    """Returns this worker's batches of images, 784 pixels from 0 to 255, and labels."""
-    train = tq.load_mnist(data_path).train
-    return tq.Batches((train.images, train.labels), batch_size, worker=task.index, workers=task.num_workers)
+def get_input(task: tq.Task, args: argparse.Namespace) -> tuple[tq.TFRecordDataset | tq.Batches, Iterator[Any]]:
+    """Returns this worker's data, whose position is saved, and its batches: images of 784 bytes, and labels."""
+    if args.data_path is None:
+        train = tq.load_mnist().train
+        batches = tq.Batches((train.images, train.labels), args.batch_size, worker=task.index, workers=task.num_workers)
+        return batches, batches
+    dataset = tq.TFRecordDataset(
+        args.data_path,
+        features={"image_raw": tq.RawFeature([784], torch.uint8), "label": tq.FixedLenFeature([], torch.int64)},
+        transform=lambda batch: (batch["image_raw"], batch["label"]),
+        shuffle=10_000,
+        repeat=10,
+        batch_size=args.batch_size,
+        prefetch=4,
+        share=(task.index, task.num_workers),
+    )
+    return dataset, iter(dataset)
 
 
 def get_loss(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return cross_entropy(model(images.float()), labels)  # not scaled, as in the tutorials
 
 
-def accuracy(model: torch.nn.Module, data_path: str | None) -> float:
-    test = tq.load_mnist(data_path).test
+def accuracy(model: torch.nn.Module) -> float:
+    test = tq.load_mnist().test
     device = next(model.parameters()).device
     with torch.no_grad():
         return (model(test.images.to(device).float()).argmax(1) == test.labels.to(device)).float().mean().item()
@@ -46,7 +61,7 @@ def main() -> None:
     )
     args = parser.parse_args()
 
-    batches = get_input(task, args.batch_size, args.data_path)
+    data, batches = get_input(task, args)
     model = MLP()
     towers = tq.Towers(model, num_towers=args.n_gpu)  # on the GPUs that there are, or on the CPU
     optimizer = tq.Optimizer(
@@ -64,16 +79,19 @@ def main() -> None:
         logdir=args.model_save_path,
         last_step=args.training_steps,
         save_every_steps=1000,
-        data=batches,
+        data=data,
         hooks=hooks,
     ) as session:
         while not session.should_stop():
             optimizer.zero_grad()
-            loss = towers.backward(get_loss, batches, regularizer=regularizer)
+            try:
+                loss = towers.backward(get_loss, batches, regularizer=regularizer)
+            except StopIteration:  # ten epochs of the files have been read
+                break
             optimizer.step(loss=loss)
         if task.is_chief:
             with session.averaged():
-                found = accuracy(model, args.data_path)
+                found = accuracy(model)
             session.record(accuracy=found)
             print(f"test accuracy of the moving averages {found:.2%}")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+import torchquorum as tq
 from tests.process.tasks import Started
 from torchquorum.formats.checkpoint import list_checkpoints
 from torchquorum.formats.checkpoint_write import export
@@ -17,7 +18,12 @@ LINE = re.compile(r"\S+ \S+: step (\d+), loss = \d+\.\d\d \(\d+\.\d examples/sec
 
 
 def test_the_multi_gpu_program_prints_saves_and_draws(tmp_path: Path) -> None:
+    test = tq.load_mnist().test
+    with tq.TFRecordWriter(tmp_path / "output.tfrecords") as writer:
+        for image, label in zip(test.images[:500], test.labels[:500].tolist(), strict=True):
+            writer.write(tq.Example({"image_raw": image.numpy().tobytes(), "pixels": 784, "label": label}))
     flags = ["--training_steps=30", "--batch_size=20", "--n_gpu=3", f"--model_save_path={tmp_path}"]
+    flags.append(f"--data_path={tmp_path / 'output.tfrecords'}")
     program = Started([sys.executable, str(PROGRAM), *flags])
     try:
         assert program.wait() == 0, program.tail()

@@ -8,7 +8,6 @@ the model keeps are those of tower 0; a tower that fails leaves the model's grad
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,6 +19,7 @@ import torch
 from torch import nn
 
 from torchquorum.errors import ConfigError
+from torchquorum.worker.devices import available, parse, resolve
 from torchquorum.worker.replica import Replica
 from torchquorum.worker.tower_mean import Gradients, TowerSum, bring
 
@@ -27,19 +27,16 @@ LossFn = Callable[..., torch.Tensor]
 Regularizer = Callable[[nn.Module], torch.Tensor]
 CPU = torch.device("cpu")
 CONCURRENT = ("cuda",)  # kinds of devices that work side by side
-_NAME = re.compile(r"(?:/job:[a-z_]+|/replica:\d+|/task:\d+)*/?(?:device:)?(cpu|gpu|cuda)(?::(\d+))?", re.IGNORECASE)
 
 
-def torch_device(name: str) -> torch.device:
-    """Returns the device that a name such as `/gpu:1`, `cuda:1` or `/cpu:0` means, if this host has it."""
-    match = _NAME.fullmatch(name)
-    there = ["/cpu:0", *(f"/gpu:{i}" for i in range(torch.cuda.device_count()))]
-    if match is None:
-        raise ConfigError(f"device {name!r}: write /gpu:0, cuda:0 or /cpu:0; this host has {', '.join(there)}")
-    kind, index = "cpu" if match[1].lower() == "cpu" else "cuda", int(match[2] or 0)
-    if f"/{'cpu' if kind == 'cpu' else 'gpu'}:{index}" not in there:
-        raise ConfigError(f"device {name!r}: there is no such device; this host has {', '.join(there)}")
-    return CPU if kind == "cpu" else torch.device(kind, index)
+def torch_device(name: str | torch.device, tower: int, home: torch.device) -> torch.device:
+    """Returns the device that a name such as `/gpu:1`, `cuda:1` or `/cpu:0` means here; one left open is the model's own."""
+    if isinstance(name, torch.device) and name.type == "cpu":
+        return name if name.index else CPU
+    found = resolve(parse(name), f"tower {tower}")
+    if found is not None and found.type == "meta":
+        raise ConfigError(f"tower {tower}: the device meta has no data; name one that computes")
+    return home if found is None else found
 
 
 @dataclass(slots=True)
@@ -105,12 +102,11 @@ class Towers:
 
     def _places(self, devices: str | torch.device | Sequence[str | torch.device] | None) -> list[torch.device]:
         if devices is None:
-            gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-            return gpus or [self._home]
+            return available()[1:] or [self._home]
         named = [devices] if isinstance(devices, str | torch.device) else list(devices)
         if not named:
             raise ConfigError("devices=[]: name a device per tower, such as ['/gpu:0', '/gpu:1'], or leave it out")
-        return [_exact(name) if isinstance(name, torch.device) else torch_device(name) for name in named]
+        return [torch_device(name, tower, self._home) for tower, name in enumerate(named)]
 
     def __len__(self) -> int:
         return len(self.devices)
@@ -320,13 +316,6 @@ def _own_buffers(module: nn.Module, *, keep: bool) -> Iterator[None]:
             for owner, name, buffer, value in saved:
                 buffer.copy_(value)
                 owner._buffers[name] = buffer
-
-
-def _exact(device: torch.device) -> torch.device:
-    """Returns a device as its tensors name it."""
-    if device.type == "cpu":
-        return device if device.index else CPU
-    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 def _home(model: nn.Module) -> torch.device:

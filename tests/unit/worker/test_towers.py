@@ -12,10 +12,10 @@ from torch.nn import functional
 
 import torchquorum as tq
 from tests.unit.session.runs import Line
-from torchquorum.errors import ConfigError
+from torchquorum.errors import ConfigError, TorchQuorumError
 from torchquorum.worker import towers as towers_module
+from torchquorum.worker.devices import setting
 from torchquorum.worker.replica import Replica
-from torchquorum.worker.towers import torch_device
 
 CPU_1, CPU_2 = torch.device("cpu", 1), torch.device("cpu", 2)
 BOTH = pytest.mark.parametrize("devices", [["/cpu:0", "/cpu:0"], ["/cpu:0", CPU_1], [CPU_1, CPU_2]], ids=str)
@@ -243,11 +243,16 @@ def test_what_cannot_be_is_refused_with_what_to_do() -> None:
         (None, 0, "num_towers=0"),
         (None, True, "num_towers=True"),
         (["/cpu:0", "/cpu:0"], 1, "num_towers=1 and 2 devices"),
-        (["/gpu:99"], None, "this host has /cpu:0"),
-        (["/cpu:1"], None, "there is no such device; this host has /cpu:0"),
-        (["/tpu:0"], None, "write /gpu:0, cuda:0 or /cpu:0"),
+        (
+            ["/cpu:0", "/gpu:99"],
+            None,
+            "tower 1: was put on /job:worker/task:0/device:CUDA:99, but there is no such device",
+        ),
+        (["/cpu:1"], None, "there is no such device"),
+        (["/tpu:0"], None, "tpu"),
+        (["meta"], None, "has no data"),
     ):
-        with pytest.raises(ConfigError, match=re.escape(expected)):
+        with pytest.raises(TorchQuorumError, match=re.escape(expected)):
             tq.Towers(model, devices, num_towers=count)
     unknown = tq.Towers(model, num_towers=2, weighted=True)
     with pytest.raises(ConfigError, match="no tensor whose rows could be counted"):
@@ -255,10 +260,15 @@ def test_what_cannot_be_is_refused_with_what_to_do() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["cpu", "/cpu:0", "cpu:0", "CPU:0", "/device:CPU:0", "/job:worker/replica:0/task:1/device:cpu:0"]
+    "name", ["cpu", "/cpu:0", "cpu:0", "CPU:0", "/device:CPU:0", "/job:worker/replica:0/task:0/device:cpu:0", "/task:0"]
 )
 def test_the_cpu_has_many_names(name: str) -> None:
-    assert torch_device(name) == torch.device("cpu")
+    assert tq.Towers(Line(), name).devices == [torch.device("cpu")]
+
+
+def test_with_soft_placement_a_gpu_that_is_not_there_is_the_cpu() -> None:
+    with setting(soft=True):
+        assert tq.Towers(Line(), ["/gpu:98", "/gpu:99"]).devices == [torch.device("cpu")] * 2
 
 
 def test_one_device_for_several_towers() -> None:

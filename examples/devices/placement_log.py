@@ -1,6 +1,6 @@
 """The tutorials' first placement program: prints which device runs each operation.
 
-    python examples/devices/placement_log.py
+python examples/devices/placement_log.py
 """
 
 import torchquorum as tq

@@ -1,6 +1,6 @@
 """The tutorials' third placement program: what a device cannot do is done on the CPU, and said once.
 
-    python examples/devices/soft_placement.py [--device /gpu:0] [--no-soft]
+python examples/devices/soft_placement.py [--device /gpu:0] [--no-soft]
 """
 
 import argparse

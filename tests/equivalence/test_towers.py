@@ -241,7 +241,10 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
     "devices", [["/gpu:0", "/gpu:0"], ["/gpu:0", "/cpu:0"], ["cpu:0", "cuda:0", "cuda:0"]], ids=str
 )
 @pytest.mark.parametrize("name", ["mlp", "cnn", "tied and frozen", "lstm", "bfloat16", "two dtypes"])
-def test_towers_on_a_gpu_equal_the_joined_batch(name: str, devices: list[Any], home: str) -> None:
+def test_towers_on_a_gpu_equal_the_joined_batch(
+    name: str, devices: list[Any], home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)  # ten bits of mantissa are not what is tested
     ours, joined, width = made(name).to(home), made(name).to(home), MODELS[name][1]
     towers = tq.Towers(ours, devices)
     optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.1) for m in (ours, joined)]

@@ -46,8 +46,6 @@ def main() -> None:
     flags = task.flags
     if flags.n_epochs < 1 or flags.n_epochs_print < 1:
         parser.error("--n_epochs and --n_epochs_print must be 1 or more")
-    if torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(flags.gpu_memory_fraction)
     mnist = tq.load_mnist(flags.data_path)
     batches = tq.Batches(mnist.train, BATCH_SIZE, worker=task.index, workers=task.num_workers, share="own")
 
@@ -56,7 +54,8 @@ def main() -> None:
     nn.init.normal_(model.bias)
     optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=LEARNING_RATE), rule=tq.Async())
 
-    with tq.Session(task, model, optimizer) as session:
+    fraction = flags.gpu_memory_fraction if torch.cuda.is_available() else None
+    with tq.Session(task, model, optimizer, gpu_memory_fraction=fraction) as session:
         while batches.epoch < flags.n_epochs and not session.should_stop():
             x_batch, y_batch = next(batches)
             loss = cross_entropy(model(x_batch), y_batch)

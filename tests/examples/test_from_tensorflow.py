@@ -11,12 +11,6 @@ from tests.examples.tensorflow_names import ARGUMENTS, FLAGS, METHODS, NAMES
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "from-tensorflow.md").read_text()
 ROWS = [line for line in TEXT.splitlines() if line.startswith("| ")]
-# Devices, towers, TFRecord and graphs, which are built beside this page.
-BESIDE = {
-    *("ConfigProto", "constant", "device", "place", "log_device_placement", "allow_soft_placement", "Towers"),
-    *("TFRecordDataset", "parse_single_example", "FixedLenFeature", "decode_raw"),
-    *("Graph", "GraphSession", "Server", "connect"),
-}
 INDEX = (ROOT / "examples" / "README.md").read_text()
 
 
@@ -30,14 +24,14 @@ def test_every_name_of_the_tutorials_has_a_row(names: list[str]) -> None:
 def test_every_name_of_ours_on_the_page_exists() -> None:
     ours = set(re.findall(r"\btq\.([A-Za-z_0-9]+)", TEXT + INDEX))
     assert len(ours) > 30
-    assert not sorted(ours - set(torchquorum.__all__) - BESIDE)
+    assert not sorted(ours - set(torchquorum.__all__))
 
 
 def test_every_program_of_the_examples_is_in_the_index_and_on_the_page() -> None:
-    programs = {p.name for p in (ROOT / "examples").iterdir() if p.is_dir() or p.suffix == ".py"}
-    programs -= {"__pycache__"}
+    found = [*(ROOT / "examples").rglob("*.py"), *(ROOT / "examples").rglob("*.ipynb")]
+    programs = {p.relative_to(ROOT / "examples").as_posix() for p in found if ".ipynb_checkpoints" not in p.parts}
     assert not [program for program in programs if program not in INDEX]
-    tutorials = programs - {"mnist", "mnist_inference.py", "notebook"}
+    tutorials = {p for p in programs if not p.startswith(("mnist/", "notebook/"))}
     assert not [program for program in tutorials if program not in TEXT]
 
 

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torchquorum.formats.tfrecord_write import TFRecordWriter
     from torchquorum.launcher.functions import LaunchError, launch
     from torchquorum.rules import Async, Bounded, Buffered, Rule, Sync
-    from torchquorum.session.config import ConfigProto, GPUOptions
     from torchquorum.session.assignments import BatchResult
+    from torchquorum.session.config import ConfigProto, GPUOptions
     from torchquorum.session.evaluation import EvaluateHook, FinalAccuracyHook
     from torchquorum.session.graph_server import GraphClient, Server, connect
     from torchquorum.session.graph_session import GraphSession
@@ -159,10 +159,10 @@ __all__ = [
     "TorchQuorumError",
     "VarLenFeature",
     "allow_soft_placement",
+    "connect",
     "constant",
     "decode_raw",
     "device",
-    "connect",
     "join",
     "l2_regularizer",
     "launch",

@@ -187,7 +187,7 @@ class ComputeTask:
             if not all(isinstance(value, torch.Tensor) for value in given):
                 raise GraphError("the graph gives something else than tensors")
             specs, frames = pack(given, copy=True)
-            lines = placement_lines(program, self.name)
+            lines = placement_lines(program, TaskId.parse(self.name))
             self.desk.reply(work.peer, g.Outputs(message.number, specs, lines, ""), frames)
         except (TorchQuorumError, RuntimeError, ValueError, TypeError, MemoryError) as error:
             self.desk.reply(work.peer, g.Outputs(message.number, [], [], f"{self.name}: {error}"))
@@ -251,6 +251,7 @@ class ComputeTask:
             save_every_s=options.save_every_s,
             save_every_steps=options.save_every_steps,
             keep=options.keep,
+            log_device_placement=options.log_device_placement,
             patience=Patience(start_s=options.start_s, round_s=options.round_s, probe_s=0.5),
         )
 
@@ -401,28 +402,29 @@ class ComputeTask:
 
     def _fetch(self, session: ComputeSession, work: Work, fetch: g.Fetch, *, busy: bool) -> None:
         """Gives the client variables, averages or buffers; in the middle of a batch the variables as they are here."""
-        assert self._program is not None
-        averaged = fetch.what == "averages"
+        error, version = "", session.global_step
         names: list[str] = []
-        tensors: list[torch.Tensor] = []
-        error = ""
-        version = session.global_step
+        specs: list[g.TensorSpec] = []
+        frames: list[Frame] = []
         try:
-            if averaged and busy:
-                raise GraphError(
-                    f"{self.name} is in the middle of a batch; ask for averages when all results are there"
-                )
-            if fetch.what != "buffers" and not busy:
-                version = session.client.pull(averaged=averaged)
-            held = self._program.variables
-            found = held.named_buffers() if fetch.what == "buffers" else held.named_parameters()
-            for name, tensor in found:
-                names.append(name)
-                tensors.append(tensor.detach())
-            specs, frames = pack(tensors, copy=True)
-            if averaged:
-                session.client.pull()
+            if fetch.what == "averages":
+                if busy:
+                    raise GraphError(
+                        f"{self.name} is in the middle of a batch; ask for averages when all results are there"
+                    )
+                with session.averaged() as version:
+                    names, specs, frames = self._tensors(fetch.what)
+            else:
+                if fetch.what == "variables" and not busy:
+                    version = session.pull()
+                names, specs, frames = self._tensors(fetch.what)
         except TorchQuorumError as failure:
-            names, specs, frames, error = [], [], [], str(failure)
+            error = str(failure)
         answer = g.Fetched(fetch.run, fetch.number, version, names, specs, error)
         self.desk.answer_fetch(work, answer, frames)
+
+    def _tensors(self, what: str) -> tuple[list[str], list[g.TensorSpec], list[Frame]]:
+        assert self._program is not None
+        held = self._program.variables
+        found = dict(held.named_buffers() if what == "buffers" else held.named_parameters())
+        return list(found), *pack(list(found.values()), copy=True)

@@ -34,6 +34,7 @@ from torchquorum.transport.codec import WireError
 from torchquorum.transport.messages import PROTOCOL, Fault
 from torchquorum.transport.tensors import pack, unpack
 from torchquorum.transport.zmq_channel import ZmqChannel
+from torchquorum.worker import devices
 from torchquorum.worker.graph_export import export_program, write_down
 
 SCHEME = "tq://"
@@ -56,7 +57,7 @@ def serve_task(found: Resolved, device: str) -> int:
         cluster=cluster,
         addresses=cluster.as_dict(),
         index=task.index,
-        device=check_device(device),
+        device=check_device(device, task),
         transport=found.transport,
         listen_fd=found.listen_fd,
     )
@@ -69,17 +70,10 @@ def serve_task(found: Resolved, device: str) -> int:
         compute.close()
 
 
-def check_device(name: str) -> torch.device:
-    """Returns the device of a name, if this host has it."""
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device)
-        return device
-    except (RuntimeError, AssertionError) as error:
-        first = str(error).splitlines()[0]
-        raise ConfigError(
-            f"--device {name}: this host cannot compute there ({first}); leave it out for the CPU"
-        ) from None
+def check_device(name: str, task: TaskId) -> torch.device:
+    """Returns the device of a name, cuda:1 or /gpu:1, if this task has it."""
+    with devices.setting(task=task):
+        return devices.resolve(devices.parse(name), "--device", soft=False) or devices.CPU_DEVICE
 
 
 class Server:

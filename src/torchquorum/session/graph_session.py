@@ -73,6 +73,7 @@ class GraphSession:
         wait_for_workers: Begin when so many compute tasks are ready; the others may come later.
         ahead: How many batches a task has besides the one that it computes, so that it need not wait for the next.
         seed: Dropout and the like in batch n follow from this and n, wherever it is computed. By default torch's seed.
+        log_device_placement: Every compute task prints, once, where variables live and its operations run.
         patience: How long to wait for what.
     """
 
@@ -94,6 +95,7 @@ class GraphSession:
         wait_for_workers: int = 1,
         ahead: int = 1,
         seed: int | None = None,
+        log_device_placement: bool = False,
         patience: Patience | None = None,
     ) -> None:
         if not isinstance(graph, Graph):
@@ -128,6 +130,7 @@ class GraphSession:
             keep=keep,
             start_s=self._patience.start_s,
             round_s=self._patience.round_s,
+            log_device_placement=bool(log_device_placement),
         )
         self._liveness_s, self._wait_for_workers = liveness_s, wait_for_workers
         self._depth = 1 + ahead

@@ -67,6 +67,7 @@ class RunOptions(msgspec.Struct, kw_only=True):
     keep: int = 5
     start_s: float = 1800.0
     round_s: float = 1800.0
+    log_device_placement: bool = False
 
 
 # -- client to compute task -----------------------------------------------------------------------------------------------

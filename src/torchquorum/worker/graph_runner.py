@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchquorum.cluster.spec import TaskId
 from torchquorum.errors import GraphError
 from torchquorum.transport import graph_messages as g
 from torchquorum.transport.codec import Frame, WireError
 from torchquorum.transport.tensors import find_dtype, unpack
 from torchquorum.worker import graph_ops
+from torchquorum.worker.devices import name_of
 
 MAX_NODES = 200_000
 MAX_DEPTH = 8
@@ -215,10 +217,9 @@ class Program:
         return [(node.name, node.op) for node in self._nodes]
 
 
-def placement_lines(program: Program, task: str) -> list[str]:
-    """Returns a line per operation that says which task and device ran it, as TensorFlow's placement log does."""
-    index = program.device.index or 0
-    where = f"{task}/device:{program.device.type.upper()}:{index}"
+def placement_lines(program: Program, task: TaskId) -> list[str]:
+    """Returns a line per operation that says which task and device ran it, as the placement log writes it."""
+    where = name_of(program.device, task)
     return [f"{name}: ({op}): {where}" for name, op in program.operations()]
 
 

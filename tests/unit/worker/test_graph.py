@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import torchquorum as tq
+from torchquorum.cluster import TaskId
 from torchquorum.errors import GraphError
 from torchquorum.transport import graph_messages as g
 from torchquorum.transport.codec import WireError
@@ -373,7 +374,7 @@ def test_a_packed_copy_does_not_follow_its_tensor() -> None:
 
 def test_placement_lines_say_what_ran_where() -> None:
     program = Program(spec_of(g.NodeSpec("sum_1", "aten.sum.default", [{"ref": 0}], {})), [], CPU)
-    assert placement_lines(program, "/job:worker/task:1") == [
+    assert placement_lines(program, TaskId("worker", 1)) == [
         "sum_1: (aten.sum.default): /job:worker/task:1/device:CPU:0"
     ]
 

@@ -31,7 +31,7 @@ def launched(program: str, *arguments: str, workers: int = 2) -> Iterator[dict[s
     """Runs a program on a local cluster to its good end; gives the lines of each task, such as `worker 0`."""
     started = Started([*RUN, f"--workers={workers}", str(EXAMPLES / program), *arguments])
     try:
-        assert started.wait(110) == 0, started.tail()
+        assert started.wait() == 0, started.tail()
         lines: dict[str, list[str]] = {}
         for line in started.lines:
             task, _, text = line.removeprefix("[").partition("] ")

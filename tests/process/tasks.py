@@ -85,7 +85,7 @@ class Started:
         """Makes sure that nothing is left."""
         if self.process.poll() is None:
             self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
         self._reader.join(5)
         assert self.process.stdout is not None
         self.process.stdout.close()

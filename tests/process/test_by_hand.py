@@ -48,12 +48,13 @@ def test_two_ps_tasks_and_three_workers_agree_on_every_version() -> None:
 
 def test_a_worker_that_comes_late_joins_the_running_job() -> None:
     with by_hand() as cluster:
-        ps, chief = cluster.start("ps", 0), cluster.start("worker", 0, "--steps=200", "--pause=0.02")
+        ps, chief = cluster.start("ps", 0), cluster.start("worker", 0, "--steps=1000000", "--pause=0.02")
         chief.until("local 20 global 10 ")  # alone it gives both gradients of an update
-        late = cluster.start("worker", 1, "--steps=200", "--pause=0.02")
+        late = cluster.start("worker", 1, "--steps=1000000", "--pause=0.02")
+        assert int(late.until("started at").split()[2]) > 0
+        late.until("local 5 ")
+        chief.process.send_signal(signal.SIGINT)  # the chief ends the run for everybody
         ends_well(ps, chief, late)
-        assert "started at 0" not in late.lines[0]
-        assert int(late.lines[-1].split()[2]) == 200
 
 
 def test_a_worker_waits_visibly_for_the_chief() -> None:
@@ -98,7 +99,7 @@ def test_a_killed_worker_is_noticed_and_the_others_go_on(rule: str) -> None:
         chief, victim = cluster.start("worker", 0, *options), cluster.start("worker", 1, *options)
         victim.until("local 5 ")
         victim.kill()
-        ps.until("/job:worker/task:1 counts as dead (its process ended)", 5.0)
+        ps.until("/job:worker/task:1 counts as dead (its process ended)")
         ends_well(ps, chief)
         assert chief.lines[-1].endswith(": 150")
 
@@ -111,7 +112,7 @@ def test_a_killed_chief_is_survived() -> None:
         others[0].until("local 5 ")
         others[1].until("local 5 ")
         chief.kill()
-        ps.until("/job:worker/task:0 counts as dead (its process ended)", 5.0)
+        ps.until("/job:worker/task:0 counts as dead (its process ended)")
         ends_well(ps, *others)
         assert all(task.lines[-1].endswith(": 200") for task in others)
 
@@ -123,8 +124,8 @@ def test_a_frozen_worker_counts_as_dead_and_is_welcomed_back() -> None:
         chief, frozen = cluster.start("worker", 0, *options), cluster.start("worker", 1, *options)
         frozen.until("local 5 ")
         frozen.process.send_signal(signal.SIGSTOP)
-        ps.until("/job:worker/task:1 counts as dead (not heard of for", 5.0)
-        chief.until("accepted True", 5.0)
+        ps.until("/job:worker/task:1 counts as dead (not heard of for")
+        chief.until("accepted True")
         frozen.process.send_signal(signal.SIGCONT)
         ends_well(ps, chief, frozen)
         assert frozen.lines[-1].endswith(": 700")
@@ -137,25 +138,26 @@ def test_a_killed_second_ps_is_named_and_the_others_end() -> None:
         chief = cluster.start("worker", 0, *options)
         chief.until("local 5 ")
         second.kill()
-        assert chief.wait(30) == 1
-        assert any("/job:ps/task:1 (localhost:" in line and "has not answered" in line for line in chief.lines), (
-            chief.tail()
-        )
-        assert first.wait(20) == 1
+        assert chief.wait() == 1
+        named = [line for line in chief.lines if "/job:ps/task:1 (localhost:" in line]
+        assert any("has closed the connection" in line or "has not answered" in line for line in named), chief.tail()
+        assert first.wait() == 1
 
 
 def test_a_killed_worker_comes_back_as_a_new_incarnation() -> None:
     with by_hand() as cluster:
-        options = ("--steps=300", "--pause=0.01")
+        options = ("--steps=1000000", "--pause=0.01")
         ps = cluster.start("ps", 0)
         chief, victim = cluster.start("worker", 0, *options), cluster.start("worker", 1, *options)
         victim.until("local 5 ")
         victim.kill()
         back = cluster.start("worker", 1, *options)
         ps.until("/job:worker/task:1 came back")
+        assert int(back.until("started at").split()[2]) > 0
+        back.until("local 5 ")
+        chief.process.send_signal(signal.SIGINT)  # the chief ends the run for everybody
         ends_well(ps, chief, back)
-        assert int(back.lines[0].split()[2]) > 0
-        assert back.lines[-1].endswith(": 300")
+        assert back.lines[-1].split(": ")[1] == chief.lines[-1].split(": ")[1]
 
 
 def test_a_killed_worker_over_tcp_is_noticed_within_the_liveness_timeout() -> None:
@@ -165,7 +167,7 @@ def test_a_killed_worker_over_tcp_is_noticed_within_the_liveness_timeout() -> No
         chief, victim = cluster.start("worker", 0, *options), cluster.start("worker", 1, *options)
         victim.until("local 5 ")
         victim.kill()
-        assert ps.until("/job:worker/task:1 counts as dead", 5.0)
+        assert ps.until("/job:worker/task:1 counts as dead")
         assert chief.until("accepted True", 5.0)
 
 
@@ -180,7 +182,7 @@ def test_a_dead_ps_is_named_at_once_and_given_up_within_the_deadline(transport: 
         ps.kill()
         line = chief.until(said, 6.0)
         assert "/job:ps/task:0 (localhost:" in line
-        assert chief.wait(30) == 1
+        assert chief.wait() == 1
         assert "waiting for /job:ps/task:0 (localhost:" in chief.tail()
         assert any("and gave up. Check that the task runs" in line for line in chief.lines), chief.tail()
         assert not any("Traceback" in line for line in chief.lines)
@@ -198,14 +200,15 @@ def test_a_failing_program_ends_its_worker_and_the_job_says_so() -> None:
 def test_a_worker_with_another_model_is_refused_with_the_difference() -> None:
     with by_hand() as cluster:
         ps = cluster.start("ps", 0)
-        chief = cluster.start("worker", 0, "--steps=200", "--pause=0.02")
-        other = cluster.start("worker", 1, "--steps=200", "--size=7")
+        chief = cluster.start("worker", 0, "--steps=1000000", "--pause=0.02")
+        other = cluster.start("worker", 1, "--steps=1000000", "--size=7")
         assert other.wait() == 1
         shown = "\n".join(other.lines)
         assert (
             "- the ps tasks hold count [1000] float32" in shown
             and "+ /job:worker/task:1 brings count [7] float32" in shown
         )
+        chief.process.send_signal(signal.SIGINT)
         assert chief.wait() == 0 and ps.wait() == 0
 
 

@@ -61,7 +61,7 @@ def test_a_ps_restarted_without_a_checkpoint_is_an_error_that_says_so() -> None:
         ps.kill()
         ps.wait()
         cluster.start("ps", 0)
-        assert chief.wait(30) == 1
+        assert chief.wait() == 1
         shown = chief.tail()
         assert "its variables are lost: there is no checkpoint" in shown and "start_afresh=True" in shown
         assert "Traceback" not in shown
@@ -80,7 +80,7 @@ def test_a_ps_restarted_without_a_checkpoint_starts_afresh_if_asked_to() -> None
 
 def test_a_restarted_chief_goes_on_with_the_live_variables(tmp_path: Path) -> None:
     with by_hand() as cluster:
-        options = (f"--logdir={tmp_path}", "--steps=300", "--pause=0.02", "--save-steps=1000")
+        options = (f"--logdir={tmp_path}", "--steps=1000000", "--pause=0.02", "--save-steps=1000")
         ps = cluster.start("ps", 0)
         chief, other = (cluster.start("worker", i, *options) for i in (0, 1))
         other.until("local 10 ")
@@ -90,6 +90,8 @@ def test_a_restarted_chief_goes_on_with_the_live_variables(tmp_path: Path) -> No
         again = cluster.start("worker", 0, *options)
         again.until("hold live variables already; going on with them")
         assert int(again.until("started at").split()[2]) >= 5
+        again.until("local 3 ")
+        again.process.send_signal(signal.SIGINT)  # the chief ends the run for everybody
         ends_well(ps, again, other)
 
 
@@ -129,7 +131,7 @@ def test_the_launcher_restarts_what_is_killed_and_the_run_ends_well(tmp_path: Pa
             started.until(f"torchquorum: /job:{job}/task:{index} was ended by SIGKILL; starting it again (1 of 3)")
             started.until(f"[{job} {index}]" if job == "ps" else f"[worker {index}] started at")
             started.until("[worker 1] local")
-        assert started.wait(90) == 0, started.tail()
+        assert started.wait() == 0, started.tail()
         assert "[worker 1] done at 900" in "\n".join(started.lines)
         assert list_checkpoints(tmp_path)[-1].step == 900
     finally:
@@ -143,7 +145,7 @@ def test_ctrl_c_saves_and_ends_every_task_within_seconds(tmp_path: Path) -> None
         started.until("[worker 1] local 20 ")
         started.process.send_signal(signal.SIGINT)
         begun = time.monotonic()
-        assert started.wait(30) == 130, started.tail()
+        assert started.wait() == 130, started.tail()
         assert time.monotonic() - begun < 10
         [info] = list_checkpoints(tmp_path)
         assert info.step >= 10

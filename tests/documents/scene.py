@@ -1,0 +1,69 @@
+"""The scene in which the documents' Python blocks play: the names that a reader has in mind when a page shows part of a
+program, such as `model`, `task` and `batches`.
+
+A document's blocks share one set of names, so that a later block may build on an earlier one. Every block finds the scene
+as it is here, except for names that the document has given a meaning of its own. Sessions end after a few steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import itertools
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import torchquorum as tq
+from torchquorum.jobs.models import MLP
+from torchquorum.session.session import Session
+
+STEPS = 3
+
+
+class ShortSession(Session):
+    """A session that ends after a few steps, whatever the page says."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        if options.get("num_steps") is not None:
+            options["num_steps"] = min(options["num_steps"], STEPS)
+        else:
+            options["last_step"] = min(options.get("last_step") or STEPS, STEPS)
+        super().__init__(*arguments, **options)
+
+
+def shorten_sessions() -> None:
+    """Makes `tq.Session` a short one, in this process."""
+    tq.Session = ShortSession  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+
+
+def names() -> dict[str, Any]:
+    """Returns a fresh scene."""
+    mnist = tq.load_mnist()
+    task = tq.join([])
+    model = MLP()
+    validation = [(torch.rand(10, 784), torch.zeros(10, dtype=torch.int64))]
+    return {
+        "__name__": "__main__",
+        **{"torch": torch, "nn": nn, "np": np, "tq": tq, "functools": functools, "argparse": argparse},
+        **{"itertools": itertools, "safetensors": safetensors},
+        **{"MLP": MLP, "Inference": MLP, "cross_entropy": cross_entropy, "loss_fn": nn.CrossEntropyLoss()},
+        **{"mnist": mnist, "data": mnist.train, "task": task, "model": model},
+        "batches": tq.Batches(mnist.train, 10),
+        **{"x": torch.rand(10, 784), "y": torch.zeros(10, dtype=torch.int64)},
+        "inner": torch.optim.SGD(model.parameters(), lr=0.01),
+        "optimizer": tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.01)),
+        **{"validation": validation, "size": 10},
+        "accuracy": lambda model, data: 0.5,
+        "evaluate": lambda model: 0.5,
+        "image": np.zeros(784, np.uint8),
+        "read_images": lambda: iter([torch.zeros(3)] * 4),
+        "read_texts": lambda: iter(["a text"] * 4),
+        "refresh": lambda: None,
+        "suppress": contextlib.suppress,
+    }

@@ -28,7 +28,15 @@ THEMES = {
     "Training": ("session.session", "session.states", "worker.optimizer", "worker.client", "worker.regularizer"),
     "Rules": ("rules",),
     "Towers": ("worker.towers", "worker.tower"),
-    "Devices": ("placement", "worker.device", "worker.place", "devices", "session.placement", "session.devices"),
+    "Devices": (
+        "placement",
+        "worker.device",
+        "worker.soft",
+        "worker.placement",
+        "worker.place",
+        "devices",
+        "session.config",
+    ),
     "Graphs: in-graph replication": ("graph", "worker.graph", "session.graph", "server.graph", "compute"),
     "Data": ("data", "formats"),
     "Hooks, evaluation, summaries": (

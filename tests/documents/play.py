@@ -23,7 +23,7 @@ from tests.documents import scene
 from tests.documents.commands import read_commands
 from tests.documents.markdown import ROOT, Block, read_blocks
 
-LIMIT_S = 240.0
+LIMIT_S = 120.0
 # A command of the documents trains a fiftieth of its steps here.
 STEPS_DIVISOR = 50
 
@@ -32,7 +32,7 @@ def main(paths: list[str]) -> None:
     """Plays every document and says what failed."""
     scene.shorten_sessions()
     for path in paths:
-        print(json.dumps({"document": path, "failures": play_apart(Path(path))}), flush=True)
+        print(json.dumps({"document": path, "failures": play_apart(Path(path).resolve())}), flush=True)
 
 
 def play_apart(path: Path) -> list[str]:
@@ -81,15 +81,15 @@ def _play_in_child(path: Path, stage: Path, log: Path, result: Path) -> None:
 
 def play(path: Path) -> list[str]:
     """Plays the blocks of a document in order and returns what failed."""
-    spoken: dict[str, Any] = {}
+    names: dict[str, Any] = scene.names()
     failures = []
     for block in read_blocks(path):
         if block.is_run:
-            shutil.rmtree("runs", ignore_errors=block.language == "python")
+            shutil.rmtree("runs", ignore_errors=True)  # every block begins a run of its own
             print(f"--- {block.where}", flush=True)
             try:
                 if block.language == "python":
-                    _play_python(block, spoken)
+                    _play_python(block, names)
                 else:
                     _play_commands(block)
             except BaseException:
@@ -97,16 +97,14 @@ def play(path: Path) -> list[str]:
     return failures
 
 
-def _play_python(block: Block, spoken: dict[str, Any]) -> None:
-    given = scene.names()
-    names = {**given, **spoken}
+def _play_python(block: Block, names: dict[str, Any]) -> None:
+    names.update(scene.fresh_names(names["mnist"]))
     code = compile("\n" * (block.line - 1) + block.text, str(block.path), "exec")
     try:
         exec(code, names)
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
-    spoken.update({name: value for name, value in names.items() if given.get(name) is not value})
 
 
 def _play_commands(block: Block) -> None:
@@ -121,7 +119,9 @@ def _play_commands(block: Block) -> None:
 def _shorten(words: list[str]) -> list[str]:
     """Returns the command with a fiftieth of its steps."""
     text = re.sub(
-        r"(--steps[= ])(\d+)", lambda m: f"{m[1]}{max(1, int(m[2]) // STEPS_DIVISOR)}", "\0".join(words).replace("--steps\0", "--steps ")
+        r"(--steps[= ])(\d+)",
+        lambda m: f"{m[1]}{max(1, int(m[2]) // STEPS_DIVISOR)}",
+        "\0".join(words).replace("--steps\0", "--steps "),
     )
     return text.replace("--steps ", "--steps\0").split("\0")
 

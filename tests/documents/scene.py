@@ -1,8 +1,8 @@
 """The scene in which the documents' Python blocks play: the names that a reader has in mind when a page shows part of a
 program, such as `model`, `task` and `batches`.
 
-A document's blocks share one set of names, so that a later block may build on an earlier one. Every block finds the scene
-as it is here, except for names that the document has given a meaning of its own. Sessions end after a few steps.
+A document's blocks share one set of names, so that a later block may build on an earlier one; but every block finds a fresh
+task, model and optimizer. Sessions end after a few steps. The CPU stands in for devices that this machine lacks.
 """
 
 from __future__ import annotations
@@ -37,28 +37,58 @@ class ShortSession(Session):
         super().__init__(*arguments, **options)
 
 
+class Model(MLP):
+    """The model of the scene, with the parts that some pages speak of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 2)
+        self.body, self.head = nn.Linear(2, 2), nn.Linear(2, 2)
+
+
 def shorten_sessions() -> None:
     """Makes `tq.Session` a short one, in this process."""
     tq.Session = ShortSession  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 
+def fresh_names(mnist: Any) -> dict[str, Any]:
+    """Returns what every block finds anew."""
+    model = Model()
+    return {
+        "task": tq.join([], allow_soft_placement=True),
+        "model": model,
+        "inner": torch.optim.SGD(model.parameters(), lr=0.01),
+        "optimizer": tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.01)),
+        "batches": tq.Batches(mnist.train, 10),
+        "x": torch.rand(10, 784),
+        "y": torch.zeros(10, dtype=torch.int64),
+    }
+
+
 def names() -> dict[str, Any]:
-    """Returns a fresh scene."""
+    """Returns the scene at a document's beginning."""
     mnist = tq.load_mnist()
-    task = tq.join([])
-    model = MLP()
     validation = [(torch.rand(10, 784), torch.zeros(10, dtype=torch.int64))]
     return {
         "__name__": "__main__",
-        **{"torch": torch, "nn": nn, "np": np, "tq": tq, "functools": functools, "argparse": argparse},
-        **{"itertools": itertools, "safetensors": safetensors},
-        **{"MLP": MLP, "Inference": MLP, "cross_entropy": cross_entropy, "loss_fn": nn.CrossEntropyLoss()},
-        **{"mnist": mnist, "data": mnist.train, "task": task, "model": model},
-        "batches": tq.Batches(mnist.train, 10),
-        **{"x": torch.rand(10, 784), "y": torch.zeros(10, dtype=torch.int64)},
-        "inner": torch.optim.SGD(model.parameters(), lr=0.01),
-        "optimizer": tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.01)),
-        **{"validation": validation, "size": 10},
+        "torch": torch,
+        "nn": nn,
+        "np": np,
+        "tq": tq,
+        "functools": functools,
+        "argparse": argparse,
+        "itertools": itertools,
+        "safetensors": safetensors,
+        "MLP": MLP,
+        "Inference": MLP,
+        "cross_entropy": cross_entropy,
+        "loss_fn": nn.CrossEntropyLoss(),
+        "mnist": mnist,
+        "data": mnist.train,
+        "a": torch.ones(3),
+        "b": torch.ones(3),
+        "validation": validation,
+        "size": 10,
         "accuracy": lambda model, data: 0.5,
         "evaluate": lambda model: 0.5,
         "image": np.zeros(784, np.uint8),

@@ -12,7 +12,17 @@ from urllib.parse import unquote
 import pytest
 
 from tests.documents.commands import fault_of, read_commands
-from tests.documents.markdown import ROOT, SHELLS, Block, anchors, documents, linking_documents, links, prose, read_blocks
+from tests.documents.markdown import (
+    ROOT,
+    SHELLS,
+    Block,
+    anchors,
+    documents,
+    linking_documents,
+    links,
+    prose,
+    read_blocks,
+)
 
 DOCUMENTS = documents()
 BLOCKS = [block for path in DOCUMENTS for block in read_blocks(path)]
@@ -136,7 +146,9 @@ def _texts_of_the_program() -> list[re.Pattern[str]]:
 
 def test_prose_leaves_out_blocks_and_comments(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("# A b_c `d`!\n<!-- [x](gone.md) -->\n```sh\n[y](gone.md)\n```\nsee [z](#a-b_c-d) and `[no](no.md)`\n")
+    page.write_text(
+        "# A b_c `d`!\n<!-- [x](gone.md) -->\n```sh\n[y](gone.md)\n```\nsee [z](#a-b_c-d) and `[no](no.md)`\n"
+    )
     assert "gone" not in prose(page)
     assert links(page) == ["#a-b_c-d"]
     assert anchors(page) == {"a-b_c-d"}

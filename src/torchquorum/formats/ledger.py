@@ -6,6 +6,7 @@ all, except the last one of a run that was killed, which readers skip. A line th
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -73,25 +74,43 @@ _EVENT = b'{"event"'
 
 
 class LedgerWriter:
-    """Appends entries; buffered, so `flush` now and then."""
+    """Appends entries; buffered, so `flush` now and then.
 
-    def __init__(self, folder: Path) -> None:
+    A disk that is full, or gone, ends the ledger and not the run: `say` hears of it once, and later entries are dropped.
+    """
+
+    def __init__(self, folder: Path, say: Callable[[str], None] = print) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / NAME
         _mend(path)
         self._file = path.open("ab", buffering=1 << 16)
+        self._path, self._say = path, say
 
     def write(self, entry: Entry | Event) -> None:
         """Appends one line."""
-        self._file.write(_encoder.encode(entry) + b"\n")
+        if not self._file.closed:
+            try:
+                self._file.write(_encoder.encode(entry) + b"\n")
+            except OSError as error:
+                self._end(error)
 
     def flush(self) -> None:
         """Hands what was written to the operating system."""
-        self._file.flush()
+        if not self._file.closed:
+            try:
+                self._file.flush()
+            except OSError as error:
+                self._end(error)
 
     def close(self) -> None:
         """Flushes and closes."""
+        self.flush()
         self._file.close()
+
+    def _end(self, error: OSError) -> None:
+        with contextlib.suppress(OSError):  # it closes, and fails once more to write what it holds
+            self._file.close()
+        self._say(f"the ledger {self._path} ends here: it cannot be written ({error.strerror}); training goes on")
 
 
 def _mend(path: Path) -> None:

@@ -248,7 +248,7 @@ class Service:
         if logdir is None:
             return None
         try:
-            return LedgerWriter(Path(logdir))
+            return LedgerWriter(Path(logdir), lambda line: self._say(f"{self.me.task}: {line}"))
         except OSError as error:
             self._say(f"{self.me.task}: no ledger: {logdir} cannot be written ({error.strerror}); training goes on")
             return None

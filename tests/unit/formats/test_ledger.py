@@ -1,5 +1,6 @@
 """The ledger on disk, also after a run that was killed."""
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -85,3 +86,20 @@ def test_a_long_torn_line_is_cut_where_the_last_whole_one_ends(tmp_path: Path) -
 def test_a_folder_without_a_ledger_is_an_error_of_the_file_system(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         list(read_ledger(tmp_path))
+
+
+def test_a_disk_that_takes_no_more_ends_the_ledger_and_not_the_run(tmp_path: Path) -> None:
+    said: list[str] = []
+    writer = LedgerWriter(tmp_path, said.append)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    try:
+        for step in range(2000):
+            writer.write(entry(step))
+        writer.flush()
+        writer.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert said == [f"the ledger {tmp_path / NAME} ends here: it cannot be written (File too large); training goes on"]
+    write(tmp_path, entry(7))
+    assert list(read_ledger(tmp_path))[-1] == entry(7)

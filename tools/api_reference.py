@@ -31,13 +31,20 @@ THEMES = {
     "Devices": (
         "placement",
         "worker.device",
-        "worker.soft",
+        "worker.cannot_run",
         "worker.placement",
         "worker.place",
         "devices",
         "session.config",
     ),
-    "Graphs: in-graph replication": ("graph", "worker.graph", "session.graph", "server.graph", "compute"),
+    "Graphs: in-graph replication": (
+        "graph",
+        "worker.graph",
+        "session.graph",
+        "session.assignments",
+        "server.graph",
+        "compute",
+    ),
     "Data": ("data", "formats"),
     "Hooks, evaluation, summaries": (
         *("session.hooks", "session.ready", "session.evaluation", "session.summaries", "session.tower"),

@@ -8,7 +8,6 @@ task, model and optimizer. Sessions end after a few steps. The CPU stands in for
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import itertools
 from typing import Any
@@ -95,5 +94,6 @@ def names() -> dict[str, Any]:
         "read_images": lambda: iter([torch.zeros(3)] * 4),
         "read_texts": lambda: iter(["a text"] * 4),
         "refresh": lambda: None,
-        "suppress": contextlib.suppress,
+        "letters": lambda text: torch.tensor(list(text.encode()), dtype=torch.uint8),
+        "join": lambda first, second: torch.cat([first, second]),
     }

@@ -3,12 +3,14 @@
     python benchmarks/in_graph.py [--seconds 4] [--rounds 3] [--tasks 1,2,4] [--svg docs/images/in_graph.svg]
 
 For each number of tasks both clusters are up at the same time, and only one of them works at a time, in turns, so that
-whatever else the machine does meets both. Rule Async. Ratios of medians mean something, single figures do not.
+whatever else the machine does meets both. Rule Async. Rates depend on what else runs and on the cores; CPU time per batch,
+of all processes of a cluster and of the client alone, hardly does.
 """
 
 import argparse
 import itertools
 import json
+import os
 import socket
 import statistics
 import subprocess
@@ -130,16 +132,19 @@ class Cluster:
         return json.loads(line)
 
     def work(self, seconds: float) -> dict[str, float]:
-        """Works for some seconds; returns batches per second, and the CPU seconds per batch of those who were told."""
+        """Works for some seconds; returns batches per second, and CPU milliseconds per batch: all, and those who were told."""
+        before = sum(map(cpu_seconds, [*self.told, *self.silent]))
         for process in self.told:
             assert process.stdin is not None
             process.stdin.write(f"{seconds}\n")
             process.stdin.flush()
         done = [self._line(process) for process in self.told]
+        used = sum(map(cpu_seconds, [*self.told, *self.silent])) - before
         batches = sum(d["batches"] for d in done)
         return {
             "rate": batches / max(d["seconds"] for d in done),
-            "cpu_ms": 1000 * sum(d["cpu_s"] for d in done) / batches,
+            "all_ms": 1000 * used / batches,
+            "told_ms": 1000 * sum(d["cpu_s"] for d in done) / batches,
         }
 
     def end(self) -> None:
@@ -155,6 +160,12 @@ class Cluster:
                 process.wait()
 
 
+def cpu_seconds(process: subprocess.Popen[str]) -> float:
+    """Returns the CPU time that a process has used, all its threads together."""
+    fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 def measure(kind: str, tasks: int, seconds: float, rounds: int) -> dict[str, float]:
     """Returns medians for one number of tasks."""
     clusters = {way: Cluster(way, kind, tasks) for way in ("in-graph", "between-graph")}
@@ -168,57 +179,53 @@ def measure(kind: str, tasks: int, seconds: float, rounds: int) -> dict[str, flo
     finally:
         for cluster in clusters.values():
             cluster.end()
-    rate = {way: statistics.median(s["rate"] for s in samples) for way, samples in seen.items()}
+
+    def middle(way: str, figure: str) -> float:
+        return statistics.median(sample[figure] for sample in seen[way])
+
+    client, everybody = middle("in-graph", "told_ms"), middle("in-graph", "all_ms")
+    pairs = zip(seen["in-graph"], seen["between-graph"], strict=True)
     return {
         "model": kind,  # type: ignore[dict-item]
         "tasks": tasks,
         "batch_bytes": batch_bytes(kind),
-        "in_graph_per_s": round(rate["in-graph"], 1),
-        "between_graph_per_s": round(rate["between-graph"], 1),
-        "ratio": round(
-            statistics.median(
-                a["rate"] / b["rate"] for a, b in zip(seen["in-graph"], seen["between-graph"], strict=True)
-            ),
-            2,
-        ),
-        "client_cpu_ms_per_batch": round(statistics.median(s["cpu_ms"] for s in seen["in-graph"]), 2),
-        "client_limit_per_s": round(1000 / statistics.median(s["cpu_ms"] for s in seen["in-graph"])),
+        "in_graph_per_s": round(middle("in-graph", "rate"), 1),
+        "between_graph_per_s": round(middle("between-graph", "rate"), 1),
+        "ratio": round(statistics.median(a["rate"] / b["rate"] for a, b in pairs), 2),
+        "in_graph_cpu_ms": round(everybody, 2),
+        "between_graph_cpu_ms": round(middle("between-graph", "all_ms"), 2),
+        "client_cpu_ms": round(client, 2),
+        "client_feeds_tasks": round((everybody - client) / client, 1),
     }
 
 
 def draw(rows: list[dict[str, float]], path: Path) -> None:
-    """Draws in-graph as a share of between-graph, a line per model."""
-    width, height, left, bottom = 640, 300, 60, 250
-    colours = ("#1f6feb", "#d1600a", "#1a7f37")
-    counts = sorted({int(r["tasks"]) for r in rows})
-    top = max(1.2, max(r["ratio"] for r in rows) * 1.1)
-
-    def point(row: dict[str, float]) -> tuple[float, float]:
-        x = left + 60 + counts.index(int(row["tasks"])) * (width - left - 160) / max(1, len(counts) - 1)
-        return x, bottom - row["ratio"] / top * 200
-
+    """Draws the CPU time of a batch: between-graph, and in-graph with the client's part of it."""
+    bar, gap, left, top, scale = 22, 34, 250, 60, 300 / max(r["in_graph_cpu_ms"] for r in rows)
+    height = top + len(rows) * (2 * bar + gap) + 20
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="13">',
-        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
-        f'<text x="{left}" y="24" font-size="15" fill="#1f2328">In-graph, as a share of between-graph on the same machine</text>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 680 {height}" font-family="sans-serif" font-size="13">',
+        f'<rect width="680" height="{height}" fill="#ffffff"/>',
+        '<text x="16" y="26" font-size="15" fill="#1f2328">CPU milliseconds per batch, all processes together</text>',
+        '<rect x="16" y="38" width="12" height="12" fill="#8c959f"/><text x="34" y="48">between-graph</text>',
+        '<rect x="150" y="38" width="12" height="12" fill="#1f6feb"/><text x="168" y="48">in-graph: tasks and ps</text>',
+        '<rect x="330" y="38" width="12" height="12" fill="#d1600a"/><text x="348" y="48">in-graph: the client</text>',
     ]
-    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
-        y = bottom - share / top * 200
-        parts.append(f'<line x1="{left}" y1="{y:.0f}" x2="{width - 40}" y2="{y:.0f}" stroke="#d0d7de"/>')
-        parts.append(f'<text x="{left - 8}" y="{y + 4:.0f}" text-anchor="end" fill="#59636e">{share:g}</text>')
-    for n, kind in enumerate(dict.fromkeys(str(r["model"]) for r in rows)):
-        points = [point(r) for r in rows if r["model"] == kind]
-        line = " ".join(f"{x:.0f},{y:.0f}" for x, y in points)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colours[n]}" stroke-width="2.5"/>')
-        parts += [f'<circle cx="{x:.0f}" cy="{y:.0f}" r="4" fill="{colours[n]}"/>' for x, y in points]
-        kilobytes = next(int(r["batch_bytes"]) for r in rows if r["model"] == kind) // 1000
-        label = f"{kind}, {kilobytes} kB"
-        parts.append(f'<text x="{left + 20 + n * 280}" y="{height - 8}" fill="{colours[n]}">{label}</text>')
-    for row in rows[: len(counts)]:
-        x, _ = point(row)
-        parts.append(
-            f'<text x="{x:.0f}" y="{bottom + 20}" text-anchor="middle" fill="#1f2328">{row["tasks"]} tasks</text>'
+    for n, row in enumerate(rows):
+        y = top + 12 + n * (2 * bar + gap)
+        between, everybody, client = (
+            row[k] * scale for k in ("between_graph_cpu_ms", "in_graph_cpu_ms", "client_cpu_ms")
         )
+        many = "task" if row["tasks"] == 1 else "tasks"
+        parts += [
+            f'<text x="16" y="{y + 16}" fill="#1f2328">{row["model"]}</text>',
+            f'<text x="16" y="{y + 36}" fill="#59636e">{row["batch_bytes"] / 1000:.0f} kB, {row["tasks"]} {many}</text>',
+            f'<rect x="{left}" y="{y}" width="{between:.0f}" height="{bar - 2}" fill="#8c959f"/>',
+            f'<text x="{left + between + 6:.0f}" y="{y + 15}">{row["between_graph_cpu_ms"]:.1f}</text>',
+            f'<rect x="{left}" y="{y + bar}" width="{everybody - client:.0f}" height="{bar - 2}" fill="#1f6feb"/>',
+            f'<rect x="{left + everybody - client:.0f}" y="{y + bar}" width="{client:.0f}" height="{bar - 2}" fill="#d1600a"/>',
+            f'<text x="{left + everybody + 6:.0f}" y="{y + bar + 15}">{row["in_graph_cpu_ms"]:.1f}</text>',
+        ]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("\n".join([*parts, "</svg>"]) + "\n")
 
@@ -242,8 +249,8 @@ def main() -> None:
             rows.append(row)
             print(
                 f"{kind:26} {tasks} tasks  {row['batch_bytes'] / 1000:7.0f} kB  in-graph {row['in_graph_per_s']:7.1f}/s  "
-                f"between {row['between_graph_per_s']:7.1f}/s  ratio {row['ratio']:.2f}  "
-                f"client {row['client_cpu_ms_per_batch']:.2f} ms CPU per batch",
+                f"between {row['between_graph_per_s']:7.1f}/s  ratio {row['ratio']:.2f}  CPU ms per batch: in-graph "
+                f"{row['in_graph_cpu_ms']:.2f}, of it client {row['client_cpu_ms']:.2f}, between {row['between_graph_cpu_ms']:.2f}",
                 flush=True,
             )
     if args.json:

@@ -131,7 +131,7 @@ def test_join_says_what_is_wrong_with_its_flags_or_its_port() -> None:
             (["--job_nam=worker"], "did you mean --job_name?"),
             ([], "who is this task?"),
             ([*flags, "--steps=3"], "takes only flags that say who the task is"),
-            ([*flags, "--device=cuda:7"], "there is no device /job:worker/task:0/device:CUDA:7"),
+            ([*flags, "--device=cuda:7"], "was put on /job:worker/task:0/device:CUDA:7, but there is no such device"),
             (flags, "the port is in use"),
         ]:
             task = Started([*JOIN, *arguments])

@@ -21,6 +21,7 @@ from torchquorum.placement.layout import CONSTANT
 from torchquorum.session.desk import Desk, Work
 from torchquorum.session.join import Task, say
 from torchquorum.session.session import Session
+from torchquorum.transport import codec
 from torchquorum.transport import graph_messages as g
 from torchquorum.transport.codec import Frame
 from torchquorum.transport.messages import Fault, OptimizerSpec, Plan
@@ -70,6 +71,11 @@ class _ComputeClient(Client):
         came = super()._hear(waiting, k, received)
         self.held = waiting.what if came and waiting.what != "its turn" else self.held
         return came
+
+    def attend(self) -> None:
+        """Answers what ps task 0 asks of a worker that has nothing to do: its buffers, for others that want the run's."""
+        while self._open is None and (received := self._channels[0].receive(0.0)) is not None:
+            self._is_wanted(codec.split(received)[0])
 
 
 class ComputeSession(Session):
@@ -231,7 +237,8 @@ class ComputeTask:
         if self._cluster is None:
             raise GraphError(f"{self.name} belongs to no cluster with ps tasks: it executes graphs, it does not train")
         variables = {v.name: (tuple(v.shape), v.dtype) for v in message.plan.variables}
-        program = Program(message.graph, frames, self.device, variables)
+        buffers = {b.name: (tuple(b.shape), b.dtype) for b in message.plan.buffers}
+        program = Program(message.graph, frames, self.device, variables, buffers)
         if len(message.graph.outputs) != 1:
             raise GraphError(f"a graph with {len(message.graph.outputs)} outputs: the loss must be the only one")
         return program
@@ -251,6 +258,7 @@ class ComputeTask:
             save_every_s=options.save_every_s,
             save_every_steps=options.save_every_steps,
             keep=options.keep,
+            buffers=plan.buffers_mode,
             log_device_placement=options.log_device_placement,
             patience=Patience(start_s=options.start_s, round_s=options.round_s, probe_s=0.5),
         )
@@ -272,6 +280,7 @@ class ComputeTask:
             session.should_stop()  # looks at signals
             work = self.desk.take(IDLE_S)
             if work is None:
+                session.client.attend()
                 told = self._check_client(told)
             elif isinstance(work.message, g.Batch):
                 self._batch(session, program, work)
@@ -414,9 +423,13 @@ class ComputeTask:
                     )
                 with session.averaged() as version:
                     names, specs, frames = self._tensors(fetch.what)
+            elif busy:  # as they are here
+                names, specs, frames = self._tensors(fetch.what)
+            elif fetch.what == "buffers":
+                with session.shared_buffers():
+                    names, specs, frames = self._tensors(fetch.what)
             else:
-                if fetch.what == "variables" and not busy:
-                    version = session.pull()
+                version = session.pull()
                 names, specs, frames = self._tensors(fetch.what)
         except TorchQuorumError as failure:
             error = str(failure)

@@ -284,6 +284,7 @@ class Dispatcher:
         contact.text = f"says: {text}"
         if kind.startswith("train/"):
             contact.state = "refused"
+        contact.finished = contact.finished or kind == "failed"
 
     def _attached(self, contact: Contact, message: g.Attached) -> None:
         if TaskId.parse(message.task) != contact.task:
@@ -294,6 +295,7 @@ class Dispatcher:
             self._trouble(contact, "task", text)
             return
         contact.life, contact.state, contact.device = message.life, "attached", message.device
+        contact.finished = False
         contact.text = "is there"
         if message.host == self._host and self._host:
             contact.watch(message.pid)

@@ -68,8 +68,8 @@ class GraphSession:
         cluster: Who exists: a `tq.ClusterSpec`, or {"ps": [...], "worker": [...]} with the addresses of the compute tasks.
         graph: What to train.
         optimizer: A `tq.Optimizer` over the parameters of the graph's model.
-        logdir, last_step, num_steps, liveness_s, save_every_s, save_every_steps, keep, restore, start_afresh: As in
-            `tq.Session`.
+        logdir, last_step, num_steps, liveness_s, save_every_s, save_every_steps, keep, restore, start_afresh, buffers: As in
+            `tq.Session`; compute task 0 is the chief.
         wait_for_workers: Begin when so many compute tasks are ready; the others may come later.
         ahead: How many batches a task has besides the one that it computes, so that it need not wait for the next.
         seed: Dropout and the like in batch n follow from this and n, wherever it is computed. By default torch's seed.
@@ -92,6 +92,7 @@ class GraphSession:
         keep: int = 5,
         restore: bool = True,
         start_afresh: bool = False,
+        buffers: str = "chief",
         wait_for_workers: int = 1,
         ahead: int = 1,
         seed: int | None = None,
@@ -121,6 +122,7 @@ class GraphSession:
             keep=keep,
             restore=restore,
             start_afresh=start_afresh,
+            buffers=buffers,
             wait_for_workers=wait_for_workers,
             patience=self._patience,
         )
@@ -337,7 +339,7 @@ class GraphSession:
             return dispatcher.ready
 
     def pull(self, *, buffers: bool = True) -> int:
-        """Takes the variables into the client's model, and the buffers as the first live compute task has them.
+        """Takes the variables into the client's model, and the run's buffers, see `buffers=`.
 
         Returns:
             The version of the variables.

@@ -30,8 +30,8 @@ class TensorSpec(msgspec.Struct, array_like=True):
 class InputSpec(msgspec.Struct, array_like=True):
     """A value that a graph begins with.
 
-    `kind` is parameter, buffer, constant or input. A dimension of an input may be a word: any size, the same wherever the
-    word stands; the empty word is any size at all.
+    `kind` is parameter, buffer, constant or input; `trained` is for parameters, `persistent` for buffers. A dimension of an
+    input may be a word: any size, the same wherever the word stands; the empty word is any size at all.
     """
 
     kind: str
@@ -39,6 +39,7 @@ class InputSpec(msgspec.Struct, array_like=True):
     dtype: str
     shape: list[int | str]
     trained: bool = False
+    persistent: bool = True
 
 
 class NodeSpec(msgspec.Struct, array_like=True):

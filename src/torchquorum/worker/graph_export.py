@@ -175,7 +175,8 @@ class _Writer:
                 raise GraphError(f"constant {target} is {type(held).__name__}: only tensors can travel")
             target = target.removeprefix("model.")
             self.values.append(held.detach().clone())
-        self.inputs.append(g.InputSpec(kind, target, dtype_name(value.dtype), shape, trained))
+        persistent = spec.persistent is not False
+        self.inputs.append(g.InputSpec(kind, target, dtype_name(value.dtype), shape, trained, persistent))
 
     def _name_parameter(self, target: str) -> str:
         """Returns the name of a parameter in the user's model; a tied one is a variable once."""

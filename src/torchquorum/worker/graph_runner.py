@@ -8,7 +8,7 @@ number, a word, a list or a value that was computed before, and every tensor had
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torchquorum.worker.devices import name_of
 MAX_NODES = 200_000
 MAX_DEPTH = 8
 _NAME = re.compile(r"[\w.\-/+ ]{1,500}")
+Shapes = dict[str, tuple[tuple[int, ...], str]]
 _KINDS = ("parameter", "buffer", "constant", "input")
 _FORMATS = ("contiguous_format", "channels_last", "channels_last_3d", "preserve_format")
 
@@ -45,23 +46,22 @@ class _Node:
 
 
 class HeldVariables(nn.Module):
-    """The parameters and buffers of a graph under the names that they have in the user's model."""
+    """The parameters and buffers of a graph under the names that they have in the user's model, dots and all."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], buffers: dict[str, torch.Tensor]) -> None:
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], buffers: dict[str, torch.Tensor], passing: Collection[str] = ()
+    ) -> None:
         super().__init__()
-        self._held_parameters, self._held_buffers = parameters, buffers
+        self._held = parameters
+        # Straight into the module's own table: register_buffer wants names without dots.
+        self._buffers.update(buffers)
+        self._non_persistent_buffers_set.update(passing)
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the parameters in the order of the plan."""
-        yield from self._held_parameters.items()
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the buffers in the order of the graph."""
-        yield from self._held_buffers.items()
+        yield from self._held.items()
 
 
 class Program:
@@ -72,6 +72,7 @@ class Program:
         frames: The values of its buffers and constants, as they came.
         device: Where to run it; devices that the graph names are taken for this one.
         parameters: The variables by name, in the order of the plan, as (shape, dtype); None for a graph without any.
+        buffers: Likewise the run's buffers.
 
     Raises:
         GraphError: The graph is not one that may be run.
@@ -82,58 +83,61 @@ class Program:
         spec: g.GraphSpec,
         frames: Sequence[Frame],
         device: torch.device,
-        parameters: dict[str, tuple[tuple[int, ...], str]] | None = None,
+        parameters: Shapes | None = None,
+        buffers: Shapes | None = None,
     ) -> None:
         self.name, self.device = spec.name[:200], device
         if len(spec.nodes) > MAX_NODES:
             raise GraphError(f"a graph of {len(spec.nodes)} operations: at most {MAX_NODES} are allowed")
         self.inputs = [s for s in spec.inputs if s.kind == "input"]
         self._num_inputs = len(spec.inputs)
-        self._values = self._hold(spec.inputs, frames, parameters or {})
+        self._values = self._hold(spec.inputs, frames, parameters or {}, buffers or {})
         self._places = [i for i, s in enumerate(spec.inputs) if s.kind == "input"]
         self._nodes = [self._check(node, len(spec.inputs) + i) for i, node in enumerate(spec.nodes)]
         last = len(spec.inputs) + len(spec.nodes)
         self._outputs = [self._argument(v, last, 0) for v in spec.outputs]
         self._plan_memory()
-        buffers = {i for i, s in enumerate(spec.inputs) if s.kind == "buffer"}
-        self.writes_in_place = any(_in_place(n) and not _first_in(n, buffers) for n in self._nodes)
+        own = {i for i, s in enumerate(spec.inputs) if s.kind == "buffer"}
+        self.writes_in_place = any(_in_place(n) and not _first_in(n, own) for n in self._nodes)
 
     # -- checking -----------------------------------------------------------------------------------------------------
 
     def _hold(
-        self, inputs: Sequence[g.InputSpec], frames: Sequence[Frame], parameters: dict[str, tuple[tuple[int, ...], str]]
+        self, inputs: Sequence[g.InputSpec], frames: Sequence[Frame], parameters: Shapes, buffers: Shapes
     ) -> list[torch.Tensor | None]:
+        """Makes the tensors that the graph begins with; None stands where a batch goes."""
         for spec in inputs:
             if spec.kind not in _KINDS or not _NAME.fullmatch(spec.name) or len(spec.shape) > 64:
                 raise GraphError(f"input {spec.name[:80]!r} of kind {spec.kind[:20]!r}: not an input of a graph")
             if spec.kind != "input" and not all(isinstance(d, int) and d >= 0 for d in spec.shape):
                 raise GraphError(f"{spec.kind} {spec.name!r}: must have a fixed shape")
-        held = [s for s in inputs if s.kind in ("buffer", "constant")]
-        specs = [g.TensorSpec(s.dtype, [int(d) for d in s.shape]) for s in held]
+        sent = [s for s in inputs if s.kind in ("buffer", "constant")]
+        trained = {s.name for s in inputs if s.kind == "parameter" and s.trained}
         try:
-            tensors = iter([t.clone().to(self.device) for t in unpack(specs, frames)])
-            trained = {s.name for s in inputs if s.kind == "parameter" and s.trained}
-            made = {
-                name: nn.Parameter(
-                    torch.zeros(shape, dtype=find_dtype(dtype), device=self.device), requires_grad=name in trained
-                )
-                for name, (shape, dtype) in parameters.items()
-            }
+            specs = [g.TensorSpec(s.dtype, [int(d) for d in s.shape]) for s in sent]
+            came = iter([t.clone().to(self.device) for t in unpack(specs, frames)])
+            made = {name: nn.Parameter(self._zeros(shape), name in trained) for name, shape in parameters.items()}
+            # A buffer of the run that the graph does not use is held all the same: every worker has the same ones.
+            held = {name: self._zeros(shape) for name, shape in buffers.items()}
         except WireError as error:
             raise GraphError(f"the graph's tensors: {error}") from None
         values: list[torch.Tensor | None] = []
-        buffers: dict[str, torch.Tensor] = {}
         for spec in inputs:
+            known = parameters if spec.kind == "parameter" else buffers if spec.kind == "buffer" else {}
+            if (spec.kind == "parameter" and spec.name not in known) or _differs(spec, known.get(spec.name)):
+                raise GraphError(f"{spec.kind} {spec.name!r} of the graph is not as the plan has it")
             if spec.kind == "parameter":
-                if spec.name not in parameters or parameters[spec.name] != (tuple(spec.shape), spec.dtype):
-                    raise GraphError(f"parameter {spec.name!r} of the graph is not among the variables of the plan")
                 values.append(made[spec.name])
-            else:
-                values.append(None if spec.kind == "input" else next(tensors))
-                if spec.kind == "buffer":
-                    buffers[spec.name] = values[-1]  # pyright: ignore[reportArgumentType]
-        self.variables = HeldVariables(made, buffers)
+                continue
+            value = None if spec.kind == "input" else next(came)
+            values.append(value)
+            if spec.kind == "buffer" and value is not None:
+                held[spec.name] = value
+        self.variables = HeldVariables(made, held, {s.name for s in sent if not s.persistent})
         return values
+
+    def _zeros(self, shape: tuple[tuple[int, ...], str]) -> torch.Tensor:
+        return torch.zeros(shape[0], dtype=find_dtype(shape[1]), device=self.device)
 
     def _check(self, spec: g.NodeSpec, place: int) -> _Node:
         if not _NAME.fullmatch(spec.name):
@@ -240,6 +244,10 @@ def check_batch(inputs: Sequence[g.InputSpec], tensors: Sequence[g.TensorSpec]) 
                 f"tensor {number} of the batch is {tensor.dtype} {tensor.shape}: the graph takes {spec.dtype} [{shape}]; "
                 "only the first dimension may change, and it is the same for all tensors of a batch that share it"
             )
+
+
+def _differs(spec: g.InputSpec, known: tuple[tuple[int, ...], str] | None) -> bool:
+    return known is not None and known != (tuple(spec.shape), spec.dtype)
 
 
 def _in_place(node: _Node) -> bool:

@@ -129,10 +129,40 @@ def test_averages_and_checkpoints_are_there_for_the_client(tmp_path: Path) -> No
     model, graph, optimizer = make(tq.Async(), average=average)
     with graph_cluster() as cluster, session(cluster, graph, optimizer, logdir=tmp_path, num_steps=2) as run:
         assert [r.step for r in run.run([BATCH] * 9) if r.accepted] == [5, 6]
+    assert int(dict(model.named_buffers())["1.num_batches_tracked"]) == 6  # buffers are saved and restored, too
     between, _, optimizer = make(tq.Async(), average=average)  # and on between-graph, where in-graph ended
     with tq.Session(tq.join([]), between, optimizer, logdir=tmp_path) as alone:
         assert alone.global_step == 6
         assert torch.equal(between[0].weight, model[0].weight)  # type: ignore[index]
+
+
+class Counting(nn.Module):
+    """Batch norm on the input itself, a buffer that is not used, and one that belongs to no checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(5)
+        self.unused = nn.Buffer(torch.arange(3))
+        self.passing = nn.Buffer(torch.full((5,), 2.0), persistent=False)
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.norm(x) * self.passing)
+
+
+@pytest.mark.parametrize("mode", ["chief", "average", "local"])
+def test_the_client_gets_the_runs_buffers(mode: str) -> None:
+    model = Counting()
+    graph = tq.Graph(model, F.cross_entropy, example_inputs=BATCH)
+    optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), rule=tq.Async())
+    first, second = BATCH[0], BATCH[0] + 3.0
+    options: dict[str, Any] = {"wait_for_workers": 2, "buffers": mode}
+    with graph_cluster(workers=2) as cluster, session(cluster, graph, optimizer, **options) as run:
+        run.submit(first, BATCH[1], on=0).result()
+        run.submit(second, BATCH[1], on=1).result()
+        run.pull()
+        shift = 1.5 if mode == "average" else 0.0
+        assert torch.allclose(model.norm.running_mean, 0.1 * (first.mean(0) + shift), atol=1e-5)  # type: ignore[arg-type]
 
 
 def test_with_nobody_there_the_client_says_so_and_gives_up() -> None:
@@ -188,7 +218,8 @@ def test_an_error_in_the_clients_loop_ends_every_task_and_is_what_the_user_sees(
         run.submit(*BATCH)
 
 
-def test_a_second_client_is_told_that_the_task_is_busy_and_one_with_another_graph_cannot_join() -> None:
+def test_a_second_client_is_told_that_the_task_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchquorum.session.dispatcher.BUSY_S", 1.0)
     _, graph, optimizer = make(tq.Async())
     with graph_cluster() as cluster, session(cluster, graph, optimizer) as run:
         assert run.submit(*BATCH).result().accepted

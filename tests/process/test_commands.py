@@ -196,3 +196,21 @@ def test_checkpoints_are_listed_and_exported_as_a_plain_state_dict(tmp_path: Pat
     old = run("export", str(folder), str(plain))
     assert old.returncode == 0 and "from model.ckpt-60" in old.stdout and "skipping" in old.stderr
     assert run("export", str(tmp_path / "nothing"), str(plain)).returncode == 2
+
+
+def test_a_chief_that_fails_before_it_has_made_the_variables_ends_the_run(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torchquorum as tq, torch\n"
+        "task = tq.join()\n"
+        "assert not task.is_chief, 'told to fail'\n"
+        "model = torch.nn.Linear(1, 1)\n"
+        "with tq.Session(task, model, tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))):\n"
+        "    pass\n"
+    )
+    started = Started([*TORCHQUORUM, "run", str(script)])
+    try:
+        assert started.wait() == 1, started.tail()
+        assert any("the chief has failed: ending the other tasks" in line for line in started.lines), started.tail()
+    finally:
+        started.end()

@@ -254,7 +254,8 @@ def _reporting(doing: str, partial: Path | None = None, *, note: str = SAFE) -> 
         told = re.search(r"\(os error (\d+)\)", str(cause))  # safetensors gives the system's number only in its text
         number = cause.errno if isinstance(cause, OSError) else int(told[1]) if told else None
         advice = _ADVICE.get(number or 0, "see what is wrong there, or name another folder")
-        raise CheckpointError(f"{doing} failed: {cause}; {advice}.{note}") from error
+        stop = "" if advice.endswith("?") else "."
+        raise CheckpointError(f"{doing} failed: {cause}; {advice}{stop}{note}") from error
 
 
 def _write_manifest(folder: Path, manifest: Manifest) -> None:

@@ -26,6 +26,7 @@ from torchquorum.errors import ConfigError
 
 PS_GRACE_S = 20.0
 WORKER_GRACE_S = 5.0
+CHIEF_GRACE_S = 5.0
 INTERRUPT_GRACE_S = 60.0
 AFTER_WORKERS_GRACE_S = 2.0
 STOP_GRACE_S = 5.0
@@ -245,6 +246,12 @@ class LocalCluster:
             if now - gone_at > WORKER_GRACE_S:
                 late = ", ".join(str(t.task) for t in running)
                 self._say(f"the run is over: ending {late}, which came back too late for it")
+                return True
+        chief = next((t for t in workers if t.task.index == 0), None)
+        if running and chief is not None and (chief.code or 0) > 0:
+            gone_at = self._ended_at.setdefault("chief", now)
+            if now - gone_at > CHIEF_GRACE_S:
+                self._say("the chief has failed: ending the other tasks")
                 return True
         if any(t.task.job == "ps" and t.code for t in self.tasks):
             gone_at = self._ended_at.setdefault("ps", now)

@@ -103,7 +103,7 @@ class Checkpoints:
                 self.saving = Saving(number, version, begin(Path(folder), version), keep, now)
             except CheckpointError as error:
                 self.last = SaveState(number, "failed", version, "", str(error))
-                self._say(f"no checkpoint: {error}; training goes on")
+                self._say(f"no checkpoint: {str(error).rstrip('.')}; training goes on")
                 return self.last
             self._leader.snapshot(number, str(self.saving.partial))
             state = self.state(number)
@@ -213,7 +213,7 @@ class Checkpoints:
         self._saver.abandon(saving.partial)
         self.saving = None
         self.last = SaveState(saving.number, "failed", saving.version, "", error)
-        self._say(f"no checkpoint at step {saving.version}: {error}; training goes on")
+        self._say(f"no checkpoint at step {saving.version}: {error.rstrip('.')}; training goes on")
 
     def _manifest(self, saving: Saving) -> Manifest:
         files, pieces, scalars = {}, [], {}

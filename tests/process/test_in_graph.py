@@ -45,7 +45,7 @@ def counts(run: Started) -> tuple[int, int, int]:
 
 
 def accepted_in_ledger(logdir: Path) -> int:
-    return sum(json.loads(line)["accepted"] for line in (logdir / "ledger.jsonl").read_text().splitlines())
+    return sum(json.loads(line).get("accepted", False) for line in (logdir / "ledger.jsonl").read_text().splitlines())
 
 
 @pytest.mark.timeout(400)
@@ -98,8 +98,8 @@ def test_a_frozen_task_is_given_up_and_what_it_does_afterwards_changes_nothing(t
         enough.touch()
         ends_well(run, steady, frozen, ps)
         _, accepted, step = counts(run)
-        left_over = accepted_in_ledger(logdir) - accepted
-        assert left_over in (0, 1) and accepted == 2 * step  # one may wait in a round that never fills
+        # Two make an update; one may wait in a round that never fills.
+        assert 2 * step <= accepted <= accepted_in_ledger(logdir) <= 2 * step + 1
 
 
 @pytest.mark.timeout(400)

@@ -230,17 +230,16 @@ class GraphSession:
         more = True
         while more or mine:
             more = more and not self.should_stop()
-            while more and not self._full():
+            if more and not self._full():
                 given = next(source, None)
-                if given is None:
-                    more = False
-                    break
-                batch = self._make(given, None)
-                mine[batch.number] = batch
-                self._give(batch)
-            if not mine:
-                continue
-            self._wait(self._progress(mine, more), "a batch to be computed", self._patience.round_s)
+                more = given is not None
+                if given is not None:
+                    batch = self._make(given, None)
+                    mine[batch.number] = batch
+                    self._give(batch)
+            elif mine:
+                self._wait(self._progress(mine, more), "a batch to be computed", self._patience.round_s)
+            # Results are shown before more data is read: that may take its time, and the tasks may be faster.
             for batch in self._over_among(mine, settle=not more):
                 del mine[batch.number]
                 yield self._show(batch)

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,26 @@ def test_bounded_ends_too_although_the_slowest_has_no_more_work() -> None:
         everything = list(run.run([BATCH] * 9))
         assert len(everything) == 9 and all(r.accepted for r in everything)
         assert run.pull() == 11
+
+
+def test_results_come_while_data_is_still_being_read() -> None:
+    _, graph, optimizer = make(tq.Async())
+    shown: list[int] = []
+
+    def slow() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Data that takes longer to read than to compute: the tasks always have room for more."""
+        for number in range(6):
+            deadline = time.monotonic() + 60
+            while dispatcher.books.unfinished and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert len(shown) >= number - 1
+            yield BATCH
+
+    with graph_cluster(workers=2) as cluster, session(cluster, graph, optimizer, wait_for_workers=2, ahead=8) as run:
+        dispatcher = run._running()
+        for result in run.run(slow()):
+            shown.append(result.number)
+    assert shown == list(range(6))
 
 
 def test_a_batch_can_ask_for_its_task() -> None:

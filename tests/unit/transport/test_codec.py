@@ -57,6 +57,8 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         m.Push, numbers, numbers, numbers, numbers, numbers, numbers, st.lists(numbers, max_size=5), st.none() | floats
     ),
     m.Pull: st.builds(m.Pull, numbers, numbers, numbers),
+    m.FateOf: st.builds(m.FateOf, numbers, numbers, numbers),
+    m.Fate: st.builds(m.Fate, numbers, numbers, numbers, st.text(), st.text(), numbers, st.none() | floats),
     m.Probe: st.builds(m.Probe, numbers, numbers, numbers),
     m.Beat: st.builds(m.Beat, numbers, numbers),
     m.Leave: st.builds(m.Leave, numbers, numbers, st.none() | floats, st.none() | floats, st.booleans()),

@@ -57,7 +57,7 @@ def test_a_ps_that_dies_while_workers_only_pull_is_found_again(tmp_path: Path) -
         ps.kill()
         ps.wait()
         again = cluster.start("ps", 0)
-        assert chief.until("rolled back to") in ("rolled back to 7", "rolled back to 14")
+        assert 7 <= int(chief.until("rolled back to").split()[-1]) <= 20
         again.until("saved")
         assert chief.wait() == 0, chief.tail()
         assert again.wait() == 0, again.tail()
@@ -68,17 +68,17 @@ def test_a_ps_that_dies_between_the_last_step_and_the_last_checkpoint_is_an_erro
 ) -> None:
     with by_hand(workers=1, program=PROGRAM) as cluster:
         ps = cluster.start("ps", 0)
-        chief = cluster.start("worker", 0, f"--logdir={tmp_path}", "--steps=20", "--wait-at-end", "--pause=0.02")
-        ps.until("model.ckpt-14")
+        chief = cluster.start("worker", 0, f"--logdir={tmp_path}", "--steps=12", "--wait-at-end")
+        ps.until("model.ckpt-7")
         chief.until("ending")
         ps.kill()
         ps.wait()
         again = cluster.start("ps", 0)
         (tmp_path / "go-on").touch()
         assert chief.wait() == 1, chief.tail()
-        assert "the run is back at global step 14 of 20. Start the program again" in chief.tail()
+        assert "the run is back at global step 7 of 12. Start the program again" in chief.tail()
         assert "Traceback" not in chief.tail()
         assert again.wait() == 1, again.tail()
-        ps, chief = cluster.start("ps", 0), cluster.start("worker", 0, f"--logdir={tmp_path}", "--steps=20")
-        assert chief.until("started at") == "started at 14"
+        ps, chief = cluster.start("ps", 0), cluster.start("worker", 0, f"--logdir={tmp_path}", "--steps=12")
+        assert chief.until("started at") == "started at 7"
         assert chief.wait() == 0 and ps.wait() == 0, chief.tail()

@@ -205,12 +205,20 @@ class Towers:
             [only] = by_device.values()
             self._run_device(loss_fn, only, work[0].tower, done=lambda w: total.add(bring(_taken(w), self._home)))
             _raise_first(work)
+            self._keep_buffers(work[0])
             return total.mean()
         self._run_devices(loss_fn, by_device, work[0].tower)
         _raise_first(work)
+        self._keep_buffers(work[0])
         for each in work:
             total.add(bring(_taken(each), self._home))
         return total.mean()
+
+    def _keep_buffers(self, keeper: _Work) -> None:
+        """Gives the model the first tower's buffers: when all have ended, since a tower of the model puts its own back."""
+        replica = self._replicas.get(keeper.device)
+        if replica is not None:
+            replica.give_buffers(self._home)
 
     def _run_devices(self, loss_fn: LossFn, by_device: dict[torch.device, list[_Work]], keeper: int) -> None:
         """Runs GPUs side by side, each from a thread of its own; the CPU's towers one after another on this thread.
@@ -269,8 +277,6 @@ class Towers:
             finally:
                 for parameter in parameters:
                     parameter.grad = None
-        if replica is not None and work[0].tower == keeper:
-            replica.give_buffers(self._home)
 
     def _regularize(self, regularizer: Regularizer) -> torch.Tensor:
         with torch.enable_grad():

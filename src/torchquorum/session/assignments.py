@@ -115,10 +115,19 @@ class Assignments:
         free = sum(self.depth - len(h.queue) for h in self.helpers.values())
         return free - len(self.waiting) - len(self.doubts)
 
-    def ready(self, index: int, incarnation: int, local_step: int, place: str) -> None:
-        """A task is ready to compute; it counts as if it had done what the others have."""
+    def ready(self, index: int, incarnation: int, local_step: int, place: str, *, busy_with: int = -1) -> None:
+        """A task is ready to compute; it counts as if it had done what the others have.
+
+        If it is one that was only thought to be lost, what it owed and nobody has settled is its again. It may also be busy
+        with a batch that is not its any more; that makes one of its local steps.
+        """
         level = min((h.given - len(h.queue) for h in self.helpers.values()), default=0)
-        self.helpers[index] = Helper(index, incarnation, local_step, place, given=level)
+        helper = self.helpers[index] = Helper(index, incarnation, local_step, place, given=level)
+        its_own = [d for d in self.doubts if (d.worker, d.incarnation) == (index, incarnation)]
+        self.doubts = [d for d in self.doubts if d not in its_own]
+        helper.queue = [d.batch for d in its_own]
+        if busy_with >= 0 and busy_with not in [b.number for b in helper.queue]:
+            helper.local_step += 1
 
     def next(self) -> tuple[Helper, GivenBatch] | None:
         """Gives a batch to a task with room, the oldest that can be given, if there is one."""

@@ -34,7 +34,6 @@ from torchquorum.worker.optimizer import Optimizer
 CLIENT_SILENCE_S = 60.0
 FIRST_CLIENT_S = 3600.0
 SAY_EVERY_S = 15.0
-LEASE_S = 2.0
 IDLE_S = 0.2
 LAST_SAVE_S = 120.0
 
@@ -293,7 +292,7 @@ class ComputeTask:
             session.client.stop()
 
     def _check_client(self, told: float) -> float:
-        heard_at, _, client = self.desk.heard()
+        heard_at, client = self.desk.heard()
         now = time.monotonic()
         silent_s = now - heard_at
         if silent_s > CLIENT_SILENCE_S:
@@ -307,16 +306,14 @@ class ComputeTask:
         return told
 
     def _wanted(self, number: int) -> bool:
-        """Whether the client still wants a batch of us; after a long silence its next word is waited for."""
-        began = told = time.monotonic()
-        while True:
-            heard_at, awaiting, _ = self.desk.heard()
-            if heard_at > began - LEASE_S:
-                return heard_at <= began or number in awaiting
+        """Whether the client still wants a batch of us; after a silence its next word is waited for."""
+        told = time.monotonic()
+        while (answer := self.desk.may_begin(number)) is None:
             told = self._check_client(told)
             if self._session is not None and self._session.interrupted:
                 return False
-            time.sleep(0.02)
+            time.sleep(0.01)
+        return answer
 
     def _batch(self, session: ComputeSession, program: Program, work: Work) -> None:
         message: g.Batch = work.message

@@ -66,7 +66,8 @@ class _Run:
     client: str = ""
     peer: Peer = b""
     heard_at: float = 0.0
-    awaiting: frozenset[int] = frozenset()
+    lease_s: float = 0.0
+    lease_at: float = 0.0
     inside: set[int] = field(default_factory=set)
     results: OrderedDict[int, bytes] = field(default_factory=OrderedDict)
     fetching: set[int] = field(default_factory=set)
@@ -166,10 +167,17 @@ class Desk:
         with self._changed:
             self._run.inside.discard(number)
 
-    def heard(self) -> tuple[float, frozenset[int], str]:
-        """Returns when the client was last heard of, which batches it waited for then, and who it is."""
+    def heard(self) -> tuple[float, str]:
+        """Returns when the client was last heard of, and who it is."""
         with self._changed:
-            return self._run.heard_at, self._run.awaiting, self._run.client
+            return self._run.heard_at, self._run.client
+
+    def may_begin(self, number: int) -> bool | None:
+        """Whether the client still wants a batch of us; None while that is not known, after we were cut off or frozen."""
+        with self._changed:
+            if time.monotonic() - self._run.lease_at >= self._run.lease_s:
+                return None
+            return number in self._run.inside
 
     def end_run(self) -> None:
         """The task is free for another run."""
@@ -241,7 +249,8 @@ class Desk:
             ):
                 return [self._state([])]
             case g.Ask():
-                run.heard_at, run.peer, run.awaiting = time.monotonic(), peer, frozenset(message.awaiting)
+                run.peer = peer
+                self._renew(message)
                 again = [run.results[n] for n in message.awaiting if n in run.results]
                 lost = [n for n in message.awaiting if n not in run.results and n not in run.inside]
                 return [self._state(lost), *again]
@@ -270,6 +279,22 @@ class Desk:
             case _:
                 return [Fault("wire", f"{type(message).__name__} is not for a compute task")]
 
+    def _renew(self, ask: g.Ask) -> None:
+        """The client knew us to be alive when it sent this, unless it lay about while we were frozen.
+
+        While the lease lasts the client cannot have given our batches to others. If it had run out, what the client does not
+        wait for now is not ours any more.
+        """
+        run, now = self._run, time.monotonic()
+        run.heard_at = now
+        if now - ask.stamp >= run.lease_s:
+            return
+        if now - run.lease_at >= run.lease_s:
+            kept = {*ask.awaiting, self._standing.doing}
+            self._tray = deque(w for w in self._tray if not isinstance(w.message, g.Batch) or w.message.number in kept)
+            run.inside &= kept
+        run.lease_at = min(ask.stamp, now)
+
     def _introduce(self, attach: g.Attach) -> Message:
         if attach.protocol != PROTOCOL:
             spoken = f"the client speaks protocol {attach.protocol}, {self.task} speaks {PROTOCOL}"
@@ -290,7 +315,7 @@ class Desk:
             text = f"{self.task} is busy with the run of {self._run.client}, heard of {silent_s:.0f} s ago"
             return Fault("busy", f"{text}; end that client, or wait until it has finished")
         fresh = not self._standing.run
-        self._run = _Run(terms, message.client, work.peer, time.monotonic())
+        self._run = _Run(terms, message.client, work.peer, time.monotonic(), message.plan.liveness_s / 2)
         self._standing.run = message.run
         self._tray = deque(w for w in self._tray if isinstance(w.message, g.Execute))
         if fresh:
@@ -313,4 +338,5 @@ class Desk:
             s.loss,
             unknown,
             s.stop,
+            time.monotonic(),
         )

@@ -64,6 +64,7 @@ class Contact:
         self.text = "has not answered yet"
         self.device = "cpu"
         self.heard_at = 0.0
+        self.stamp = 0.0
         self.pidfd: int | None = None
         self.finished = False
 
@@ -215,7 +216,7 @@ class Dispatcher:
                 continue
             helper = self.books.helpers.get(contact.task.index)
             awaiting = [b.number for b in helper.queue] if helper else []
-            contact.channel.send([codec.encode(g.Ask(self._run, awaiting))])
+            contact.channel.send([codec.encode(g.Ask(self._run, awaiting, contact.stamp))])
             if self._finish is not None and not contact.finished:
                 # The first that still lives ends the run for everybody.
                 first = next((c for c in self.contacts if c.state in ("ready", "finishing")), contact)
@@ -295,7 +296,7 @@ class Dispatcher:
             self._trouble(contact, "task", text)
             return
         contact.life, contact.state, contact.device = message.life, "attached", message.device
-        contact.finished = False
+        contact.finished, contact.stamp = False, 0.0
         contact.text = "is there"
         if message.host == self._host and self._host:
             contact.watch(message.pid)
@@ -307,6 +308,7 @@ class Dispatcher:
 
     def _take_state(self, contact: Contact, state: g.State) -> None:
         index = contact.task.index
+        contact.stamp = state.stamp
         if state.run != self._run:
             if contact.state in ("ready", "finishing"):
                 self._lose(contact, "it has forgotten the run")
@@ -329,8 +331,7 @@ class Dispatcher:
             return
         self.troubles.pop(index, None)
         if helper is None:
-            # One that we had lost may still be busy with a batch that is not ours any more.
-            self.books.ready(index, state.incarnation, state.local_step + (state.doing >= 0), contact.place)
+            self.books.ready(index, state.incarnation, state.local_step, contact.place, busy_with=state.doing)
             self._say(f"{contact.task} ({contact.address}) is ready at global step {state.version}")
             return
         helper.held = {state.doing: state.held} if state.held else {}

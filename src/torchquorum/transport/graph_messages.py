@@ -109,10 +109,14 @@ class Batch(Message):
 
 
 class Ask(Message):
-    """How are you, and what became of the batches that I am waiting for? Answered by State, and Done or Failed again."""
+    """How are you, and what became of the batches that I am waiting for? Answered by State, and Done or Failed again.
+
+    `stamp` is that of the last State: it tells the task how old the client's knowledge of it is.
+    """
 
     run: str
     awaiting: list[int]
+    stamp: float
 
 
 class Recall(Message):
@@ -174,7 +178,8 @@ class State(Message):
     """How the task is doing.
 
     `state` is free, loading, joining, ready, finished or failed, with `text` for people. `held` says what the batch
-    `doing` waits for at the ps tasks, if it waits. `unknown` lists awaited batches that never arrived.
+    `doing` waits for at the ps tasks, if it waits. `unknown` lists awaited batches that never arrived, or were dropped.
+    `stamp` is the task's own clock, for the next Ask.
     """
 
     run: str
@@ -189,6 +194,7 @@ class State(Message):
     loss: float | None
     unknown: list[int]
     stop: bool
+    stamp: float
 
 
 class Done(Message):

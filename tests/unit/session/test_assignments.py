@@ -114,6 +114,19 @@ def test_a_result_of_a_batch_that_was_taken_away_is_nobodys_business() -> None:
     assert made.doubts[0].batch.result is None
 
 
+def test_a_task_that_was_only_thought_to_be_lost_has_its_batches_back_unless_they_were_given_away() -> None:
+    made = books(2, 6)
+    give_all(made)
+    assert [b.number for b in made.helpers[0].queue] == [0, 2]
+    made.lost(0)
+    made.settle(made.doubts[0], "never", "", 0, None)
+    assert give_all(made) == []  # the other has enough to do
+    made.ready(0, 100, 3, "thawed", busy_with=0)
+    assert not made.doubts and [b.number for b in made.helpers[0].queue] == [2]
+    assert made.helpers[0].local_step == 4  # it is at work on what is not its any more
+    assert give_all(made) == [(0, 0)]
+
+
 def test_a_batch_behind_a_waiting_one_is_called_back_for_an_idle_task() -> None:
     made = books(2, 4)
     give_all(made)

@@ -89,6 +89,11 @@ class Helper:
     loss: float | None = None
     version: int = 0
 
+    def held_text(self, number: int) -> str:
+        """Returns what a batch waits for at the ps tasks, for people."""
+        what = self.held.get(number)
+        return f" (waits for {what})" if what else ""
+
 
 class Assignments:
     """The books.
@@ -169,7 +174,7 @@ class Assignments:
         batch = next((b for b in helper.queue if b.number == number), None) if helper else None
         if helper is not None and batch is not None:
             helper.queue.remove(batch)
-            batch.wish = None
+            batch.wish = next((h.index for h in self.helpers.values() if not h.queue), None)  # not the same one again
             self.waiting.append(batch)
 
     def done(self, index: int, message: g.Done) -> None:

@@ -138,7 +138,8 @@ class Desk:
             if message.run != self._standing.run:
                 return  # of a client that is gone; another has taken the run over and counts anew
             self._run.inside.discard(message.number)
-            self._run.results[message.number] = packet
+            if not (isinstance(message, g.Done) and message.reason == "expired"):  # that one may be given to us again
+                self._run.results[message.number] = packet
             while len(self._run.results) > REMEMBERED_RESULTS:
                 self._run.results.popitem(last=False)
             peer = self._run.peer

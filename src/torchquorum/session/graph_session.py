@@ -442,4 +442,11 @@ def batch_seed(seed: int, number: int) -> int:
 
 def _who(dispatcher: Dispatcher) -> str:
     """Says how every compute task is doing."""
-    return "; ".join(str(contact) for contact in dispatcher.contacts) + "."
+    books = dispatcher.books
+    said = []
+    for contact in dispatcher.contacts:
+        helper = books.helpers.get(contact.task.index)
+        batches = ", ".join(f"{b.number}{helper.held_text(b.number)}" for b in helper.queue) if helper else ""
+        said.append(f"{contact}, has batch {batches}" if batches else str(contact))
+    waiting = [str(b.number) for b in books.waiting] + [f"{d.batch.number} (in doubt)" for d in books.doubts]
+    return "; ".join(said) + (f"; not given to anybody: batch {', '.join(waiting)}" if waiting else "") + "."

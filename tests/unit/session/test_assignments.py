@@ -127,8 +127,9 @@ def test_a_task_that_was_only_thought_to_be_lost_has_its_batches_back_unless_the
     assert give_all(made) == [(0, 0)]
 
 
-def test_a_batch_behind_a_waiting_one_is_called_back_for_an_idle_task() -> None:
-    made = books(2, 4)
+@pytest.mark.parametrize("in_turn", [False, True])
+def test_a_batch_behind_a_waiting_one_is_called_back_for_an_idle_task(in_turn: bool) -> None:
+    made = books(2, 4, in_turn=in_turn)
     give_all(made)
     made.helpers[0].held = {0: "the quorum (1 of 2)"}
     assert made.to_recall() is None  # the other is not idle
@@ -136,6 +137,7 @@ def test_a_batch_behind_a_waiting_one_is_called_back_for_an_idle_task() -> None:
     made.done(1, done(3, 2))
     helper, batch = made.to_recall() or (None, None)
     assert helper is made.helpers[0] and batch is not None and batch.number == 2
+    made.helpers[1].given += 5  # it is the other one's turn, but that one waits
     made.recalled(0, 2)
     assert give_all(made) == [(1, 2)]
 

@@ -107,3 +107,23 @@ def test_a_recalled_batch_comes_back_only_if_it_was_not_begun(desk: Desk, channe
     answer = ask(channel, g.Recall("run", 2))
     assert isinstance(answer, g.Recalled) and answer.number == 2
     assert take_all(desk) == []
+
+
+@pytest.mark.parametrize("reason", ["fresh", "expired"])
+def test_a_batch_is_computed_again_only_if_its_gradient_came_too_late(
+    desk: Desk, channel: ZmqChannel, reason: str
+) -> None:
+    stamp = begin(channel).stamp
+    give(channel, 1)
+    ask(channel, g.Ask("run", [1], stamp))
+    assert take_all(desk) == [1]
+    desk.finish_batch(g.Done("run", desk.life, 1, 0.5, 3, 3, reason == "fresh", reason, 0, 0.1, False, 0.01))
+    received = channel.receive(30.0)
+    assert received is not None and isinstance(g.split(received)[0], g.Done)
+    give(channel, 1)
+    state = ask(channel, g.Ask("run", [1], stamp))
+    assert isinstance(state, g.State) and state.unknown == []
+    if reason == "fresh":
+        received = channel.receive(30.0)
+        assert received is not None and isinstance(g.split(received)[0], g.Done)  # said again
+    assert take_all(desk) == ([1] if reason == "expired" else [])

@@ -241,6 +241,10 @@ class Quorum:
             return []
         return [self._bury(worker, why), *self._settle()]
 
+    def somebody_silent(self, now: float) -> bool:
+        """Whether `expire` would find somebody to declare dead, or somebody has come back and nothing has followed."""
+        return self._came_back or any(w.alive and now - w.last_seen > self.liveness_s for w in self.workers.values())
+
     def expire(self, now: float) -> list[Action]:
         """Time has passed: whoever has not been heard of for `liveness_s` is declared dead."""
         silent_s = {i: now - w.last_seen for i, w in self.workers.items() if w.alive}

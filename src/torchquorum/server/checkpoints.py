@@ -89,6 +89,11 @@ class Checkpoints:
         self._stood_in_at: float | None = None
         self._next: tuple[int, str, int] | None = None
 
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being made, or waits for its turn."""
+        return self.saving is not None or self._next is not None
+
     def save(self, number: int, folder: str, keep: int, now: float) -> SaveState:
         """Starts checkpoint `number`, unless it is known; while another is being made it waits for its turn.
 

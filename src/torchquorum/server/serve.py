@@ -31,6 +31,7 @@ from torchquorum.transport.zmq_channel import ZmqChannel, ZmqListener
 
 TICK_S = 0.25
 SAVING_TICK_S = 0.01
+BOARD_TICK_S = 0.02
 SAY_EVERY_S = 15.0
 WAIT_FOR_CHIEF_S = 3600.0
 FAREWELL_S = 3.0
@@ -105,7 +106,7 @@ class Server:
         while self.service.ended is None:
             self._receive()
             now = time.monotonic()
-            if now - ticked >= (SAVING_TICK_S if self.service.parts.saver.busy else TICK_S):
+            if now - ticked >= self._tick_s:
                 ticked = now
                 self._tick(now)
             self._check_leader(now)
@@ -134,9 +135,15 @@ class Server:
         if self._leader is not None:
             self._leader.close()
 
+    @property
+    def _tick_s(self) -> float:
+        if self.service.parts.saver.busy:
+            return SAVING_TICK_S
+        return BOARD_TICK_S if self.service.board is not None and self.service.board.is_open else TICK_S
+
     def _receive(self) -> None:
         """Waits for a message, then takes all that are there before it looks at the clock again."""
-        timeout_s = SAVING_TICK_S if self.service.parts.saver.busy else TICK_S
+        timeout_s = self._tick_s
         if self._leader is None:
             received = self._listener.receive(timeout_s)
         else:

@@ -17,12 +17,14 @@ from torchquorum.cluster import ClusterSpec, TaskId
 from torchquorum.errors import ConfigError, LostPlaceError, RefusedError
 from torchquorum.formats.ledger import LedgerWriter
 from torchquorum.rules.quorum import Key
+from torchquorum.server.board_host import HARMLESS, BoardHost
 from torchquorum.server.buffers import BufferHome, check_same_buffers
 from torchquorum.server.checkpoints import Checkpoints, Parts
 from torchquorum.server.leader import Arrival, Leader
 from torchquorum.server.shard import Reply, Shard
 from torchquorum.server.tally import Tally
 from torchquorum.transport import codec
+from torchquorum.transport.board import Record
 from torchquorum.transport.channel import Peer
 from torchquorum.transport.codec import Frame
 
@@ -70,6 +72,7 @@ class Service:
         self.parts = Parts(me.index)
         self.checkpoints: Checkpoints | None = None
         self.buffers: BufferHome | None = None
+        self.board: BoardHost | None = None
         self.reign = 0
 
     # -- messages -----------------------------------------------------------------------------------------------------
@@ -83,7 +86,8 @@ class Service:
         except codec.WireError as error:
             return [Reply(peer, m.Fault("wire", str(error)))]
         try:
-            return self._route(peer, message, tensors, now, wall)
+            before = self._look_at_board(close=not isinstance(message, HARMLESS))
+            return before + self._route(peer, message, tensors, now, wall)
         except AssertionError:
             raise  # a mistake of our own
         except Exception as error:  # whatever a stranger may have sent, the others are served on
@@ -145,6 +149,7 @@ class Service:
         replies = self._take_results()
         if self.leader is None or self.checkpoints is None:
             return replies
+        replies += self._look_at_board(close=self.leader.quorum.somebody_silent(now) or self.checkpoints.busy)
         self.checkpoints.advance(now)
         self.leader.tick(now, wall)
         self.checkpoints.stand_in_for_chief(now)
@@ -160,9 +165,10 @@ class Service:
         self.pids.pop((worker, incarnation), None)
         if self.leader is None:
             return []
+        replies = self._look_at_board(close=True)
         self.leader.lost(worker, incarnation, "its process ended", wall)
         self._check_end(now)
-        return self._advance()
+        return replies + self._advance()
 
     def heartbeat(self) -> Reply | None:
         """What a shard other than 0 tells shard 0 now and then."""
@@ -228,6 +234,7 @@ class Service:
             )
             self._said_of_buffers([])
             self.checkpoints.restored = positions
+            self.board = BoardHost(self.shard, self.leader, self.checkpoints) if self.shard.board is not None else None
         waiting, self._waiting = self._waiting, []
         replies = [Reply(peer, m.Created(self.shard.version, False))]
         for guest, join in waiting:
@@ -238,7 +245,7 @@ class Service:
         """Another ps has lost its variables: ours go too, and all are restored together."""
         assert self.shard is not None
         self.shard.close()
-        self.shard = self.leader = self.checkpoints = self.buffers = self.parts.untold = None
+        self.shard = self.leader = self.checkpoints = self.buffers = self.board = self.parts.untold = None
         self._sent.clear()
         if self.ledger is not None:
             self.ledger.close()
@@ -400,7 +407,27 @@ class Service:
 
     # -- the log ------------------------------------------------------------------------------------------------------
 
-    def _advance(self) -> list[Reply]:
+    def _look_at_board(self, *, close: bool) -> list[Reply]:
+        """Takes up what workers have made on the board; closes it before anything that it cannot stand beside."""
+        if self.board is None or not self.board.is_open:
+            return []
+        made, unfinished = self.board.close() if close else (self.board.look(), [])
+        self._take_up(made, made=True)
+        replies = self._advance(told=True) if made else []
+        self._take_up(unfinished, made=False)
+        return replies + (self._advance() if unfinished else [])
+
+    def _take_up(self, records: list[Record], *, made: bool) -> None:
+        assert self.shard is not None and self.leader is not None
+        for r in records:
+            key = Key(r.worker, r.incarnation, r.local_step)
+            if made:
+                self.shard.made[r.version] = r.slot
+            else:
+                self.shard.store_given(key, r.request)
+            self.leader.arrived(0, key, r.request, r.now, r.wall, push=Arrival(r.computed_at, r.loss))
+
+    def _advance(self, *, told: bool = False) -> list[Reply]:
         """Shard 0 follows its own log at once and sends the news to the others."""
         if self.leader is None or self.shard is None:
             return []
@@ -410,7 +437,7 @@ class Service:
         self.leader.notes.clear()
         for entry in self.leader.unseen_by(0)[1]:
             outcome = self.leader.outcomes.get(entry.worker) if isinstance(entry, m.Release) else None
-            followed = self.shard.follow(entry, outcome)
+            followed = self.shard.follow(entry, outcome, told=told)
             if isinstance(entry, m.Release) and self.checkpoints is not None:
                 for reply in followed:
                     self._about_positions(reply.message, entry.worker)
@@ -424,6 +451,8 @@ class Service:
                 replies.append(Reply(peer, m.Log(self.reign, sent, entries[sent - first :])))
                 self._sent[shard] = end
         self.leader.followed(0, end)
+        if self.board is not None and not told and self.board.may_open():
+            self.board.open()
         return replies
 
     def _about_positions(self, answer: m.Message, worker: int) -> None:
@@ -469,8 +498,9 @@ class Service:
         """Ends the run: everybody is released and told so."""
         if self.leader is None:
             return []
+        replies = self._look_at_board(close=True)
         self.leader.stop(wall)
-        return self._advance()
+        return replies + self._advance()
 
     def _position(self, position: m.Position) -> list[Reply]:
         if self.leader is not None and self.checkpoints is not None:

@@ -18,10 +18,12 @@ from torchquorum.formats.checkpoint_manifest import Manifest
 from torchquorum.placement.layout import Layout, check_same_variables
 from torchquorum.rules.quorum import Key
 from torchquorum.server.average import Averages
+from torchquorum.server.board_rule import may_have_board
 from torchquorum.server.mean import MeanGradient
 from torchquorum.server.snapshot import SavedState, Snapshot, Taker, check_same_model, frames_of, read_region
 from torchquorum.server.update import Update
 from torchquorum.server.versions import SAVING, Versions
+from torchquorum.transport.board import Board
 from torchquorum.transport.channel import Peer
 from torchquorum.transport.codec import Frame
 from torchquorum.transport.memory import frame_tensor, tensor_frame
@@ -76,6 +78,8 @@ class Guest:
     memory: Slots | None
     join_request: int
     newest: int
+    gradients: MemoryRef | None = None
+    on_board: bool = False
 
 
 @dataclass(slots=True)
@@ -111,6 +115,10 @@ class Shard:
         values_now = section_views(self.region, slot)
         self.averages = Averages(plan.average, values_now) if plan.average is not None else None
         self.mean = MeanGradient(self.region, plan.variables)
+        self.board = Board.create(plan.num_workers, len(plan.optimizer.groups)) if may_have_board(plan) else None
+        if self.board is not None:
+            self.versions.also_busy = self.board.busy
+        self.made: dict[int, int] = {}  # versions that workers made on the board, and their slots
         self.reign = 0
         self.followed = 0
         self.taken: list[tuple[SnapshotEntry, Snapshot]] = []
@@ -200,10 +208,34 @@ class Shard:
         before = self._guests.get(join.worker)
         if before is not None and before.incarnation != join.incarnation:
             self._replaced.add((join.worker, before.incarnation))
-        self._guests[join.worker] = Guest(join.incarnation, peer, memory, join.request, join.request)
+        self._guests[join.worker] = Guest(
+            join.incarnation,
+            peer,
+            memory,
+            join.request,
+            join.request,
+            join.gradients,
+            join.board and memory is not None,
+        )
+        if self.board is not None:
+            self.board.release_slots(join.worker)
 
     def _open(self, ref: MemoryRef) -> Slots:
         return Slots.open(ref, self.region)
+
+    def on_board(self, worker: int, incarnation: int) -> bool:
+        """Whether a worker shares memory with this ps and knows how to use the board."""
+        guest = self._guests.get(worker)
+        return guest is not None and guest.incarnation == incarnation and guest.on_board
+
+    def gradients_of(self, worker: int) -> MemoryRef | None:
+        """Returns where a worker's gradients lie."""
+        return self._guests[worker].gradients
+
+    @property
+    def undecided_gradients(self) -> bool:
+        """Whether there are gradients here that the log has not spoken of."""
+        return bool(self._gradients)
 
     def peer_of(self, worker: int) -> Peer | None:
         """Returns where a worker's last request came from."""
@@ -266,6 +298,13 @@ class Shard:
         self._stored[push.worker] = (push.request, key)
         return key
 
+    def store_given(self, key: Key, request: int) -> None:
+        """Keeps a gradient that was given on the board and lies in its worker's memory."""
+        memory = self._guests[key.worker].memory
+        assert memory is not None, "only who shares memory gives on the board"
+        self._gradients[key] = Gradient(memory.sections[0], frozenset(), borrowed=True)
+        self._stored[key.worker] = (request, key)
+
     def undecided(self, worker: int, incarnation: int, request: int) -> Key | None:
         """Returns the gradient that a request brought, if it is here and undecided."""
         stored, key = self._stored.get(worker, (-1, Key(-1, -1, -1)))
@@ -282,9 +321,13 @@ class Shard:
     # -- the log ------------------------------------------------------------------------------------------------------
 
     def follow(
-        self, entry: Apply | Drop | Release | SnapshotEntry | End, outcome: Outcome | None = None
+        self,
+        entry: Apply | Drop | Release | SnapshotEntry | End,
+        outcome: Outcome | None = None,
+        *,
+        told: bool = False,
     ) -> list[Reply]:
-        """Does what the next entry of the log says."""
+        """Does what the next entry of the log says; `told`: who is released knows it already, from the board."""
         self.followed += 1
         match entry:
             case Apply(keys, version):
@@ -297,6 +340,9 @@ class Shard:
                 assert version == self.version, f"release at {version} while the shard is at {self.version}"
                 self._keep_undecided(worker)
                 self._answers[worker] = Answer(incarnation, request, version, stop, outcome)
+                if told:
+                    self.versions.forget(worker)
+                    return []
                 if averaged and self.averages is not None:
                     self.versions.lease_copy(worker, self.averages.shadows)
                 else:
@@ -335,6 +381,7 @@ class Shard:
             stop=answer.stop,
             slot=slot if shared else -1,
             ring=self.versions.slots.ref if shared and joining else None,
+            board=self.board.ref if self.board is not None and guest.on_board and joining else None,
             outcome=answer.outcome,
             lr=self.update.lr,
             reign=self.reign,
@@ -353,6 +400,12 @@ class Shard:
                 gradient.borrowed = False
 
     def _apply(self, keys: Sequence[Key], version: int) -> None:
+        if version in self.made:
+            for key in keys:
+                self._decide(key)
+            self.update.made_elsewhere()
+            self.versions.publish(self.made.pop(version), version)
+            return
         parts = [self._gradients.pop(key) for key in keys]
         for key in keys:
             self._decide(key)
@@ -373,4 +426,6 @@ class Shard:
 
     def close(self) -> None:
         """Gives the memory up."""
+        if self.board is not None:
+            self.board.close()
         self.versions.close()

@@ -107,15 +107,16 @@ class Update:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a shard may hold no variable of some group
             self._optimizer = optimizer_class(optimizer.name)(groups)
-        self._schedule = schedules.build(schedule, self._optimizer) if schedule else None
         self._plain_sgd = optimizer.name == "SGD" and not any(
             group[option]
             for group in self._optimizer.param_groups
             for option in ("momentum", "weight_decay", "maximize", "fused", "foreach", "differentiable")
         )
         self._plain_sgd &= not any(isinstance(group["lr"], torch.Tensor) for group in self._optimizer.param_groups)
+        self._schedule = schedules.build(schedule, self._optimizer) if schedule else None
         if self._plain_sgd:
             self._optimizer.step()  # nothing has a gradient: only tells the schedule that steps are being made
+        self._rates = [self._current_rates()]  # of the next update, and of those after it that were looked at
         self._scratch = [torch.empty_like(v) for v in values]
 
     @property
@@ -123,8 +124,29 @@ class Update:
         return [s for segments in self._groups for s in segments]
 
     @property
+    def stateless(self) -> bool:
+        """Whether an update is old - rate * mean and nothing else, so that others can make it too."""
+        return self._plain_sgd
+
+    @property
     def lr(self) -> list[float]:
         """Returns the learning rate of each parameter group for the next update."""
+        return self._rates[0]
+
+    def rates_ahead(self, update: int) -> list[float]:
+        """Returns the learning rates of the update that comes `update` updates after the next one; only if stateless."""
+        while len(self._rates) <= update:
+            if self._schedule is not None:
+                self._schedule.step()
+            self._rates.append(self._current_rates())
+        return self._rates[update]
+
+    def made_elsewhere(self) -> None:
+        """An update was made by others, who have written the version: only the schedule goes on."""
+        self.rates_ahead(1)
+        del self._rates[0]
+
+    def _current_rates(self) -> list[float]:
         return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def apply(
@@ -152,8 +174,7 @@ class Update:
             self._step_plainly(old, new, mean, absent)
         else:
             self._step(old, new, mean, absent)
-        if self._schedule is not None:
-            self._schedule.step()
+        self.made_elsewhere()
         return mean
 
     def _step(
@@ -182,12 +203,12 @@ class Update:
         absent: frozenset[int],
     ) -> None:
         """SGD without state: new = old - lr * mean in one pass, the same operation as torch.optim's, so the same bits."""
-        for segments, group in zip(self._groups, self._optimizer.param_groups, strict=True):
+        for segments, rate in zip(self._groups, self._rates[0], strict=True):
             for segment in segments:
                 if absent and segment.pieces[0].variable in absent:
                     segment.view(new).copy_(segment.view(old))
                 else:
-                    torch.add(segment.view(old), segment.view(mean), alpha=-group["lr"], out=segment.view(new))
+                    torch.add(segment.view(old), segment.view(mean), alpha=-rate, out=segment.view(new))
 
     def _mean(self, gradients: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """The sum in order, then one division, in the gradients' own precision."""
@@ -296,6 +317,7 @@ class Update:
                 warnings.simplefilter("ignore")  # the optimizer's steps were made in another life
                 for _ in range(version):
                     self._schedule.step()
+        self._rates = [self._current_rates()]
 
     def _restored(
         self, segment: Segment, name: str, shape: tuple[int, ...], dtype: torch.dtype, read: ReadState

@@ -129,6 +129,7 @@ class Join(Message):
     request: int
     gradients: MemoryRef | None
     plan: Plan | None
+    board: bool = False
 
 
 class Push(Message):
@@ -299,6 +300,7 @@ class Variables(Message):
     save: int = -1
     position: dict[str, Any] | None = None
     reign: int = 0
+    board: MemoryRef | None = None
 
 
 class Held(Message):

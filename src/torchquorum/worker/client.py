@@ -22,11 +22,14 @@ import torchquorum.transport.messages as m
 from torchquorum.cluster import ClusterSpec, TaskId
 from torchquorum.errors import ClusterError, DeadlineError, RefusedError, TaskLostError
 from torchquorum.transport import codec
+from torchquorum.transport.board import Board, Given
 from torchquorum.transport.channel import Channel
 from torchquorum.transport.codec import Frame
 from torchquorum.transport.door import DoorChannel
 from torchquorum.transport.memory import SegmentError, frame_tensor, host_id, tensor_frame
+from torchquorum.transport.shared_lock import supported
 from torchquorum.transport.slots import Slots, section_views
+from torchquorum.worker.board_steps import BoardSteps
 from torchquorum.worker.buffer_link import BufferLink
 from torchquorum.worker.faults import error_of
 from torchquorum.worker.flat import FlatParameters, Puller, Pusher
@@ -137,6 +140,7 @@ class Client:
         self._rings: list[Slots | None] = [None] * len(self._ps)
         self._pullers: list[dict[int, Puller]] = [{} for _ in self._ps]
         self._flat: FlatParameters | None = None
+        self._plan: m.Plan | None = None
         self._request = 0
         self._open: list[tuple[m.Message, list[Frame]]] | None = None
         self._pushed_at = 0
@@ -150,6 +154,7 @@ class Client:
         self.lr = [0.0]
         self.pipeline = False
         self.allow_nonfinite = False
+        self._board: BoardSteps | None = None
 
     def go_on_from(self, before: Client) -> None:
         """Takes over the counts of a connection that was lost."""
@@ -215,7 +220,7 @@ class Client:
 
     def join(self, plan: m.Plan, flat: FlatParameters) -> None:
         """Joins the run, once the chief has created the variables, and takes the current version."""
-        self._flat = flat
+        self._flat, self._plan = flat, plan
         self.pipeline = plan.rule.pipeline
         try:
             self._join(plan)
@@ -232,11 +237,12 @@ class Client:
 
     def _join(self, plan: m.Plan) -> None:
         self._make_gradient_memory()
+        self._board = None
         self._request += 1
         self._open = []
         for k, slots in enumerate(self._gradients):
             ref = slots.ref if slots is not None else None
-            join = m.Join(self.index, self.incarnation, self._request, ref, plan if k == 0 else None)
+            join = m.Join(self.index, self.incarnation, self._request, ref, plan if k == 0 else None, supported())
             self._open.append((join, []))
         self._send_open()
         self._take(self.patience.start_s)
@@ -251,10 +257,16 @@ class Client:
         self._pushed_at = computed_at
         self.local_step += 1
         self._request += 1
-        absent = self._fill()
-        finite = self.allow_nonfinite or all(pusher.finite() for pusher in self._pushers)
         if loss is not None and not math.isfinite(loss):
             loss = None
+        if self._board is not None and self._board.direct and (step := self._push_on_board(loss)) is not None:
+            return step
+        absent = self._fill()
+        finite = self.allow_nonfinite or all(pusher.finite() for pusher in self._pushers)
+        if self._board is not None and not self._board.direct and finite and not absent[0]:
+            step = self._push_on_board(loss)
+            if step is not None:
+                return step
         self._open = []
         for k in range(len(self._ps)):
             slot = 0 if self._gradients[k] is not None else -1
@@ -275,6 +287,35 @@ class Client:
         if self.pipeline:
             return self._step(previous, before)
         return self._step(self._take(self.patience.round_s), computed_at)
+
+    def _push_on_board(self, loss: float | None) -> Step | None:
+        """Makes the update with the other workers of this host, or None: then it goes by message, under the same number."""
+        assert self._board is not None and self._flat is not None
+        self._flat.check()
+        if (received := self._channels[0].receive(0.0)) is not None:
+            self._heard_by_the_way(received)
+        if self._closed(0):
+            return None
+        given = Given(self.incarnation, self.local_step, self._request, self.version, loss)
+        taken = self._board.step(given)
+        if taken is None:
+            return None
+        self._puller(0, taken.slot)()
+        self._board.done()
+        computed_at, self.version, self.lr = self.version, taken.version, taken.rates
+        self.position = None
+        if self._positions is not None:
+            self._positions.note(self.version)
+        self.while_waiting()
+        reason = "fresh" if taken.met <= computed_at else "within bound"
+        return Step(self.version, self.local_step, True, reason, taken.met - computed_at, self.lr[0], False)
+
+    def _heard_by_the_way(self, received: list[Frame]) -> None:
+        """Takes a message that came while nothing was asked."""
+        answer, _ = codec.split(received)
+        if isinstance(answer, m.Fault) and answer.request == -1:
+            raise error_of(answer)
+        self._is_wanted(answer)
 
     def pull(self, *, averaged: bool = False) -> int:
         """Takes the current version, or the moving averages at it; returns it."""
@@ -361,11 +402,10 @@ class Client:
                 if message.ring is not None:
                     self._rings[k] = Slots.open(message.ring, region)
                     self._pullers[k] = {}
+                    self._open_board(message.board)
                 ring = self._rings[k]
                 assert ring is not None, "the first answer of a ps brings its memory"
-                if message.slot not in self._pullers[k]:
-                    self._pullers[k][message.slot] = Puller(self._flat, region, ring.sections[message.slot])
-                self._pullers[k][message.slot]()
+                self._puller(k, message.slot)()
                 whole = ring.holds(message.slot, message.version)
             else:
                 values = frame_tensor(frames[0], region.size_bytes)
@@ -375,6 +415,25 @@ class Client:
                 constants = self._flat.layout.constants[k]
                 self._flat.load(constants, section_views(constants, frame_tensor(frames[0], constants.size_bytes)))
         return whole
+
+    def _puller(self, k: int, slot: int) -> Puller:
+        puller, ring = self._pullers[k].get(slot), self._rings[k]
+        if puller is None:
+            assert self._flat is not None and ring is not None
+            region = self._flat.layout.trained[k]
+            puller = self._pullers[k][slot] = Puller(self._flat, region, ring.sections[slot])
+        return puller
+
+    def _open_board(self, ref: m.MemoryRef | None) -> None:
+        own, ring = self._gradients[0], self._rings[0]
+        if ref is None or own is None or ring is None:
+            return
+        assert self._flat is not None and self._plan is not None
+        plan = self._plan
+        board = Board.open(ref, plan.num_workers, len(plan.optimizer.groups))
+        self._board = BoardSteps(
+            board, self.index, self.incarnation, self._flat, ring, own, rounds=plan.rule.needed(plan.num_workers) > 1
+        )
 
     # -- requests -----------------------------------------------------------------------------------------------------
 

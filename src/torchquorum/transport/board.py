@@ -1,0 +1,366 @@
+"""The board: a page of shared memory on which workers of one host make updates by themselves while a ps has nothing to decide.
+
+Made by the ps (`torchquorum.server.board_host`), used by the workers (`torchquorum.worker.board_steps`). It says which version
+is current and in which slot it lies, whose turn it is, who has given a gradient, which learning rates come next; and it
+keeps a record of every gradient, which the ps takes up afterwards. Only small things are here; the values lie in slots.
+
+What always holds, whoever dies or freezes at whatever moment:
+- everything is changed under the lock, which is held for microseconds; the current version is one word, changed last;
+- the ps may close the board at any time, and then nothing that workers were still doing counts: they push by message;
+- a slot that somebody writes or reads stands in `uses` or `leases` until he himself is done with it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import isnan
+
+from torchquorum.transport.memory import Segment
+from torchquorum.transport.messages import MemoryRef
+from torchquorum.transport.shared_lock import LOCK_BYTES, SharedLock, wait_while, wake
+
+CLOSED, OPEN, GONE = 0, 1, 2
+RECORDS = 8192
+RATES = 2048
+LOCK_S = 0.2
+_SLOT_BITS = 16
+_RECORD_WORDS = 10
+_PER_WORKER = 9
+
+# The first words of the page, after the lock.
+_STATE, _HEAD, _WRITER, _LIMIT, _TAIL, _DRAINED, _SEEN, _FULL, _TARGET, _SIGNAL, _WAITERS, _RATED, _ERA = range(13)
+_FIRST = LOCK_BYTES // 8
+_HEADER_WORDS = 24
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One gradient that was applied on the board: whose it was, computed at which version, and what it became."""
+
+    worker: int
+    incarnation: int
+    local_step: int
+    request: int
+    computed_at: int
+    version: int
+    slot: int
+    loss: float | None
+    wall: float
+    now: float
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a worker says of a gradient when it gives it."""
+
+    incarnation: int
+    local_step: int
+    request: int
+    computed_at: int
+    loss: float | None
+
+
+class Board:
+    """The words of the board, by name. Whoever changes one holds the lock, unless it says otherwise."""
+
+    def __init__(self, segment: Segment, num_workers: int, num_groups: int, *, create: bool) -> None:
+        self._segment = segment
+        self.num_workers, self.num_groups = num_workers, num_groups
+        memory = memoryview(segment.bytes.numpy())  # pyright: ignore[reportArgumentType]
+        self._q, self._d = memory.cast("q"), memory.cast("d")
+        base = segment.bytes.data_ptr()
+        self._lock = SharedLock(base, create=create)
+        self._signal_at = base + 8 * (_FIRST + _SIGNAL)
+        self._workers_at = _HEADER_WORDS
+        self._rates_at = self._workers_at + _PER_WORKER * num_workers
+        self._records_at = self._rates_at + RATES * num_groups
+        if create:
+            for worker in range(num_workers):
+                self.release_slots(worker)
+
+    @staticmethod
+    def size_bytes(num_workers: int, num_groups: int) -> int:
+        """Returns how large the page is."""
+        return 8 * (_HEADER_WORDS + _PER_WORKER * num_workers + RATES * num_groups + RECORDS * _RECORD_WORDS)
+
+    @classmethod
+    def create(cls, num_workers: int, num_groups: int) -> Board:
+        """Makes a board, closed."""
+        segment = Segment.create("board", cls.size_bytes(num_workers, num_groups))
+        return cls(segment, num_workers, num_groups, create=True)
+
+    @classmethod
+    def open(cls, ref: MemoryRef, num_workers: int, num_groups: int) -> Board:
+        """Opens the board of a ps on this host."""
+        return cls(Segment.open(ref), num_workers, num_groups, create=False)
+
+    @property
+    def ref(self) -> MemoryRef:
+        """Returns how a worker of this host opens the board."""
+        return self._segment.ref(1)
+
+    def close(self) -> None:
+        """The ps gives the board up for good; needs no lock."""
+        self._q[_FIRST + _STATE] = GONE
+        self.wake_all()
+        self._segment.close()
+
+    # -- the lock -----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def locked(self, timeout_s: float = LOCK_S) -> Iterator[bool]:
+        """Holds the lock; yields False if it could not be had in time: somebody is frozen while he holds it."""
+        held = self._lock.acquire(timeout_s)
+        try:
+            yield held
+        finally:
+            if held:
+                self._lock.release()
+
+    # -- words --------------------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> int:
+        """Returns CLOSED, OPEN or GONE; may be read without the lock."""
+        return self._q[_FIRST + _STATE]
+
+    @state.setter
+    def state(self, value: int) -> None:
+        self._q[_FIRST + _STATE] = value
+
+    @property
+    def version(self) -> int:
+        """Returns the current version; may be read without the lock."""
+        return self._q[_FIRST + _HEAD] >> _SLOT_BITS
+
+    @property
+    def slot(self) -> int:
+        """Returns the slot of the current version."""
+        return self._q[_FIRST + _HEAD] & ((1 << _SLOT_BITS) - 1)
+
+    def publish(self, version: int, slot: int) -> None:
+        """Makes a slot the current version: one word, so it has happened or it has not."""
+        self._q[_FIRST + _HEAD] = version << _SLOT_BITS | slot
+
+    @property
+    def writer(self) -> int:
+        """Returns the worker whose turn it is to write the next version, or -1."""
+        return self._q[_FIRST + _WRITER] - 1
+
+    @writer.setter
+    def writer(self, worker: int) -> None:
+        self._q[_FIRST + _WRITER] = worker + 1
+
+    @property
+    def limit(self) -> int:
+        """Returns the last version that may be made on the board."""
+        return self._q[_FIRST + _LIMIT]
+
+    @limit.setter
+    def limit(self, version: int) -> None:
+        self._q[_FIRST + _LIMIT] = version
+
+    @property
+    def full(self) -> int:
+        """Returns the version for which all gradients have been given; may be read without the lock."""
+        return self._q[_FIRST + _FULL]
+
+    @full.setter
+    def full(self, version: int) -> None:
+        self._q[_FIRST + _FULL] = version
+
+    @property
+    def target(self) -> int:
+        """Returns the slot into which the version `full` is written."""
+        return self._q[_FIRST + _TARGET]
+
+    @target.setter
+    def target(self, slot: int) -> None:
+        self._q[_FIRST + _TARGET] = slot
+
+    @property
+    def era(self) -> int:
+        """Returns how often the board has been opened; may be read without the lock."""
+        return self._q[_FIRST + _ERA]
+
+    @era.setter
+    def era(self, number: int) -> None:
+        self._q[_FIRST + _ERA] = number
+
+    @property
+    def ps_silent_s(self) -> float:
+        """Returns how long ago the ps last looked at the board."""
+        return time.monotonic() - self._d[_FIRST + _SEEN]
+
+    def ps_looks(self) -> None:
+        """The ps is alive; needs no lock."""
+        self._d[_FIRST + _SEEN] = time.monotonic()
+
+    # -- of each worker -----------------------------------------------------------------------------------------------
+
+    def _of(self, worker: int, field: int) -> int:
+        return self._workers_at + field * self.num_workers + worker
+
+    def token(self, worker: int) -> int:
+        """Returns the incarnation that may use the board as this worker, or 0."""
+        return self._q[self._of(worker, 0)]
+
+    def admit(self, worker: int, incarnation: int, gradients: MemoryRef | None) -> None:
+        """The ps lets an incarnation in, with the memory in which its gradients lie; 0 and None for nobody."""
+        self._q[self._of(worker, 0)] = incarnation
+        numbers = (gradients.pid, gradients.fd, gradients.size_bytes, gradients.num_slots) if gradients else (0,) * 4
+        for field, number in enumerate(numbers, 1):
+            self._q[self._of(worker, field)] = number
+
+    def gradients(self, worker: int) -> MemoryRef:
+        """Returns where a worker's gradients lie."""
+        return MemoryRef(*(self._q[self._of(worker, field)] for field in range(1, 5)))
+
+    def use(self, worker: int, slot: int) -> None:
+        """Says which slot a worker writes or reads; -1 for none. Set under the lock, cleared by the worker without it."""
+        self._q[self._of(worker, 5)] = slot
+
+    def lease(self, worker: int, slot: int) -> None:
+        """Says which slot a worker was given by message and may still be reading; -1 for none."""
+        self._q[self._of(worker, 6)] = slot
+
+    def release_slots(self, worker: int) -> None:
+        """A worker uses no slot."""
+        self.use(worker, -1)
+        self.lease(worker, -1)
+
+    def busy(self) -> set[int]:
+        """Returns the slots that workers may be writing or reading."""
+        first = self._of(0, 5)
+        return set(self._q[first : first + 2 * self.num_workers].tolist()) - {-1}
+
+    def give(self, worker: int, given: Given, version: int) -> None:
+        """Notes that a worker's gradient for `version` lies in its memory."""
+        self._q[self._of(worker, 7)] = version
+        self._write(RECORDS - 1 - worker, worker, given, version, -1)  # the last records are the rounds' own
+
+    def begin_rounds(self) -> None:
+        """Nobody has given anything yet."""
+        for worker in range(self.num_workers):
+            self._q[self._of(worker, 7)] = self._q[self._of(worker, 8)] = -1
+        self.full = -1
+
+    def gave(self, worker: int) -> int:
+        """Returns the version to which a worker has last given a gradient."""
+        return self._q[self._of(worker, 7)]
+
+    def finish(self, worker: int, version: int) -> None:
+        """Notes that a worker has written its part of `version`."""
+        self._q[self._of(worker, 8)] = version
+
+    def finished(self, worker: int) -> int:
+        """Returns the version of which a worker has last written its part."""
+        return self._q[self._of(worker, 8)]
+
+    # -- learning rates -----------------------------------------------------------------------------------------------
+
+    @property
+    def rated(self) -> int:
+        """Returns how many updates, counted from the first, have known learning rates."""
+        return self._q[_FIRST + _RATED]
+
+    def rate(self, update: int, rates: Sequence[float]) -> None:
+        """Says at which rates update number `update` is made; they are given in order."""
+        at = self._rates_at + (update % RATES) * self.num_groups
+        for group, value in enumerate(rates):
+            self._d[at + group] = value
+        self._q[_FIRST + _RATED] = update + 1
+
+    def begin_rates(self, update: int) -> None:
+        """The rates begin with those of update number `update`."""
+        self._q[_FIRST + _RATED] = update
+
+    def rates(self, update: int) -> list[float]:
+        """Returns the rates of update number `update`."""
+        at = self._rates_at + (update % RATES) * self.num_groups
+        return [float(self._d[at + group]) for group in range(self.num_groups)]
+
+    # -- records ------------------------------------------------------------------------------------------------------
+
+    def room(self) -> int:
+        """Returns how many gradients may still be recorded before the ps has taken some up."""
+        ring = RECORDS - self.num_workers
+        return ring - (self._q[_FIRST + _TAIL] - self._q[_FIRST + _DRAINED])
+
+    def record(self, worker: int, given: Given, version: int, slot: int) -> None:
+        """Notes a gradient that has become part of a version."""
+        self._write(self._q[_FIRST + _TAIL] % (RECORDS - self.num_workers), worker, given, version, slot)
+        self._q[_FIRST + _TAIL] += 1
+
+    def record_round(self, version: int, slot: int) -> None:
+        """Notes the gradients of all workers, which together have become a version."""
+        for worker in range(self.num_workers):
+            tail = self._q[_FIRST + _TAIL]
+            source = self._records_at + (RECORDS - 1 - worker) * _RECORD_WORDS
+            target = self._records_at + (tail % (RECORDS - self.num_workers)) * _RECORD_WORDS
+            self._q[target : target + _RECORD_WORDS] = self._q[source : source + _RECORD_WORDS]
+            self._q[target + 6] = slot
+            self._q[_FIRST + _TAIL] = tail + 1
+
+    def _write(self, index: int, worker: int, given: Given, version: int, slot: int) -> None:
+        at = self._records_at + index * _RECORD_WORDS
+        q, d = self._q, self._d
+        q[at], q[at + 1], q[at + 2], q[at + 3] = worker, given.incarnation, given.local_step, given.request
+        q[at + 4], q[at + 5], q[at + 6] = given.computed_at, version, slot
+        d[at + 7] = float("nan") if given.loss is None else given.loss
+        d[at + 8], d[at + 9] = time.time(), time.monotonic()
+
+    @property
+    def undrained(self) -> bool:
+        """Whether there is something for the ps to take up."""
+        return self._q[_FIRST + _TAIL] != self._q[_FIRST + _DRAINED]
+
+    def drain(self) -> list[Record]:
+        """Returns what has been recorded since; the ps alone calls this."""
+        found = []
+        for number in range(self._q[_FIRST + _DRAINED], self._q[_FIRST + _TAIL]):
+            found.append(self._read(number % (RECORDS - self.num_workers)))
+        self._q[_FIRST + _DRAINED] = self._q[_FIRST + _TAIL]
+        return found
+
+    def round(self) -> list[Record]:
+        """Returns the gradients that were given to the round that is being made, in order of worker."""
+        return [self._read(RECORDS - 1 - worker) for worker in range(self.num_workers)]
+
+    def _read(self, index: int) -> Record:
+        at = self._records_at + index * _RECORD_WORDS
+        worker, incarnation, local_step, request, computed_at, version, slot = self._q[at : at + 7].tolist()
+        loss, wall, now = (float(value) for value in self._d[at + 7 : at + 10].tolist())
+        return Record(
+            worker,
+            incarnation,
+            local_step,
+            request,
+            computed_at,
+            version,
+            slot,
+            None if isnan(loss) else loss,
+            wall,
+            now,
+        )
+
+    # -- waiting ------------------------------------------------------------------------------------------------------
+
+    def announce_wait(self) -> int:
+        """Says that somebody is going to wait, and returns the signal that he has seen."""
+        self._q[_FIRST + _WAITERS] = 1
+        return self._q[_FIRST + _SIGNAL]
+
+    def wait(self, seen: int, timeout_s: float) -> None:
+        """Sleeps until there is news since `seen`, or until the time is up; needs no lock."""
+        wait_while(self._signal_at, seen, timeout_s)
+
+    def wake_all(self) -> None:
+        """There is news: everybody who waits shall look."""
+        self._q[_FIRST + _SIGNAL] = (self._q[_FIRST + _SIGNAL] + 1) & 0x7FFFFFFF
+        if self._q[_FIRST + _WAITERS]:
+            self._q[_FIRST + _WAITERS] = 0
+            wake(self._signal_at, 1 << 30)

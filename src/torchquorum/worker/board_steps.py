@@ -1,0 +1,319 @@
+"""A worker's step on the board: it makes the update itself, in shared memory, without asking the ps.
+
+Owned by the worker's thread, through its client. Without rounds (Async) a worker waits for its turn, writes the next version
+from the current one and its gradient, and publishes it. With rounds (Sync of all workers) each gives its gradient, and
+when all have given, each writes its own part of the next version. What always holds: `step` returns None, and nothing has
+happened, whenever the board is closed, a wait grows long, or the ps has not looked for a while; the gradient is then
+pushed by message, under the same number, and cannot count twice.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from torchquorum.transport.board import OPEN, Board, Given
+from torchquorum.transport.slots import Slots
+from torchquorum.worker.flat import FlatParameters
+
+WAIT_S = 0.2  # whoever waits for longer asks the ps, which knows for whom, and says so
+SPIN_S = 0.0005
+PS_SILENT_S = 0.5
+CHUNK = 1 << 16
+ROUNDS_IN = (torch.float32, torch.float64)  # in narrower ones the tail of a vector may round otherwise than its body
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A version that was made on the board: the one it was made from, its slot, and the rates of the next update."""
+
+    met: int
+    version: int
+    slot: int
+    rates: list[float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    version: int
+    slot: int
+    target: int
+    era: int
+    rates: list[float]
+
+
+class BoardSteps:
+    """The steps of one worker.
+
+    Args:
+        board: The ps's board.
+        worker: Which worker this is.
+        incarnation: Its life.
+        flat: Its parameters, all of them on the one ps.
+        ring: The ps's versions.
+        own: This worker's gradient memory.
+        rounds: Whether the rule is Sync.
+    """
+
+    def __init__(
+        self,
+        board: Board,
+        worker: int,
+        incarnation: int,
+        flat: FlatParameters,
+        ring: Slots,
+        own: Slots,
+        *,
+        rounds: bool,
+    ) -> None:
+        self._board, self._worker, self._incarnation = board, worker, incarnation
+        self._ring, self._own, self.rounds = ring, own, rounds
+        self._flat, self._region = flat, flat.layout.trained[0]
+        self._entries: list[tuple[nn.Parameter, int]] = []
+        for section in self._region.sections:
+            for piece in section.pieces:
+                self._entries.append((flat.parameters[piece.variable], flat.layout.variables[piece.variable].group))
+        self._views: dict[int, list[torch.Tensor]] = {}
+        self.direct = not rounds and all(p.device.type == "cpu" for p, _ in self._entries)
+        self._others: dict[int, tuple[int, Slots]] = {worker: (incarnation, own)}
+        self._parts: dict[tuple[int, int], list[tuple[int, list[torch.Tensor]]]] = {}
+        self._scratch = {d: torch.empty(CHUNK, dtype=d) for d in ROUNDS_IN} if rounds else {}
+        self.made = self.missed = 0
+        self._spins = board.num_workers <= (os.cpu_count() or 1)
+
+    def step(self, given: Given) -> Taken | None:
+        """Makes an update with this worker's gradient, or None: then it shall be pushed by message."""
+        board, taken = self._board, None
+        if board.state == OPEN and board.ps_silent_s < PS_SILENT_S:
+            with torch.no_grad():
+                taken = self._in_round(given) if self.rounds else self._in_turn(given)
+        self.made += taken is not None
+        self.missed += taken is None
+        return taken
+
+    def done(self) -> None:
+        """The version that was taken has been copied."""
+        self._board.use(self._worker, -1)
+
+    def _may(self) -> bool:
+        board = self._board
+        version = board.version
+        return (
+            board.state == OPEN
+            and board.token(self._worker) == self._incarnation
+            and version < board.limit
+            and version + 1 < board.rated
+            and board.room() >= board.num_workers
+        )
+
+    def _free_slot(self, current: int) -> int:
+        busy = self._board.busy()
+        busy.add(current)
+        return next(k for k in range(len(self._ring)) if k not in busy)
+
+    def _until(self, reached: Callable[[], bool], seen: int, era: int) -> bool:
+        """Waits until something holds; False if the board was closed meanwhile, or the wait grew long."""
+        board = self._board
+        started = time.perf_counter()
+        while not reached():
+            waited = time.perf_counter() - started
+            if board.state != OPEN or board.era != era or waited > WAIT_S:
+                return reached() and board.era == era
+            if self._spins and waited < SPIN_S:
+                os.sched_yield()
+                continue
+            board.wait(seen, WAIT_S)
+            with board.locked() as held:
+                if not held:
+                    return False
+                seen = board.announce_wait()
+        return True
+
+    # -- without rounds -----------------------------------------------------------------------------------------------
+
+    def _in_turn(self, given: Given) -> Taken | None:
+        turn = self._take_turn()
+        if turn is None:
+            return None
+        fine = False
+        try:
+            fine = self._write(turn)
+        finally:
+            if not fine:
+                self._give_turn_back(turn)
+        return self._publish(turn, given) if fine else None
+
+    def _take_turn(self) -> _Turn | None:
+        board, me = self._board, self._worker
+        started = time.perf_counter()
+        while True:
+            with board.locked() as held:
+                if not held or not self._may():
+                    return None
+                if board.writer < 0:
+                    version, slot = board.version, board.slot
+                    board.lease(me, -1)  # whatever it was given by message it has long copied
+                    target = self._free_slot(slot)
+                    board.use(me, target)
+                    board.writer = me
+                    return _Turn(version, slot, target, board.era, board.rates(version))
+                seen = board.announce_wait()
+            if time.perf_counter() - started > WAIT_S:
+                return None
+            board.wait(seen, WAIT_S)
+
+    def _write(self, turn: _Turn) -> bool:
+        """Writes the next version; False if it would not be finite."""
+        self._ring.mark(turn.target, -1)
+        old, new = self._views_of(turn.slot), self._views_of(turn.target)
+        own = None if self.direct else self._views_of(-1)
+        for k, (parameter, group) in enumerate(self._entries):
+            gradient = parameter.grad
+            if gradient is None:
+                new[k].copy_(old[k])
+                continue
+            if own is not None:
+                gradient = own[k]
+            elif gradient.layout != torch.strided:
+                gradient = gradient.to_dense()
+            torch.add(old[k], gradient, alpha=-turn.rates[group], out=new[k])
+        return all(math.isfinite(s.sum().item()) for s in self._ring.sections[turn.target])
+
+    def _views_of(self, slot: int) -> list[torch.Tensor]:
+        """Returns a slot's memory variable by variable; slot -1 is this worker's own gradient."""
+        found = self._views.get(slot)
+        if found is None:
+            sections = self._own.sections[0] if slot < 0 else self._ring.sections[slot]
+            found = self._views[slot] = [
+                values[piece.offset : piece.offset + piece.numel].view(self._flat.parameters[piece.variable].shape)
+                for section, values in zip(self._region.sections, sections, strict=True)
+                for piece in section.pieces
+            ]
+        return found
+
+    def _publish(self, turn: _Turn, given: Given) -> Taken | None:
+        board, me = self._board, self._worker
+        with board.locked() as held:
+            mine = held and board.state == OPEN and board.era == turn.era and board.writer == me
+            if mine:
+                version = turn.version + 1
+                self._ring.mark(turn.target, version)
+                board.record(me, given, version, turn.target)
+                board.publish(version, turn.target)
+                board.writer = -1
+                board.wake_all()
+                return Taken(turn.version, version, turn.target, board.rates(version))
+        self.done()
+        return None
+
+    def _give_turn_back(self, turn: _Turn) -> None:
+        board = self._board
+        with board.locked() as held:
+            if held and board.era == turn.era and board.writer == self._worker:
+                board.writer = -1
+                board.wake_all()
+        self.done()
+
+    # -- with rounds --------------------------------------------------------------------------------------------------
+
+    def _in_round(self, given: Given) -> Taken | None:
+        board, me = self._board, self._worker
+        version = given.computed_at + 1
+        with board.locked() as held:
+            if not held or not self._may() or board.version != given.computed_at:
+                return None
+            era, current = board.era, board.slot
+            board.lease(me, -1)
+            board.give(me, given, version)
+            everybody = range(board.num_workers)
+            if all(board.gave(w) == version for w in everybody):
+                board.target = self._free_slot(current)
+                for w in everybody:
+                    board.use(w, board.target)
+                self._ring.mark(board.target, -1)
+                board.full = version
+                board.wake_all()
+            seen = board.announce_wait()
+        if not self._until(lambda: board.full == version, seen, era):
+            return None
+        target = board.target
+        self._write_part(current, target, board.rates(given.computed_at))
+        with board.locked() as held:
+            if not held or board.state != OPEN or board.era != era:
+                self.done()
+                return None
+            board.finish(me, version)
+            if all(board.finished(w) == version for w in everybody):
+                self._ring.mark(target, version)
+                board.record_round(version, target)
+                board.publish(version, target)
+                board.wake_all()
+            seen = board.announce_wait()
+        if not self._until(lambda: board.version >= version, seen, era):
+            self.done()
+            return None
+        return Taken(given.computed_at, version, target, board.rates(version))
+
+    def _write_part(self, current: int, target: int, rates: list[float]) -> None:
+        """Writes this worker's share of the vector: the mean in order of worker, then the update, as the ps would."""
+        count = self._board.num_workers
+        for group, (old, new, *gradients) in self._part(current, target):
+            if count == 1:
+                torch.add(old, gradients[0], alpha=-rates[group], out=new)
+                continue
+            mean = self._scratch[old.dtype][: old.numel()]
+            torch.add(gradients[0], gradients[1], out=mean)
+            for more in gradients[2:]:
+                mean.add_(more)
+            mean.div_(count)
+            torch.add(old, mean, alpha=-rates[group], out=new)
+
+    def _part(self, current: int, target: int) -> list[tuple[int, list[torch.Tensor]]]:
+        """Returns the pieces of this worker's share, as views of the old and new version and of every gradient."""
+        if self._follow_others():
+            self._parts.clear()
+        found = self._parts.get((current, target))
+        if found is None:
+            found = self._parts[current, target] = []
+            gradients = [self._others[w][1].sections[0] for w in range(self._board.num_workers)]
+            for index, section in enumerate(self._region.sections):
+                whole = [self._ring.sections[current][index], self._ring.sections[target][index]]
+                whole += [g[index] for g in gradients]
+                for group, start, stop in self._share(index, section.numel):
+                    found.append((group, [values[start:stop] for values in whole]))
+        return found
+
+    def _share(self, index: int, numel: int) -> list[tuple[int, int, int]]:
+        """Returns the runs of one section that are this worker's, each of one parameter group, in chunks."""
+        count, line = self._board.num_workers, 64
+        cuts = [min(numel, (numel * w // count + line - 1) // line * line) for w in range(count)] + [numel]
+        first, last = cuts[self._worker], cuts[self._worker + 1]
+        runs: list[tuple[int, int, int]] = []
+        pieces = self._region.sections[index].pieces
+        for piece, after in zip(pieces, [*pieces[1:], None], strict=True):
+            group = self._flat.layout.variables[piece.variable].group
+            start = max(first, piece.offset)
+            stop = min(last, after.offset if after is not None else numel)  # with the padding, which is zero everywhere
+            while start < stop:
+                if runs and runs[-1][0] == group and runs[-1][2] == start and start - runs[-1][1] < CHUNK:
+                    _, start, _ = runs.pop()
+                end = min(stop, start + CHUNK)
+                runs.append((group, start, end))
+                start = end
+        return runs
+
+    def _follow_others(self) -> bool:
+        """Opens the gradient memory of workers that are new; True if there are any."""
+        changed = False
+        for w in range(self._board.num_workers):
+            token = self._board.token(w)
+            if w not in self._others or self._others[w][0] != token:
+                self._others[w] = token, Slots.open(self._board.gradients(w), self._region)
+                changed = True
+        return changed

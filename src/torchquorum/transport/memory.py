@@ -98,4 +98,4 @@ def frame_tensor(frame: Frame, size_bytes: int) -> torch.Tensor:
     if size_bytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     tensor = torch.frombuffer(frame, dtype=torch.uint8)
-    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+    return tensor if tensor.data_ptr() % 8 == 0 else tensor.clone()  # no dtype is wider

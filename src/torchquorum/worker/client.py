@@ -329,6 +329,7 @@ class Client:
 
     def leave(self, *, finished: bool, loss: float | None = None, accuracy: float | None = None) -> None:
         """Says goodbye; a ps that is gone is no error."""
+        self.send_position()  # a checkpoint may still be made of this version, and nobody could ask any more
         goodbye = m.Leave(self.index, self.incarnation, loss, accuracy, finished)
         for k in reversed(range(len(self._ps))):
             with suppress(DeadlineError, TaskLostError, RefusedError):

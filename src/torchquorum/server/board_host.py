@@ -109,4 +109,7 @@ class BoardHost:
         if board.rated < version:
             board.begin_rates(version)
         for update in range(board.rated, board.version + RATES_AHEAD):
-            board.rate(update, self._shard.update.rates_ahead(update - version))
+            rates = self._shard.update.rates_ahead(update - version)
+            if rates is None:
+                break
+            board.rate(update, rates)

@@ -133,18 +133,28 @@ class Update:
         """Returns the learning rate of each parameter group for the next update."""
         return self._rates[0]
 
-    def rates_ahead(self, update: int) -> list[float]:
-        """Returns the learning rates of the update that comes `update` updates after the next one; only if stateless."""
-        while len(self._rates) <= update:
-            if self._schedule is not None:
-                self._schedule.step()
-            self._rates.append(self._current_rates())
+    def rates_ahead(self, update: int) -> list[float] | None:
+        """Returns the learning rates of the update that comes `update` updates after the next one; only if stateless.
+
+        None if the schedule does not go that far, as OneCycleLR beyond its last step.
+        """
+        try:
+            while len(self._rates) <= update:
+                self._rates.append(self._next_rates())
+        except ValueError:
+            return None
         return self._rates[update]
 
     def made_elsewhere(self) -> None:
         """An update was made by others, who have written the version: only the schedule goes on."""
-        self.rates_ahead(1)
+        if len(self._rates) == 1:
+            self._rates.append(self._next_rates())
         del self._rates[0]
+
+    def _next_rates(self) -> list[float]:
+        if self._schedule is not None:
+            self._schedule.step()
+        return self._current_rates()
 
     def _current_rates(self) -> list[float]:
         return [float(group["lr"]) for group in self._optimizer.param_groups]

@@ -118,13 +118,13 @@ class BoardSteps:
         return next(k for k in range(len(self._ring)) if k not in busy)
 
     def _until(self, reached: Callable[[], bool], seen: int, era: int) -> bool:
-        """Waits until something holds; False if the board was closed meanwhile, or the wait grew long."""
+        """Waits until something holds of this era; False if the board was closed meanwhile, or the wait grew long."""
         board = self._board
         started = time.perf_counter()
         while not reached():
             waited = time.perf_counter() - started
             if board.state != OPEN or board.era != era or waited > WAIT_S:
-                return reached() and board.era == era
+                break
             if self._spins and waited < SPIN_S:
                 os.sched_yield()
                 continue
@@ -133,7 +133,8 @@ class BoardSteps:
                 if not held:
                     return False
                 seen = board.announce_wait()
-        return True
+        # In another era the same version may lie elsewhere: the ps has finished what the workers had begun.
+        return reached() and board.era == era
 
     # -- without rounds -----------------------------------------------------------------------------------------------
 

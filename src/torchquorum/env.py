@@ -16,6 +16,9 @@ TRANSPORT = "TORCHQUORUM_TRANSPORT"
 REPORT = "TORCHQUORUM_REPORT"
 LOGDIR = "TORCHQUORUM_LOGDIR"
 STARTED_AT = "TORCHQUORUM_STARTED_AT"
+SECRET = "TORCHQUORUM_SECRET"
+SECRET_FILE = "TORCHQUORUM_SECRET_FILE"
+INSECURE = "TORCHQUORUM_INSECURE"
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
 
 
@@ -68,6 +71,28 @@ def started_at() -> float | None:
         raise ConfigError(
             f"{STARTED_AT}={text!r}: must be a time in seconds since the epoch; the launcher sets it, so unset it"
         ) from None
+
+
+def secret() -> str | None:
+    """Return the secret of the cluster, as it is, or None."""
+    return _read(SECRET)
+
+
+def secret_file() -> str | None:
+    """Return the path of the file that holds the secret of the cluster, or None."""
+    return _read(SECRET_FILE)
+
+
+def insecure() -> bool:
+    """Tell whether tasks may listen for other hosts without a secret.
+
+    Raises:
+        ConfigError: The variable is set, but neither to yes nor to no.
+    """
+    text = (_read(INSECURE) or "0").strip().lower()
+    if text not in ("1", "true", "yes", "0", "false", "no"):
+        raise ConfigError(f"{INSECURE}={text!r}: must be 1 or 0; unset it for 0")
+    return text in ("1", "true", "yes")
 
 
 def has_omp_num_threads() -> bool:

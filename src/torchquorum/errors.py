@@ -44,6 +44,10 @@ class AddressInUseError(TorchQuorumError):
     """The address a task should listen on is taken."""
 
 
+class SecretError(TorchQuorumError):
+    """The cluster's secret is missing, cannot be read, or is not the one that the other side has."""
+
+
 class DataError(TorchQuorumError):
     """A data set is missing, incomplete or not in the expected format."""
 

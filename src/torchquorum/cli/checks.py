@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from torchquorum.cluster.secret import ADVICE, OPEN, Access
+from torchquorum.errors import SecretError
+
 PACKAGES = ("torch", "numpy", "pyzmq", "msgspec", "safetensors", "tensorboard", "rich", "click")
 LEAST_TORCH = (2, 11)
 LOW_DISK_BYTES = 1 << 30
@@ -201,17 +204,40 @@ def _run_folder(logdir: Path) -> Finding:
 # -- a cluster's hosts ----------------------------------------------------------------------------------------------------
 
 
-def check_hosts(hosts: Mapping[str, Sequence[str]], timeout_s: float) -> list[Finding]:
+def check_secret(access: Access, hosts: Mapping[str, Sequence[str]]) -> list[Finding]:
+    """Checks whether tasks on these hosts will want a secret, and whether there is one."""
+    from torchquorum.transport.zmq_channel import is_loopback
+
+    if access.secret is not None:
+        import zmq
+
+        if not zmq.has("curve"):
+            return [
+                Finding(
+                    "secret", "fail", "given, but this ZeroMQ cannot encrypt", "pip install --force-reinstall pyzmq"
+                )
+            ]
+        return [Finding("secret", "warn" if access.note else "ok", access.note or "given: connections are encrypted")]
+    outside = [a for a in hosts.get("ps", ()) if not is_loopback(a.rpartition(":")[0])]
+    if outside and not access.insecure:
+        return [
+            Finding("secret", "warn", f"none given, and {outside[0]} is not loopback: its ps will not start", ADVICE)
+        ]
+    return []
+
+
+def check_hosts(hosts: Mapping[str, Sequence[str]], timeout_s: float, access: Access = OPEN) -> list[Finding]:
     """Checks the way to every host of a cluster, all at once. Only ps tasks listen; a worker's address is looked up, no more.
 
     Args:
         hosts: The addresses of the jobs ps and worker.
         timeout_s: How long each host has for its answer.
+        access: The cluster's secret, if it has one.
     """
     ps = [(f"ps {i}", a) for i, a in enumerate(hosts.get("ps", ()))]
     workers = [(f"worker {i}", a) for i, a in enumerate(hosts.get("worker", ()))]
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="torchquorum-doctor") as pool:
-        found = [pool.submit(_ps, name, address, timeout_s) for name, address in ps]
+        found = [pool.submit(_ps, name, address, timeout_s, access) for name, address in ps]
         found += [pool.submit(_worker, name, address) for name, address in workers]
         return [f.result() for f in found]
 
@@ -239,7 +265,7 @@ def _worker(name: str, address: str) -> Finding:
     return Finding(name, "ok", f"{address} is {where[1][0]} (workers do not listen: nothing more can be tried)")
 
 
-def _ps(name: str, address: str, timeout_s: float) -> Finding:
+def _ps(name: str, address: str, timeout_s: float, access: Access) -> Finding:
     where = _resolve(name, address)
     if isinstance(where, Finding):
         return where
@@ -254,7 +280,7 @@ def _ps(name: str, address: str, timeout_s: float) -> Finding:
         return Finding(name, "fail", f"{shown}: no answer within {timeout_s:g} s", advice)
     except OSError as error:
         return _not_connected(name, shown, error)
-    return _ask_ps(name, address, shown, timeout_s)
+    return _ask_ps(name, address, shown, timeout_s, access)
 
 
 def _not_connected(name: str, shown: str, error: OSError) -> Finding:
@@ -268,14 +294,16 @@ def _not_connected(name: str, shown: str, error: OSError) -> Finding:
     return Finding(name, "fail", f"{shown}: {error.strerror or error}", "check the address and the network")
 
 
-def _ask_ps(name: str, address: str, shown: str, timeout_s: float) -> Finding:
+def _ask_ps(name: str, address: str, shown: str, timeout_s: float, access: Access) -> Finding:
     """Something listens: is it one of ours?"""
     from torchquorum.launcher.watch import Watcher
     from torchquorum.transport.zmq_channel import holder_of_port
 
-    watcher = Watcher(address)
+    watcher = Watcher(address, access=access)
     try:
-        answered = watcher.poll(timeout_s)
+        answered = watcher.wait(timeout_s)
+    except SecretError as error:
+        return Finding(name, "fail", f"{shown}: does not let us in", str(error))
     finally:
         watcher.close()
     if not answered:

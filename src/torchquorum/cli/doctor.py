@@ -11,9 +11,10 @@ from rich.console import Console
 from rich.text import Text
 
 from torchquorum import env
-from torchquorum.cli.checks import Finding, check_hosts, check_machine
+from torchquorum.cli.checks import Finding, check_hosts, check_machine, check_secret
 from torchquorum.cli.shape import ClusterCommand, option
 from torchquorum.cluster import ClusterSpec, resolve
+from torchquorum.cluster.secret import read_access
 from torchquorum.cluster.spec import parse_address, split_addresses
 from torchquorum.errors import ConfigError
 
@@ -29,10 +30,20 @@ _MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", 
     help="host:port,... of the ps tasks, to be reached from here",
 )
 @option("--worker-hosts", "--worker-host", "worker_hosts", metavar="HOSTS", help="and of the workers")
+@option("--secret-file", metavar="FILE", help="with the cluster's secret, if it has one")
+@option("--insecure", is_flag=True, hidden=True)
 @option("--logdir", default="runs", metavar="DIR", help="the folder that runs are to be written to")
 @option("--timeout", default=3.0, metavar="S", help="seconds to wait for a host")
 @option("--json", "as_json", is_flag=True, help="print the findings as JSON")
-def doctor(ps_hosts: str | None, worker_hosts: str | None, logdir: str, timeout: float, as_json: bool) -> int:
+def doctor(
+    ps_hosts: str | None,
+    worker_hosts: str | None,
+    secret_file: str | None,
+    insecure: bool,
+    logdir: str,
+    timeout: float,
+    as_json: bool,
+) -> int:
     """Check this machine, and the way to a cluster's hosts (those of TF_CONFIG, if none are given).
 
     The exit code is 0 if nothing stands in the way, 1 if something does.
@@ -45,7 +56,8 @@ def doctor(ps_hosts: str | None, worker_hosts: str | None, logdir: str, timeout:
     if not timeout > 0:
         raise ConfigError(f"--timeout {timeout:g}: must be more than 0 seconds")
     hosts = _hosts(ps_hosts, worker_hosts)
-    findings = [*check_machine(Path(logdir)), *check_hosts(hosts, timeout)]
+    access = read_access(secret_file, insecure or None)
+    findings = [*check_machine(Path(logdir)), *check_secret(access, hosts), *check_hosts(hosts, timeout, access)]
     if as_json:
         click.echo(json.dumps([asdict(f) for f in findings], indent=2))
     else:

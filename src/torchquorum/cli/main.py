@@ -21,6 +21,7 @@ COMMANDS = {
     "run": ("torchquorum.cli.run", "Start a local cluster of your own script."),
     "join": ("torchquorum.cli.join", "Be one task of a cluster, without a program of your own."),
     "hello": ("torchquorum.cli.hello", "Greet from the two smallest clusters."),
+    "secret": ("torchquorum.cli.secret", "Make the secret that keeps strangers out of a cluster."),
     "status": ("torchquorum.cli.status", "Show how a running cluster is doing."),
     "report": ("torchquorum.cli.report", "Write a page with the pictures of a run."),
     "compare": ("torchquorum.cli.compare", "Train with several rules and put them side by side."),

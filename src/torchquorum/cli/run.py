@@ -13,6 +13,7 @@ from torchquorum.cli.shape import Command, Named, option
 from torchquorum.cli.view import View
 from torchquorum.cluster import TaskId
 from torchquorum.cluster.flags import TRANSPORTS
+from torchquorum.cluster.secret import read_access
 from torchquorum.launcher.local import LocalCluster, Options, python_command
 from torchquorum.launcher.watch import Watcher
 
@@ -29,6 +30,7 @@ COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 @option("--threads", type=int, metavar="N", help="of an operation, per task; the cores are shared out if not given")
 @option("--logdir", metavar="DIR", help="the run's folder, for scripts that name none")
 @option("--report", metavar="FILE", help="write the report as JSON to this file")
+@option("--secret-file", metavar="FILE", help="the tasks talk encrypted, with the secret in this file")
 @option("--max-restarts", default=3, metavar="N", help="times a task that a signal ended is started again")
 @option("--view", is_flag=True, help="show the live table of the workers below the output")
 @option("--quiet", is_flag=True, help="do not print the tasks' output")
@@ -61,7 +63,7 @@ def run(script: str, arguments: tuple[str, ...], quiet: bool, view: bool, **give
         cluster.start()
         return cluster.wait()
     with View(console) as live:
-        watcher = Watcher(cluster.cluster.address(TaskId("ps", 0)))
+        watcher = Watcher(cluster.cluster.address(TaskId("ps", 0)), access=read_access(given["secret_file"]))
         try:
             cluster.start()
             return cluster.wait(lambda: live.show(watcher.status) if watcher.poll() else None)

@@ -87,8 +87,10 @@ class ClusterCommand(Command):
             "--ps-hosts": ",".join(taken.ps_hosts) if taken.ps_hosts else None,
             "--worker-hosts": ",".join(taken.worker_hosts) if taken.worker_hosts else None,
             "--transport": taken.transport,
+            "--secret-file": taken.secret_file,
         }
         again = [f"{name}={value}" for name, value in found.items() if value is not None]
+        again += ["--insecure"] if taken.insecure else []
         return super().parse_args(ctx, [*again, *rest])
 
 

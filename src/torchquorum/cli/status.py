@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.text import Text
 
 from torchquorum.cli.shape import Command, option
-from torchquorum.cli.table import Bar, Progress, StatusTable, headline, rows_of
+from torchquorum.cli.table import Bar, Progress, StatusTable, headline, rows_of, turned_away
 from torchquorum.cli.view import View
+from torchquorum.cluster.secret import read_access
 from torchquorum.cluster.spec import parse_address
 from torchquorum.errors import ConfigError, DeadlineError
 from torchquorum.launcher.watch import Watcher
@@ -23,8 +24,11 @@ from torchquorum.launcher.watch import Watcher
 @option("--json", "as_json", is_flag=True, help="print everything as JSON, with --watch a line each time")
 @option("--watch", is_flag=True, help="go on until the run is over, or Ctrl-C")
 @option("--every", default=1.0, metavar="S", show_default=True, help="seconds between two looks, with --watch")
+@option("--secret-file", metavar="FILE", help="with the cluster's secret, if it has one")
 @option("--timeout", default=5.0, metavar="S", show_default=True, help="seconds to wait for an answer")
-def status(address: tuple[str, ...], as_json: bool, watch: bool, every: float, timeout: float) -> int:
+def status(
+    address: tuple[str, ...], as_json: bool, watch: bool, every: float, timeout: float, secret_file: str | None
+) -> int:
     """Show how a running cluster is doing. ADDRESS is host:port of ps task 0.
 
     \b
@@ -32,13 +36,14 @@ def status(address: tuple[str, ...], as_json: bool, watch: bool, every: float, t
       torchquorum status localhost:2222
       torchquorum status localhost:2222 --watch
       torchquorum status localhost:2222 --json
+      torchquorum status alpha:2222 --secret-file cluster.secret
     """
     for name, value in (("--every", every), ("--timeout", timeout)):
         if not value > 0:
             raise ConfigError(f"{name} {value:g}: must be more than 0 seconds")
     first = "".join(address).split(",")[0]  # a list, as in --ps_hosts, begins with ps task 0
     where = str(parse_address(first, label="ADDRESS"))
-    watcher = Watcher(where, every_s=every if watch else 0.5)
+    watcher = Watcher(where, every_s=every if watch else 0.5, access=read_access(secret_file))
     try:
         body = _ask(watcher, where, timeout)
         if watch:
@@ -53,7 +58,7 @@ def status(address: tuple[str, ...], as_json: bool, watch: bool, every: float, t
 
 
 def _ask(watcher: Watcher, where: str, timeout: float) -> dict[str, Any]:
-    if not watcher.poll(timeout):
+    if not watcher.wait(timeout):
         raise DeadlineError(
             f"no answer from {where} within {timeout:g} s; is a ps task of torchquorum running there? "
             f"Give the address of ps task 0, as in --ps_hosts. `torchquorum doctor --ps_hosts={where}` looks closer"
@@ -71,6 +76,8 @@ def _show(console: Console, body: dict[str, Any]) -> None:
             console.print(f"{body['task']} holds a shard, and only /job:ps/task:0 knows the run: ask that one")
         else:
             console.print(f"{body['task']}: waiting for the chief to create the variables")
+        if away := turned_away(body):
+            console.print(Text(away, "dim"))
         return
     step, last, seconds = body["global_step"], body["last_step"], float(body.get("seconds") or 0.0)
     speed = body["updates"] / seconds if seconds > 0 else 0.0

@@ -214,4 +214,13 @@ def headline(status: Mapping[str, Any]) -> str:
     live, workers = len(status["live"]), status["workers"]
     words = [status["rule"], f"{live} of {workers} workers live", f"{status['batches_per_s']:.0f} batches/s"]
     words += [f"staleness {status['staleness_mean']:.2f}", f"{status['refused']:,} refused"]
+    if away := turned_away(status):
+        words.append(away)
     return ", ".join(words)
+
+
+def turned_away(status: Mapping[str, Any]) -> str:
+    """Returns how many connections a ps has turned away, with the reasons; nothing if none."""
+    reasons = {why: n for why, n in (status.get("turned_away") or {}).items() if n}
+    listed = ", ".join(f"{n:,} {why}" for why, n in sorted(reasons.items(), key=lambda item: -item[1]))
+    return f"{sum(reasons.values()):,} connections turned away ({listed})" if reasons else ""

@@ -18,6 +18,7 @@ from torchquorum.cli.shape import Checked, ClusterCommand, Named, option
 from torchquorum.cli.view import View
 from torchquorum.cluster import TaskId
 from torchquorum.cluster.flags import TRANSPORTS
+from torchquorum.cluster.secret import read_access
 from torchquorum.errors import ConfigError
 from torchquorum.jobs.mnist import MODEL_NAMES, MnistOptions
 from torchquorum.jobs.slow import parse_slow
@@ -82,6 +83,8 @@ HAND = "One task of a cluster started by hand"
 @option("--allow-soft-placement", is_flag=True, section=CLUSTER, help="the CPU for a device that is missing")
 @option("--gpu-memory-fraction", type=float, metavar="X", section=CLUSTER, help="share of a GPU per worker, as 0.4")
 @option("--transport", type=Named(*TRANSPORTS), default="auto", section=CLUSTER, help="auto, shm or tcp")
+@option("--secret-file", metavar="FILE", section=CLUSTER, help="talk encrypted, with the secret in this file")
+@option("--insecure", is_flag=True, section=HAND, help="a ps may listen for other hosts without a secret")
 @option("--logdir", metavar="DIR", section=CLUSTER, help="the run's folder; runs/mnist-DATE if not given")
 @option("--report", metavar="FILE", section=CLUSTER, help="write the report as JSON to this file")
 @option("--quiet", is_flag=True, section=CLUSTER, help="print only the result")
@@ -94,6 +97,7 @@ HAND = "One task of a cluster started by hand"
 def train(**given: Any) -> int:
     """Trains MNIST."""
     place = {k: given.pop(k) for k in ("job_name", "task_id", "ps_hosts", "worker_hosts")}
+    secret_file, insecure = given.pop("secret_file"), given.pop("insecure")
     transport, report, quiet = given.pop("transport"), given.pop("report"), given.pop("quiet")
     ps, workers = given.pop("ps"), given.pop("workers")
     if given["steps"] is None and given["seconds"] is None:
@@ -102,10 +106,12 @@ def train(**given: Any) -> int:
     if options.data is not None and not Path(options.data).is_dir():
         raise ConfigError(f"--data {options.data}: there is no such folder; give one with MNIST's idx files")
     if any(value is not None for value in place.values()):
+        place |= {"secret_file": secret_file, "insecure": "true" if insecure else None}
         return _one_task(options, place, transport, report)
     check_workers(options, workers)
     options.logdir = options.logdir or f"runs/mnist-{time.strftime('%Y%m%d-%H%M%S')}"
-    return _cluster(options, ps, workers, transport, report, quiet)
+    cluster = Options(command=[], ps=ps, workers=workers, transport=transport, secret_file=secret_file)
+    return _cluster(options, cluster, report, quiet)
 
 
 def check_workers(options: MnistOptions, workers: int) -> None:
@@ -135,7 +141,7 @@ def run_job(options: MnistOptions, cluster: Options, view: View) -> int:
         lambda line: view.note(f"torchquorum: {line}"),
     )
     with view:
-        watcher = Watcher(local.cluster.address(TaskId("ps", 0)))
+        watcher = Watcher(local.cluster.address(TaskId("ps", 0)), access=read_access(cluster.secret_file))
         try:
             local.start()
             return local.wait(lambda: view.show(watcher.status) if watcher.poll() else None)
@@ -143,14 +149,14 @@ def run_job(options: MnistOptions, cluster: Options, view: View) -> int:
             watcher.close()
 
 
-def _cluster(options: MnistOptions, ps: int, workers: int, transport: str, report: str | None, quiet: bool) -> int:
+def _cluster(options: MnistOptions, cluster: Options, report: str | None, quiet: bool) -> int:
     console = Console(highlight=False)
     with tempfile.TemporaryDirectory(prefix="torchquorum-") as folder:
         where = Path(report) if report else Path(folder) / "report.json"
-        cluster = Options(command=[], ps=ps, workers=workers, transport=transport, report=str(where.absolute()))
+        cluster.report = str(where.absolute())
         if not quiet:
             length = f"{options.steps} steps" if options.steps is not None else f"{options.seconds:g} s"
-            tasks = f"{ps} ps, {workers} {'worker' if workers == 1 else 'workers'}"
+            tasks = f"{cluster.ps} ps, {cluster.workers} {'worker' if cluster.workers == 1 else 'workers'}"
             slow = f", slow: {options.slow}" if options.slow else ""
             console.print(f"training {options.model} on MNIST: {tasks}, {options.rule}, {length}{slow}")
         code = run_job(options, cluster, View(console, quiet=quiet, seconds=options.seconds))

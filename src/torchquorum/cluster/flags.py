@@ -1,5 +1,6 @@
-"""The flags that say who a task is: `--job_name`, `--task_index`, `--ps_hosts`, `--worker_hosts`, `--transport`.
+"""The flags that say who a task is, and whom it lets in.
 
+They are `--job_name`, `--task_index`, `--ps_hosts`, `--worker_hosts`, `--transport`, `--secret_file` and `--insecure`.
 `sources` calls it with a program's arguments. What always holds: arguments that are not ours come back untouched and in
 order, for the program's own parser, and one that is a misspelling of ours never passes in silence: it would make the
 process another task than the user meant.
@@ -22,6 +23,8 @@ _EXAMPLES = {
     "ps_hosts": "--ps_hosts=localhost:2222",
     "worker_hosts": "--worker_hosts=localhost:2223,localhost:2224",
     "transport": "--transport=auto",
+    "secret_file": "--secret_file=cluster.secret",
+    "insecure": "--insecure",
 }
 IDENTITY = ("job_name", "task_index", "ps_hosts", "worker_hosts")
 EXAMPLE = " ".join(_EXAMPLES[field] for field in IDENTITY)
@@ -39,7 +42,10 @@ FIELDS = {
     "worker_hosts": "worker_hosts",
     "worker_host": "worker_hosts",
     "transport": "transport",
+    "secret_file": "secret_file",
+    "insecure": "insecure",
 }
+_WITHOUT_VALUE = ("insecure",)
 
 _DASH = r"[-\u2013\u2014]"  # word processors make an en or em dash of one or two hyphens
 _FLAG = re.compile(rf"{_DASH}{{1,2}}(?P<name>[A-Za-z][\w-]*)(?:=(?P<value>.*))?", re.DOTALL)
@@ -55,6 +61,8 @@ class ClusterFlags:
         ps_hosts: The entries of the list; ClusterSpec checks them.
         worker_hosts: Likewise.
         transport: One of `TRANSPORTS`.
+        secret_file: Where the cluster's secret is; read by `torchquorum.cluster.secret`.
+        insecure: Whether this task may listen for other hosts without one.
     """
 
     job_name: str | None = None
@@ -62,6 +70,8 @@ class ClusterFlags:
     ps_hosts: tuple[str, ...] | None = None
     worker_hosts: tuple[str, ...] | None = None
     transport: str | None = None
+    secret_file: str | None = None
+    insecure: bool | None = None
 
 
 def parse_flags(argv: Sequence[str]) -> tuple[ClusterFlags, list[str]]:
@@ -94,7 +104,7 @@ def parse_flags(argv: Sequence[str]) -> tuple[ClusterFlags, list[str]]:
                 _refuse_misspelling(token, name)
             remaining.append(token)
             continue
-        text = _take_value(name, match["value"], waiting)
+        text = _take_value(name, match["value"], waiting) if name not in _WITHOUT_VALUE else match["value"] or "1"
         _store(found, name, _READERS[FIELDS[name]](name, text), f"--{name}={text}")
     return ClusterFlags(**{field: value for field, (value, _) in found.items()}), remaining
 
@@ -170,6 +180,17 @@ def _read_index(name: str, text: str) -> int:
     return int(clean.strip("*"))
 
 
+def _read_path(name: str, text: str) -> str:
+    return text.strip().strip(QUOTES) if text.strip()[:1] in tuple(QUOTES) else text
+
+
+def _read_yes(name: str, text: str) -> bool:
+    clean = strip_quotes(text).lower()
+    if clean not in ("1", "true", "yes", "0", "false", "no"):
+        raise FlagError(f"--{name}={clean}: takes no value, or one of true and false; write --{name} or leave it out")
+    return clean in ("1", "true", "yes")
+
+
 def _read_hosts(name: str, text: str) -> tuple[str, ...]:
     hosts = tuple(split_addresses(text))
     if not hosts or not all(hosts):
@@ -186,4 +207,6 @@ _READERS: dict[str, Callable[[str, str], object]] = {
     "ps_hosts": _read_hosts,
     "worker_hosts": _read_hosts,
     "transport": lambda name, text: check_transport(text, label=f"--{name}"),
+    "secret_file": _read_path,
+    "insecure": _read_yes,
 }

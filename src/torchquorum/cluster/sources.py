@@ -16,6 +16,7 @@ import msgspec
 
 from torchquorum import env
 from torchquorum.cluster.flags import EXAMPLE, IDENTITY, ClusterFlags, check_transport, parse_flags
+from torchquorum.cluster.secret import OPEN, Access, read_access
 from torchquorum.cluster.spec import ClusterSpec, JobAddresses, TaskId, strip_quotes
 from torchquorum.errors import ClusterError, FlagError
 
@@ -36,6 +37,7 @@ class Resolved:
         source: Where it was found: `arguments`, `flags`, `launcher`, `TF_CONFIG`, `defaults`, or two joined by `and`.
         remaining: The program's arguments without our flags, in order.
         listen_fd: An open listening socket inherited from the launcher, for this task's address, or None.
+        access: Who may talk to this task, and the secret with which it talks to others.
     """
 
     cluster: ClusterSpec
@@ -44,6 +46,7 @@ class Resolved:
     source: str
     remaining: list[str]
     listen_fd: int | None
+    access: Access = OPEN
 
 
 class _LauncherTask(msgspec.Struct, kw_only=True, frozen=True):
@@ -74,6 +77,8 @@ def resolve(
     task_index: int | None = None,
     transport: str | None = None,
     defaults: ClusterFlags | None = None,
+    secret_file: str | None = None,
+    insecure: bool | None = None,
 ) -> Resolved | None:
     """Find out who this task is.
 
@@ -84,6 +89,8 @@ def resolve(
         task_index: This task's index, likewise.
         transport: `auto`, `shm` or `tcp`, likewise.
         defaults: What a flag says that was not given, where neither the launcher nor TF_CONFIG says anything.
+        secret_file: Where the secret is, where the program knows it.
+        insecure: Whether the task may do without one, likewise.
 
     Returns:
         The task and its cluster, or None where no source names one.
@@ -91,6 +98,7 @@ def resolve(
     Raises:
         FlagError: A flag is misspelt or not allowed, or the task is only half described.
         ClusterError: The cluster or the task is not what it has to be.
+        SecretError: There is no secret where one was said to be.
     """
     given, remaining = parse_flags(sys.argv[1:] if argv is None else argv)
     whole = {"job_name": job_name, "task_index": task_index, "ps_hosts": cluster, "worker_hosts": cluster}
@@ -126,6 +134,10 @@ def resolve(
         source=" and ".join(dict.fromkeys(sources)),
         remaining=remaining,
         listen_fd=finding.listen_fd if finding is not None and inherited else None,
+        access=read_access(
+            flags.secret_file if secret_file is None else secret_file,
+            flags.insecure if insecure is None else insecure,
+        ),
     )
 
 

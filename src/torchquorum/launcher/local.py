@@ -22,6 +22,7 @@ from typing import IO, Protocol
 
 from torchquorum import env
 from torchquorum.cluster import ClusterSpec, TaskId, launcher_task
+from torchquorum.cluster.secret import read_access
 from torchquorum.errors import ConfigError
 
 PS_GRACE_S = 20.0
@@ -47,6 +48,7 @@ class Options:
         report: Where ps task 0 writes the report.
         logdir: The run's folder, for programs that name none.
         max_restarts: How often each task may be started again after a signal ended it.
+        secret_file: The file with the secret for the tasks, which are given its path by their environment.
     """
 
     command: Sequence[str]
@@ -57,11 +59,13 @@ class Options:
     report: str | None = None
     logdir: str | None = None
     max_restarts: int = 3
+    secret_file: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("ps", "workers"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name} {getattr(self, name)}: must be 1 or more")
+        read_access(self.secret_file)  # what is wrong with the secret is said here, and not by every task
 
 
 class Process(Protocol):
@@ -150,6 +154,8 @@ class LocalCluster:
             env.TF_CONFIG: None,
             "PYTHONUNBUFFERED": "1",
         }
+        if self.options.secret_file is not None:
+            extra[env.SECRET_FILE], extra[env.SECRET] = os.path.abspath(self.options.secret_file), None
         if not env.has_omp_num_threads():
             extra[env.OMP_NUM_THREADS] = str(threads)
         process = self._spawn(task, extra, fds)

@@ -7,20 +7,32 @@ import time
 from typing import Any
 
 import torchquorum.transport.messages as m
+from torchquorum.cluster.secret import Access, read_access
 from torchquorum.transport import codec
 from torchquorum.transport.zmq_channel import ZmqChannel
 
 
 class Watcher:
-    """Polls a run's status without ever blocking."""
+    """Polls a run's status without ever blocking.
 
-    def __init__(self, address: str, every_s: float = 0.5) -> None:
-        self._channel = ZmqChannel(address, f"watch/{os.getpid()}/{time.monotonic_ns():x}".encode())
+    Args:
+        address: Where ps task 0 listens.
+        every_s: How often to ask.
+        access: The cluster's secret, if it has one; None takes that of the environment.
+    """
+
+    def __init__(self, address: str, every_s: float = 0.5, access: Access | None = None) -> None:
+        name = f"watch/{os.getpid()}/{time.monotonic_ns():x}".encode()
+        self._channel = ZmqChannel(address, name, read_access() if access is None else access, "/job:ps/task:0")
         self.every_s, self._asked_at = every_s, 0.0
         self.status: dict[str, Any] = {}
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Asks if it is time to, takes what has come; returns whether something has."""
+        """Asks if it is time to, takes what has come; returns whether something has.
+
+        Raises:
+            SecretError: The ps does not let us in.
+        """
         now = time.monotonic()
         if now - self._asked_at >= self.every_s:
             self._asked_at = now
@@ -31,6 +43,18 @@ class Watcher:
             if isinstance(message, m.Status):
                 self.status, news = message.body, True
         return news
+
+    def wait(self, timeout_s: float) -> bool:
+        """Asks until an answer has come; returns whether it did in time.
+
+        Raises:
+            SecretError: The ps does not let us in.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self.poll(min(0.2, timeout_s)):
+            if time.monotonic() > deadline:
+                return False
+        return True
 
     def close(self) -> None:
         """Closes the connection."""

@@ -18,6 +18,7 @@ from pathlib import Path
 import zmq
 
 from torchquorum.cluster import ClusterSpec, TaskId
+from torchquorum.cluster.secret import OPEN, Access
 from torchquorum.cluster.signals import Signals
 from torchquorum.errors import DeadlineError, TaskLostError
 from torchquorum.server.service import LEADER, Me, Service
@@ -27,7 +28,7 @@ from torchquorum.transport import codec
 from torchquorum.transport.channel import Channel, Listener
 from torchquorum.transport.door import DoorListener
 from torchquorum.transport.memory import host_id
-from torchquorum.transport.zmq_channel import ZmqChannel, ZmqListener
+from torchquorum.transport.zmq_channel import ZmqListener, connector
 
 TICK_S = 0.25
 SAVING_TICK_S = 0.01
@@ -51,6 +52,7 @@ class Server:
         cluster: Who exists.
         index: Which ps this is.
         listen_fd: A listening socket made by the launcher, if any.
+        access: Whom this task lets in, and the secret with which it talks to shard 0.
         say: Prints a line for people.
         report: Where shard 0 writes the report when the job ends.
         started_at: When the job was started, in seconds since the epoch.
@@ -68,11 +70,14 @@ class Server:
         say: Callable[[str], None] = print,
         report: str | None = None,
         started_at: float | None = None,
+        access: Access = OPEN,
     ) -> None:
         incarnation = new_incarnation()
         started = time.time() if started_at is None else started_at
         self.task = TaskId("ps", index)
-        self._listener = listener or _open(cluster.address(self.task), listen_fd)
+        self._listener = listener or _open(
+            cluster.address(self.task), listen_fd, access, lambda line: say(f"{self.task}: {line}")
+        )
         me = Me(
             cluster=cluster,
             index=index,
@@ -83,8 +88,12 @@ class Server:
         )
         self._leader = leader
         if index > 0 and leader is None:
-            self._leader = ZmqChannel(cluster.address(TaskId("ps", 0)), f"ps/{index}/{incarnation:016x}".encode())
+            name = f"ps/{index}/{incarnation:016x}".encode()
+            self._leader = connector(cluster, access)(cluster.address(TaskId("ps", 0)), name)
         self.service = Service(me, say)
+        if isinstance(self._listener, DoorListener | ZmqListener):
+            heard_of = self._listener
+            self.service.turned_away = lambda: heard_of.turned_away
         self._say, self._report = say, report
         self._signals = Signals(lambda line: say(f"{self.task}: {line}"), "stopping the run")
         self._stopped = False
@@ -254,8 +263,8 @@ class Server:
                 self._say(f"{self.task}: the report {place} could not be written: {error.strerror}")
 
 
-def _open(address: str, listen_fd: int | None) -> Listener:
-    outside = ZmqListener(address, listen_fd)
+def _open(address: str, listen_fd: int | None, access: Access, say: Callable[[str], None]) -> Listener:
+    outside = ZmqListener(address, listen_fd, access=access, say=say)
     return DoorListener(outside) if sys.platform == "linux" else outside
 
 
@@ -267,14 +276,16 @@ def serve(
     say: Callable[[str], None],
     report: str | None,
     started_at: float | None,
+    access: Access = OPEN,
 ) -> None:
     """Runs a ps task until the job ends.
 
     Raises:
         TaskLostError: The job ended badly.
     """
-    server = Server(cluster, index, listen_fd=listen_fd, say=say, report=report, started_at=started_at)
-    say(f"{server.task}: serving on {cluster.address(server.task)} (process {os.getpid()})")
+    server = Server(cluster, index, listen_fd=listen_fd, say=say, report=report, started_at=started_at, access=access)
+    locked = ", for those who know the secret" if access.secret is not None else ""
+    say(f"{server.task}: serving on {cluster.address(server.task)} (process {os.getpid()}){locked}")
     try:
         if not server.serve():
             raise TaskLostError(f"{server.task}: the job did not end well; see the lines above")

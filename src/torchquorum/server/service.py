@@ -61,6 +61,7 @@ class Service:
         self.leader: Leader | None = None
         self.tally = Tally(me.started_at)
         self.ledger: LedgerWriter | None = None
+        self.turned_away: Callable[[], dict[str, int]] = dict
         self.pids: dict[tuple[int, int], int] = {}
         self._waiting: list[tuple[Peer, m.Join]] = []
         self._shard_peers: dict[int, Peer] = {}
@@ -589,6 +590,7 @@ class Service:
             "ready": self.shard is not None,
             "ps": self.me.cluster.num_tasks("ps"),
             "workers": self.me.cluster.num_tasks("worker"),
+            "turned_away": self.turned_away(),
         }
         if self.leader is None:
             return body

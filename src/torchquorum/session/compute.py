@@ -11,11 +11,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from torchquorum.cluster import ClusterSpec, TaskId
+from torchquorum.cluster.secret import OPEN, Access
 from torchquorum.errors import DeadlineError, GraphError, TaskLostError, TorchQuorumError
 from torchquorum.placement.layout import CONSTANT
 from torchquorum.session.desk import Desk, Work
@@ -26,6 +28,7 @@ from torchquorum.transport import graph_messages as g
 from torchquorum.transport.codec import Frame
 from torchquorum.transport.messages import Fault, OptimizerSpec, Plan
 from torchquorum.transport.tensors import pack, unpack
+from torchquorum.transport.zmq_channel import connector
 from torchquorum.worker.client import Client, Patience, Step
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.graph_runner import Program, placement_lines
@@ -116,6 +119,7 @@ class ComputeTask:
         device: Where it computes.
         transport: auto, shm or tcp.
         listen_fd: A listening socket for the address, if somebody has made one.
+        access: Whom to let in, and the secret with which it talks to the ps tasks.
     """
 
     def __init__(
@@ -129,15 +133,19 @@ class ComputeTask:
         device: torch.device | None = None,
         transport: str = "auto",
         listen_fd: int | None = None,
+        access: Access = OPEN,
     ) -> None:
         self.name, self._cluster, self._index, self._transport = name, cluster, index, transport
+        self._access = access
         self.device = device or torch.device("cpu")
         self._session: ComputeSession | None = None
         self._program: Program | None = None
         self._computing = False
         self._finish: g.Finish | None = None
         self._closing = False
-        self.desk = Desk(name, address, listen_fd=listen_fd, device=str(self.device), cluster=addresses)
+        self.desk = Desk(
+            name, address, listen_fd=listen_fd, device=str(self.device), cluster=addresses, access=access, say=say
+        )
 
     def run(self, *, first_client_s: float = FIRST_CLIENT_S, quiet: bool = False) -> None:
         """Serves clients until a run that it was part of is over, or `close`.
@@ -246,6 +254,7 @@ class ComputeTask:
         plan, options = message.plan, message.options
         assert self._cluster is not None
         task = Task(cluster=self._cluster, id=TaskId("worker", self._index), transport=self._transport, source="client")
+        task = replace(task, connect=connector(self._cluster, self._access), access=self._access)
         optimizer = PlannedOptimizer(plan, [p for _, p in program.variables.named_parameters()])
         return ComputeSession(
             task,

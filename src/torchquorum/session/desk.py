@@ -12,12 +12,13 @@ import secrets
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import zmq
 
+from torchquorum.cluster.secret import OPEN, Access
 from torchquorum.errors import TorchQuorumError
 from torchquorum.transport import codec
 from torchquorum.transport import graph_messages as g
@@ -82,14 +83,30 @@ class Desk:
         listen_fd: A listening socket for it, if somebody has made one.
         device: The device it computes on, for people.
         cluster: The addresses of all tasks by job, as far as this one knows.
+        access: Whom to let in.
+        say: Prints a line for people about whom was not.
     """
 
     def __init__(
-        self, task: str, address: str, *, listen_fd: int | None, device: str, cluster: dict[str, list[str]]
+        self,
+        task: str,
+        address: str,
+        *,
+        listen_fd: int | None,
+        device: str,
+        cluster: dict[str, list[str]],
+        access: Access = OPEN,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.task, self.address, self.device, self._cluster = task, address, device, cluster
         self.life = secrets.token_hex(8)
-        self._listener = ZmqListener(address, listen_fd, max_frame_bytes=g.MAX_FRAME_BYTES)
+        self._listener = ZmqListener(
+            address,
+            listen_fd,
+            max_frame_bytes=g.MAX_FRAME_BYTES,
+            access=access,
+            say=lambda line: say(f"{task}: {line}"),
+        )
         self._host, self._wake = host_id(), os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._changed = threading.Condition()
         self._standing, self._run = Standing(), _Run()

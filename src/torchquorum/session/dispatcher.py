@@ -19,6 +19,7 @@ from typing import Any
 import zmq
 
 from torchquorum.cluster import ClusterSpec, TaskId
+from torchquorum.cluster.secret import OPEN, Access
 from torchquorum.errors import TorchQuorumError
 from torchquorum.session.assignments import Assignments, GivenBatch
 from torchquorum.transport import codec
@@ -26,7 +27,7 @@ from torchquorum.transport import graph_messages as g
 from torchquorum.transport import messages as m
 from torchquorum.transport.codec import Frame, WireError
 from torchquorum.transport.memory import host_id
-from torchquorum.transport.zmq_channel import ZmqChannel
+from torchquorum.transport.zmq_channel import ZmqChannel, connector
 
 ASK_S = 0.25
 FETCH_AGAIN_S = 1.0
@@ -56,9 +57,8 @@ class Question:
 class Contact:
     """The connection to one compute task, and what is known of it."""
 
-    def __init__(self, task: TaskId, address: str) -> None:
-        self.task, self.address = task, address
-        self.channel = ZmqChannel(address, f"client/{secrets.token_hex(8)}".encode())
+    def __init__(self, task: TaskId, address: str, channel: ZmqChannel) -> None:
+        self.task, self.address, self.channel = task, address, channel
         self.life = ""
         self.state = "absent"
         self.text = "has not answered yet"
@@ -106,6 +106,7 @@ class Dispatcher:
         books: The assignments; nobody else touches them without `changed`.
         liveness_s: A task that is silent for longer is given up.
         say: Prints a line for people.
+        access: The cluster's secret, if it has one.
     """
 
     def __init__(
@@ -117,14 +118,20 @@ class Dispatcher:
         *,
         liveness_s: float,
         say: Callable[[str], None],
+        access: Access = OPEN,
     ) -> None:
         self._run, self._client, self._say = train.run, train.client, say
         self._train = [codec.encode(train), *frames]
         self.books, self._liveness_s = books, liveness_s
         self.changed = threading.Condition()
-        self.contacts = [Contact(task, cluster.address(task)) for task in cluster.tasks("worker")]
+        connect = connector(cluster, access)
+        self.contacts = [
+            Contact(task, there, connect(there, f"client/{secrets.token_hex(8)}".encode()))
+            for task in cluster.tasks("worker")
+            for there in [cluster.address(task)]
+        ]
         first = cluster.tasks("ps")[0]
-        self._leader = ZmqChannel(cluster.address(first), f"watch/{secrets.token_hex(8)}".encode())
+        self._leader = connect(cluster.address(first), f"watch/{secrets.token_hex(8)}".encode())
         self._host = host_id()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = False

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from torchquorum import env
 from torchquorum.cluster import ClusterSpec, TaskId
 from torchquorum.cluster.addresses import read_addresses
+from torchquorum.cluster.secret import Access, read_access
 from torchquorum.cluster.sources import Resolved
 from torchquorum.cluster.spec import parse_address
 from torchquorum.errors import ClusterError, ConfigError, DeadlineError, GraphError, TorchQuorumError
@@ -47,9 +48,19 @@ RUN_S = 600.0
 def serve_task(found: Resolved, device: str) -> int:
     """Serves as the task that flags or TF_CONFIG name, on this thread, until its job is over; returns the exit code."""
     cluster, task = found.cluster, found.task
+    if found.access.note:
+        say(f"{task}: {found.access.note}")
     if task.job == "ps":
         report = env.report() if task.index == 0 else None
-        serve(cluster, task.index, listen_fd=found.listen_fd, say=say, report=report, started_at=env.started_at())
+        serve(
+            cluster,
+            task.index,
+            listen_fd=found.listen_fd,
+            say=say,
+            report=report,
+            started_at=env.started_at(),
+            access=found.access,
+        )
         return 0
     compute = ComputeTask(
         str(task),
@@ -60,6 +71,7 @@ def serve_task(found: Resolved, device: str) -> int:
         device=check_device(device, task),
         transport=found.transport,
         listen_fd=found.listen_fd,
+        access=found.access,
     )
     say(f"{task}: ready to compute for a client at {cluster.address(task)}")
     try:
@@ -85,6 +97,8 @@ class Server:
         job_name: Which job this task belongs to.
         task_index: Which task of the job it is.
         listen_fd: A listening socket for its address, if somebody has made one.
+        secret_file: The file with the cluster's secret; by default the environment says. Off loopback there must be one.
+        insecure: True lets it listen for other hosts without a secret.
     """
 
     def __init__(
@@ -94,7 +108,10 @@ class Server:
         task_index: int = 0,
         *,
         listen_fd: int | None = None,
+        secret_file: str | None = None,
+        insecure: bool | None = None,
     ) -> None:
+        self._access = read_access(secret_file, insecure)
         self.addresses = cluster.as_dict() if isinstance(cluster, ClusterSpec) else read_addresses(cluster)
         job = job_name if job_name is not None else next(iter(self.addresses))
         if job not in self.addresses:
@@ -135,6 +152,7 @@ class Server:
             addresses=self.addresses,
             index=self.task.index,
             listen_fd=listen_fd,
+            access=self._access,
         )
 
         def run() -> None:
@@ -150,7 +168,15 @@ class Server:
         """Serves until the run that this task is part of is over, or for ever, as a task that only executes graphs."""
         if self.task.job == "ps":
             assert self._spec is not None
-            serve(self._spec, self.task.index, listen_fd=None, say=say, report=None, started_at=None)
+            serve(
+                self._spec,
+                self.task.index,
+                listen_fd=None,
+                say=say,
+                report=None,
+                started_at=None,
+                access=self._access,
+            )
             return
         try:
             while self._thread is not None and self._thread.is_alive():
@@ -190,9 +216,9 @@ class _Function(nn.Module):
 class _Link:
     """The connection to one task."""
 
-    def __init__(self, task: TaskId, address: str) -> None:
+    def __init__(self, task: TaskId, address: str, access: Access, who: str) -> None:
         self.task, self.address = task, address
-        self.channel = ZmqChannel(address, f"client/{secrets.token_hex(8)}".encode())
+        self.channel = ZmqChannel(address, f"client/{secrets.token_hex(8)}".encode(), access, who)
         self.device = "cpu"
         self.there = False
 
@@ -200,12 +226,20 @@ class _Link:
 class GraphClient:
     """Runs small graphs on the tasks of a server's cluster; made by `tq.connect`."""
 
-    def __init__(self, target: str, *, log_device_placement: bool = False, wait_s: float = WAIT_S) -> None:
+    def __init__(
+        self,
+        target: str,
+        *,
+        log_device_placement: bool = False,
+        wait_s: float = WAIT_S,
+        secret_file: str | None = None,
+    ) -> None:
+        access = read_access(secret_file)
         address = parse_address(target.removeprefix(SCHEME), label="the target")
         self._log, self._wait_s = log_device_placement, wait_s
         self._number = 0
         self._links: dict[TaskId, _Link] = {}
-        first = _Link(TaskId("target", 0), address)
+        first = _Link(TaskId("target", 0), address, access, "the server")
         try:
             attached = self._greet(first)
         finally:
@@ -215,7 +249,8 @@ class GraphClient:
             for job, addresses in attached.cluster.items():
                 for index, there in enumerate(addresses):
                     if job != "ps":
-                        self._links[TaskId(job, index)] = _Link(TaskId(job, index), there)
+                        task = TaskId(job, index)
+                        self._links[task] = _Link(task, there, access, str(task))
             self._find_all()
         except BaseException:
             self.close()
@@ -355,12 +390,15 @@ class GraphClient:
         return answer, frames
 
 
-def connect(target: str, *, log_device_placement: bool = False, wait_s: float = WAIT_S) -> GraphClient:
+def connect(
+    target: str, *, log_device_placement: bool = False, wait_s: float = WAIT_S, secret_file: str | None = None
+) -> GraphClient:
     """Connects to a server and waits for all tasks of its cluster.
 
     Args:
         target: A server's `target`: tq://localhost:2222, or only host:port.
         log_device_placement: Print which task and device ran each operation.
         wait_s: How long to wait for the tasks.
+        secret_file: The file with the cluster's secret; by default the environment says.
     """
-    return GraphClient(target, log_device_placement=log_device_placement, wait_s=wait_s)
+    return GraphClient(target, log_device_placement=log_device_placement, wait_s=wait_s, secret_file=secret_file)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from torchquorum.cluster import ClusterSpec, TaskId
+from torchquorum.cluster.secret import read_access
 from torchquorum.cluster.signals import Signals
 from torchquorum.errors import ConfigError, DeadlineError, GraphError, TorchQuorumError
 from torchquorum.session.assignments import Assignments, BatchResult, GivenBatch
@@ -28,6 +29,7 @@ from torchquorum.session.join import Task, say
 from torchquorum.session.session import Session
 from torchquorum.transport import graph_messages as g
 from torchquorum.transport.tensors import pack, unpack
+from torchquorum.transport.zmq_channel import connector
 from torchquorum.worker.client import Patience
 from torchquorum.worker.graph_export import Graph
 from torchquorum.worker.graph_runner import check_batch
@@ -75,6 +77,7 @@ class GraphSession:
         seed: Dropout and the like in batch n follow from this and n, wherever it is computed. By default torch's seed.
         log_device_placement: Every compute task prints, once, where variables live and its operations run.
         patience: How long to wait for what.
+        secret_file: The file with the cluster's secret; by default that of the task, or what the environment says.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class GraphSession:
         seed: int | None = None,
         log_device_placement: bool = False,
         patience: Patience | None = None,
+        secret_file: str | None = None,
     ) -> None:
         if not isinstance(graph, Graph):
             raise ConfigError(f"graph={type(graph).__name__}: give tq.Graph(model, loss_fn, example_inputs=(x, y))")
@@ -107,7 +111,15 @@ class GraphSession:
         self.cluster = spec if isinstance(spec, ClusterSpec) else ClusterSpec(spec)
         self.graph, self.optimizer = graph, optimizer
         self._patience = patience or Patience()
-        chief = Task(cluster=self.cluster, id=TaskId("worker", 0), source="client")
+        known = cluster.access if isinstance(cluster, Task) and secret_file is None else None
+        self._access = read_access(secret_file) if known is None else known
+        chief = Task(
+            cluster=self.cluster,
+            id=TaskId("worker", 0),
+            source="client",
+            connect=connector(self.cluster, self._access),
+            access=self._access,
+        )
         # The client creates the variables as a chief would; it never joins as a worker.
         self._creator = Session(
             chief,
@@ -156,7 +168,13 @@ class GraphSession:
         in_turn = plan.rule.once_per_round and plan.rule.needed(plan.num_workers) >= plan.num_workers
         books = Assignments(depth=self._depth, in_turn=in_turn)
         self._dispatcher = Dispatcher(
-            self.cluster, train, frames, books, liveness_s=self._liveness_s, say=lambda line: say(f"client: {line}")
+            self.cluster,
+            train,
+            frames,
+            books,
+            liveness_s=self._liveness_s,
+            say=lambda line: say(f"client: {line}"),
+            access=self._access,
         )
         self._signals.install()
         self._dispatcher.start()

@@ -14,14 +14,15 @@ from types import TracebackType
 from typing import Any
 
 from torchquorum import env
-from torchquorum.cluster import ClusterSpec, TaskId, resolve
+from torchquorum.cluster import ClusterSpec, Resolved, TaskId, resolve
 from torchquorum.cluster.program import fill_in, read_program_flags
+from torchquorum.cluster.secret import OPEN, Access
 from torchquorum.errors import TorchQuorumError
 from torchquorum.server.serve import Server, serve
 from torchquorum.session.config import ConfigProto, read_device_options
 from torchquorum.transport.channel import Channel
 from torchquorum.transport.inprocess import InProcessNetwork
-from torchquorum.transport.zmq_channel import ZmqChannel
+from torchquorum.transport.zmq_channel import ZmqChannel, connector
 from torchquorum.worker.devices import limit_gpu_memory, settle
 
 
@@ -36,6 +37,7 @@ class Task:
         source: Where this was learnt: flags, launcher, TF_CONFIG, arguments, defaults, or alone.
         flags: The values of the program's own flags, if `tq.join(parser=...)` was given its parser.
         connect: Makes a channel to a ps task.
+        access: The cluster's secret, if it has one, and whether this task may do without.
     """
 
     cluster: ClusterSpec
@@ -45,6 +47,7 @@ class Task:
     flags: argparse.Namespace = field(default_factory=argparse.Namespace, repr=False, compare=False)
     connect: Callable[[str, bytes], Channel] = field(default=ZmqChannel, repr=False)
     alone: Alone | None = field(default=None, repr=False)
+    access: Access = field(default=OPEN, repr=False)
 
     @property
     def job(self) -> str:
@@ -119,6 +122,8 @@ def join(
     task_index: int | None = None,
     transport: str | None = None,
     report: str | None = None,
+    secret_file: str | None = None,
+    insecure: bool | None = None,
     allow_soft_placement: bool | None = None,
     gpu_memory_fraction: float | None = None,
     config: ConfigProto | None = None,
@@ -126,8 +131,9 @@ def join(
     """Finds this process's place in the cluster; a ps task serves here and never returns.
 
     Args:
-        argv: Where to look for flags (--job_name, --task_id, --ps_hosts, --worker_hosts, --transport). By default
-            sys.argv, from which they are then removed, so that a parser of your own sees only its own flags.
+        argv: Where to look for flags (--job_name, --task_id, --ps_hosts, --worker_hosts, --transport, --secret_file,
+            --insecure). By default sys.argv, from which they are then removed, so that a parser of your own sees only its
+            own flags.
         parser: Your program's own parser. Its flags are read here, on a ps too, into `task.flags`. It may declare the
             cluster's flags: then they are in its help, and their defaults hold where nothing else names a cluster.
         cluster: The cluster, given directly: {"ps": ["host:port"], "worker": ["host:port", ...]}.
@@ -135,6 +141,8 @@ def join(
         task_index: The task's number, given directly.
         transport: auto, shm or tcp, given directly.
         report: Where ps task 0 writes the report as JSON when the job ends.
+        secret_file: The file with the cluster's secret, given directly; tasks off loopback need one.
+        insecure: True lets this task listen for other hosts without a secret.
         allow_soft_placement: Use the CPU for a device that is not there or cannot run an operation, in the whole program.
         gpu_memory_fraction: The share of each GPU's memory that this process may take, so that several can share one.
         config: The last two as TensorFlow's ConfigProto.
@@ -154,7 +162,7 @@ def join(
     flags = argparse.Namespace()
     if parser is not None:
         flags, defaults = read_program_flags(parser, given)
-    found = resolve(given, cluster, job_name, task_index, transport, defaults)
+    found = resolve(given, cluster, job_name, task_index, transport, defaults, secret_file, insecure)
     fill_in(flags, found)
     if found is None or found.task.job != "ps":
         settle(task=found.task if found else TaskId("worker", 0), soft=options.soft)
@@ -170,19 +178,32 @@ def join(
         ps, workers = (" ".join(addresses) for addresses in found.cluster.as_dict().values())
         say(f"{found.task}: what no flag says is the program's default: ps at {ps}, workers at {workers}")
     if found.task.job == "ps":
-        _serve(found.cluster, found.task, found.listen_fd, report)
-    return Task(cluster=found.cluster, id=found.task, transport=found.transport, source=found.source, flags=flags)
+        _serve(found, report)
+    if found.access.note:
+        say(f"{found.task}: {found.access.note}")
+    return Task(
+        cluster=found.cluster,
+        id=found.task,
+        transport=found.transport,
+        source=found.source,
+        flags=flags,
+        connect=connector(found.cluster, found.access),
+        access=found.access,
+    )
 
 
-def _serve(cluster: ClusterSpec, task: TaskId, listen_fd: int | None, report: str | None) -> None:
+def _serve(found: Resolved, report: str | None) -> None:
+    if found.access.note:
+        say(f"{found.task}: {found.access.note}")
     try:
         serve(
-            cluster,
-            task.index,
-            listen_fd=listen_fd,
+            found.cluster,
+            found.task.index,
+            listen_fd=found.listen_fd,
             say=say,
-            report=(report or env.report()) if task.index == 0 else None,
+            report=(report or env.report()) if found.task.index == 0 else None,
             started_at=env.started_at(),
+            access=found.access,
         )
     except KeyboardInterrupt:
         raise SystemExit(130) from None

@@ -109,12 +109,18 @@ class DoorListener:
         self._door.setblocking(False)
         self._guests: dict[int, tuple[Peer, socket.socket]] = {}
         self._peers: dict[Peer, socket.socket] = {}
-        self._entered = 0
+        self._entered = self._strangers = 0
         self._received: deque[tuple[Peer, list[Frame]]] = deque()
         self._poller = zmq.Poller()
         self._poller.register(outside.socket, zmq.POLLIN)
         self._poller.register(self._door, zmq.POLLIN)
         self._watched: ZmqChannel | None = None
+
+    @property
+    def turned_away(self) -> dict[str, int]:
+        """Returns how many connections were refused, by reason."""
+        refused = {"another user of this host": self._strangers} if self._strangers else {}
+        return {**self._outside.turned_away, **refused}
 
     def receive(self, timeout_s: float) -> tuple[Peer, list[Frame]] | None:
         """Returns the next message with its sender, or None when none came in time."""
@@ -148,6 +154,7 @@ class DoorListener:
             return
         credentials = guest.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         if _CREDENTIALS.unpack(credentials)[1] not in (os.getuid(), 0):
+            self._strangers += 1
             guest.close()
             return
         guest.setblocking(False)

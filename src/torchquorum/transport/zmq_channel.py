@@ -7,20 +7,43 @@ their way out: `send` returns a handle that says when they have left.
 from __future__ import annotations
 
 import errno
+import ipaddress
+import os
 import socket
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import zmq
 
-from torchquorum.errors import AddressInUseError, ClusterError
+from torchquorum import env
+from torchquorum.cluster import ClusterSpec
+from torchquorum.cluster.secret import ADVICE, OPEN, Access
+from torchquorum.errors import AddressInUseError, ClusterError, SecretError
 from torchquorum.transport.channel import Channel, Peer, Sent
 from torchquorum.transport.codec import Frame
+from torchquorum.transport.gate import MECHANISM_MISMATCH, Gate, read_event, unwatch, watch
+from torchquorum.transport.keys import lock_channel, lock_listener
 
 COPY_BELOW_BYTES = 64 << 10
 LINGER_MS = 2000
 MAX_FRAME_BYTES = 16 << 30
+# What one peer can make us keep: messages that it sent and we have not looked at, answers that it does not read.
+TAKE_AHEAD = 64
+SEND_AHEAD = 1000
+LARGE_AHEAD = 2
+BACKLOG = 512
+HANDSHAKE_MS = 10_000
+# A task that is just being killed may hang up on us a few times; one that has another secret always does.
+HUNG_UP_TIMES = 5
+HUNG_UP_S = 2.0
+_NOTICED = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
 
 
 def _context() -> zmq.Context[Any]:
@@ -42,20 +65,36 @@ def endpoint(address: str) -> str:
 
 
 class ZmqChannel:
-    """A connection to one ps task."""
+    """A connection to one task that listens.
 
-    def __init__(self, address: str, identity: bytes) -> None:
+    Args:
+        address: Where it listens, host:port.
+        identity: Our name for it; every connection has its own.
+        access: The secret, if the cluster has one.
+        who: The task's name, for messages.
+    """
+
+    def __init__(self, address: str, identity: bytes, access: Access = OPEN, who: str = "the task") -> None:
+        self._where, self._access = f"{who} ({address})", access
         self.socket = _context().socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.IDENTITY, identity)
-        self.socket.setsockopt(zmq.LINGER, LINGER_MS)
-        self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
-        self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
-        where = endpoint(address)
-        if where.startswith("tcp://["):
-            self.socket.setsockopt(zmq.IPV6, 1)
+        try:
+            self.socket.setsockopt(zmq.IDENTITY, identity)
+            self.socket.setsockopt(zmq.LINGER, LINGER_MS)
+            self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
+            self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+            self.socket.setsockopt(zmq.SNDHWM, 0)
+            self.socket.setsockopt(zmq.RCVHWM, 0)
+            self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+            if access.secret is not None:
+                lock_channel(self.socket, access.secret)
+            where = endpoint(address)
+            if where.startswith("tcp://["):
+                self.socket.setsockopt(zmq.IPV6, 1)
+        except BaseException:
+            self.socket.close(0)
+            raise
+        self._events: zmq.Socket[Any] | None = watch(self.socket, _NOTICED)
+        self._failures, self._failing_since = 0, 0.0
         self.socket.connect(where)
 
     def send(self, frames: Sequence[Frame]) -> None:
@@ -63,40 +102,111 @@ class ZmqChannel:
         self.socket.send_multipart(frames, copy=all(len(f) < COPY_BELOW_BYTES for f in frames))
 
     def receive(self, timeout_s: float) -> list[Frame] | None:
-        """Returns the next message, or None when none came in time."""
+        """Returns the next message, or None when none came in time.
+
+        Raises:
+            SecretError: The other side does not let us in, or is not a task of torchquorum.
+        """
         if not self.socket.poll(max(0, int(timeout_s * 1000))):
+            if self._events is not None:
+                self._look_at_handshake()
             return None
         return [f.buffer for f in self.socket.recv_multipart(copy=False)]
 
+    def _look_at_handshake(self) -> None:
+        """Looks how getting in went; once we are in, there is nothing more to look at."""
+        while self._events is not None and (told := read_event(self._events)) is not None:
+            kind, value = told
+            if kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._stop_looking()
+            elif kind == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                raise SecretError(_explain_wrong_secret(self._where, "it knows another one"))
+            elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                raise SecretError(_explain_mismatch(self._where, self._access, value))
+            elif self._access.secret is not None:  # hung up on us without a word, as is usual for a key it cannot read
+                now = time.monotonic()
+                self._failing_since = self._failing_since or now
+                self._failures += 1
+                if self._failures >= HUNG_UP_TIMES and now - self._failing_since >= HUNG_UP_S:
+                    raise SecretError(_explain_wrong_secret(self._where, f"it hung up {self._failures} times"))
+
+    def _stop_looking(self) -> None:
+        if self._events is not None:
+            unwatch(self.socket)
+            self._events.close(0)
+            self._events = None
+
     def close(self) -> None:
         """Closes this end; what was sent is still delivered, for a moment."""
+        self._stop_looking()
         self.socket.close()
 
 
+def connector(cluster: ClusterSpec, access: Access) -> Callable[[str, bytes], ZmqChannel]:
+    """Returns how tasks of a cluster are reached: a function of address and identity."""
+    names = {cluster.address(task): str(task) for job in cluster.jobs for task in cluster.tasks(job)}
+
+    def connect(address: str, identity: bytes) -> ZmqChannel:
+        return ZmqChannel(address, identity, access, names.get(address, "the task"))
+
+    return connect
+
+
 class ZmqListener:
-    """The socket a ps task listens on.
+    """The socket a task listens on.
 
     Args:
         address: host:port of this task in the cluster; loopback names bind to loopback, all others to every interface.
         listen_fd: A listening socket that the launcher made and passed on, so that nobody else can take the port.
         max_frame_bytes: Whoever sends a larger frame is cut off.
+        access: Whom to let in.
+        say: Prints a line for people about whom was not.
+
+    Raises:
+        SecretError: The address is not loopback and there is no secret.
     """
 
-    def __init__(self, address: str, listen_fd: int | None = None, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
-        self.socket = _context().socket(zmq.ROUTER)
-        self.socket.setsockopt(zmq.LINGER, LINGER_MS)
-        self.socket.setsockopt(zmq.SNDHWM, 0)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
-        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, max_frame_bytes)
-        self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    def __init__(
+        self,
+        address: str,
+        listen_fd: int | None = None,
+        *,
+        max_frame_bytes: int | None = None,
+        access: Access = OPEN,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
         host, _, port = address.rpartition(":")
         where = _bind_to(host, port)
+        _refuse_open_door(address, where, listen_fd, access)
+        # A context of its own: ZeroMQ asks one handler per context whom to let in.
+        self._context: zmq.Context[Any] | None = zmq.Context() if access.secret is not None else None
+        self.socket = (self._context or _context()).socket(zmq.ROUTER)
+        self.socket.setsockopt(zmq.LINGER, LINGER_MS)
+        self.socket.setsockopt(zmq.SNDHWM, SEND_AHEAD)
+        self.socket.setsockopt(zmq.RCVHWM, TAKE_AHEAD)
+        self.socket.setsockopt(zmq.BACKLOG, BACKLOG)
+        self.socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, largest_frame_bytes() if max_frame_bytes is None else max_frame_bytes)
+        self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        self._large: dict[Peer, deque[Sent]] = {}
         if where.startswith("tcp://["):
             self.socket.setsockopt(zmq.IPV6, 1)
         if listen_fd is not None:
             self.socket.setsockopt(zmq.USE_FD, listen_fd)
-        self._bind(where, address)
+        self._gate: Gate | None = None
+        try:
+            allowed = lock_listener(self.socket, access.secret) if access.secret is not None else None
+            self._gate = Gate(self.socket, allowed, say)
+            self._bind(where, address)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def turned_away(self) -> dict[str, int]:
+        """Returns how many connections were refused, by reason."""
+        return self._gate.counts() if self._gate is not None else {}
 
     def _bind(self, where: str, address: str) -> None:
         """Binds; a port that its last owner has only just given up gets a moment."""
@@ -109,7 +219,6 @@ class ZmqListener:
                 if error.errno == errno.EADDRINUSE and time.monotonic() < deadline:
                     time.sleep(0.1)
                     continue
-                self.socket.close(0)
                 if error.errno == errno.EADDRINUSE:
                     raise AddressInUseError(_in_use(address)) from None
                 raise ClusterError(
@@ -136,22 +245,100 @@ class ZmqListener:
         poller.poll(int(timeout_s * 1000))
 
     def send(self, peer: Peer, frames: Sequence[Frame]) -> Sent | None:
-        """Sends a message; a peer that is gone is no error."""
+        """Sends a message; a peer that is gone is no error, and one that does not read loses what does not fit."""
         if all(len(f) < COPY_BELOW_BYTES for f in frames):
             self.socket.send_multipart([peer, *frames])
             return None
-        return self.socket.send_multipart([peer, *frames], copy=False, track=True)
+        under_way = self._under_way(peer)
+        if len(under_way) >= LARGE_AHEAD:
+            return None  # it has not taken what it asked for before; it will ask again
+        sent = self.socket.send_multipart([peer, *frames], copy=False, track=True)
+        if sent is not None:
+            under_way.append(sent)
+        return sent
+
+    def _under_way(self, peer: Peer) -> deque[Sent]:
+        """Returns the large messages that a peer has not taken yet."""
+        under_way = self._large.get(peer)
+        if under_way is None:
+            self._large = {p: sent for p, sent in self._large.items() if not all(s.done for s in sent)}
+            under_way = self._large[peer] = deque()
+        while under_way and under_way[0].done:
+            under_way.popleft()
+        return under_way
 
     def close(self) -> None:
         """Stops listening; what was sent is still delivered, for a moment."""
+        if self._gate is not None:
+            unwatch(self.socket)
         self.socket.close()
+        if self._gate is not None:
+            self._gate.close()
+            self._gate = None
+        if self._context is not None:
+            self._context.term()
+            self._context = None
+
+
+def largest_frame_bytes() -> int:
+    """Returns how large a frame may be: a shard of more than a quarter of the memory could not be trained anyway."""
+    try:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):
+        return MAX_FRAME_BYTES
+    return max(1 << 28, min(MAX_FRAME_BYTES, memory // 4))
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only tasks of this host can reach a socket that is bound to this address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _refuse_open_door(address: str, where: str, listen_fd: int | None, access: Access) -> None:
+    if access.secret is not None or access.insecure:
+        return
+    bound = where.removeprefix("tcp://").rpartition(":")[0]
+    if listen_fd is not None:
+        with socket.socket(fileno=os.dup(listen_fd)) as held:
+            bound = str(held.getsockname()[0])
+    if not is_loopback(bound):
+        raise SecretError(
+            f"cannot listen on {address} without a secret: other hosts could reach it, and whoever does could read the "
+            f"variables and change the run. {ADVICE}"
+        )
+
+
+def _explain_wrong_secret(where: str, what: str) -> str:
+    return (
+        f"{where} does not accept this task's secret: {what}. Give every task the same --secret-file, or check that the "
+        "port is the one of that task"
+    )
+
+
+def _explain_mismatch(where: str, access: Access, code: int) -> str:
+    if code != MECHANISM_MISMATCH:
+        return (
+            f"{where} is not a task of torchquorum: it does not speak ZeroMQ as we do ({code:#x}); check host and port"
+        )
+    if access.secret is None:
+        return (
+            f"{where} lets in only who knows the cluster's secret, and this task was given none. Copy the file with the "
+            f"secret here and say --secret-file=FILE, or set {env.SECRET_FILE}"
+        )
+    return (
+        f"{where} runs without a secret, and this task has one, so it does not talk to it. Start that task with the same "
+        f"--secret-file, or this one without (is {env.SECRET_FILE} or {env.SECRET} set?)"
+    )
 
 
 def _bind_to(host: str, port: str) -> str:
-    if host in ("localhost", "127.0.0.1"):
+    if host == "localhost":
         return f"tcp://127.0.0.1:{port}"
-    if host in ("[::1]", "::1"):
-        return f"tcp://[::1]:{port}"
+    if is_loopback(host):
+        return f"tcp://{host}:{port}"
     return f"tcp://*:{port}"
 
 

@@ -1,0 +1,241 @@
+"""The gate before a listening socket: it lets in who knows the secret, and counts whom ZeroMQ turned away, and why.
+
+A thread of its own per listener, asleep unless somebody comes or goes; the listener starts and ends it. What always holds:
+a connection is let in only if its key is the one made from the secret; a stranger costs this thread a few counters and at
+most one line of output every `SAY_EVERY_S`; beyond `most` connections newcomers are hung up on, so that files are left for
+the task itself.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+SAY_EVERY_S = 10.0
+POLL_MS = 200
+KEPT_FILES = 256
+_EVENT = struct.Struct("=HI")
+MECHANISM_MISMATCH = 0x11000002
+_BAD_CRYPTO = 0x11000001
+_NOTICED = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_ACCEPT_FAILED
+    | zmq.EVENT_MONITOR_STOPPED
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+)
+
+WRONG_SECRET, NO_SECRET, UNEXPECTED_SECRET = "wrong secret", "no secret", "a secret where none is used"
+STRANGE, UNFINISHED, TOO_MANY = "not torchquorum", "hung up before the greeting", "too many connections"
+
+
+def most_connections() -> int:
+    """Returns how many connections fit beside the files that a task needs; first asks the system for as many as it gives."""
+    try:
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft < hard or hard == resource.RLIM_INFINITY:
+            wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+            if soft != resource.RLIM_INFINITY and soft < wanted:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+                soft = wanted
+    except (ImportError, OSError, ValueError):
+        soft = 1024
+    return max(64, (soft if soft > 0 else 65536) - KEPT_FILES)
+
+
+def watch(watched: zmq.Socket[Any], events: int) -> zmq.Socket[Any]:
+    """Returns a socket on which ZeroMQ tells what happens to another; `unwatch` it before that is closed."""
+    name = f"inproc://torchquorum-watch-{secrets.token_hex(8)}"
+    watched.monitor(name, events)
+    told = watched.context.socket(zmq.PAIR)
+    told.setsockopt(zmq.RCVHWM, 0)  # or ZeroMQ's own thread would wait for a reader that is busy
+    told.connect(name)
+    return told
+
+
+def unwatch(watched: zmq.Socket[Any]) -> None:
+    """Ends what `watch` began; the socket that it returned is the caller's to close."""
+    watched.monitor(None, 0)
+
+
+def read_event(told: zmq.Socket[Any]) -> tuple[int, int] | None:
+    """Returns the next event and its value from a socket that `watch` returned, or None."""
+    try:
+        event, value = _EVENT.unpack(told.recv_multipart(zmq.NOBLOCK)[0])
+    except zmq.Again:
+        return None
+    return event, value
+
+
+class Gate:
+    """Watches one listening socket that has not been bound yet.
+
+    Args:
+        listener: The socket; the gate lives in its context.
+        allowed: The raw public key of those who know the secret; None lets everybody in.
+        say: Prints a line for people, on the gate's thread.
+        most: How many connections there may be at a time.
+    """
+
+    def __init__(
+        self, listener: zmq.Socket[Any], allowed: bytes | None, say: Callable[[str], None], most: int | None = None
+    ) -> None:
+        self._allowed, self._say = allowed, say
+        self._most = most_connections() if most is None else most
+        self.turned_away: Counter[str] = Counter()
+        self._open: dict[int, tuple[Any, ...]] = {}
+        self._last = ""
+        self._untold: Counter[str] = Counter()
+        self._told_at = 0.0
+        self._closing = False
+        context = listener.context
+        self._zap: zmq.Socket[Any] | None = None
+        if allowed is not None:
+            asked = self._zap = context.socket(zmq.ROUTER)
+            asked.bind("inproc://zeromq.zap.01")
+        self._events = watch(listener, _NOTICED)
+        self._thread = threading.Thread(target=self._run, name="torchquorum-gate", daemon=True)
+        self._thread.start()
+
+    def counts(self) -> dict[str, int]:
+        """Returns how many were turned away, by reason; may be called on any thread."""
+        return dict(self.turned_away)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closing = True
+        self._thread.join(timeout=5.0)
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._events, zmq.POLLIN)
+        if self._zap is not None:
+            poller.register(self._zap, zmq.POLLIN)
+        try:
+            while not self._closing:
+                ready = dict(poller.poll(POLL_MS))
+                if self._zap in ready:
+                    self._judge()
+                if self._events in ready:
+                    self._notice()
+                self._tell()
+        except zmq.ContextTerminated:
+            pass
+        finally:
+            for held in (self._events, self._zap):
+                if held is not None:
+                    held.close(0)
+
+    def _judge(self) -> None:
+        """Answers ZeroMQ's question whether a key is allowed (ZAP, RFC 27)."""
+        assert self._zap is not None
+        envelope, _, version, request, _, address, _, mechanism, *given = self._zap.recv_multipart()
+        fine = mechanism == b"CURVE" and given == [self._allowed]
+        if not fine:
+            self._turn_away(WRONG_SECRET, address.decode(errors="replace"))
+        status, text = (b"200", b"OK") if fine else (b"400", b"not allowed")
+        self._zap.send_multipart([envelope, b"", version, request, status, text, b"", b""])
+
+    def _notice(self) -> None:
+        for _ in range(1000):
+            if (told := read_event(self._events)) is None:
+                return
+            event, value = told
+            if event == zmq.EVENT_ACCEPTED:
+                self._came(value)
+            elif event == zmq.EVENT_DISCONNECTED:
+                self._went(value)
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
+                self._last = self._reason(value)
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+                self._last = UNFINISHED
+            elif event == zmq.EVENT_ACCEPT_FAILED:
+                self._turn_away(TOO_MANY, "")
+            elif event == zmq.EVENT_MONITOR_STOPPED:
+                self._closing = True
+
+    def _came(self, fd: int) -> None:
+        self._open[fd] = _peer_of(fd)
+        if len(self._open) > self._most:
+            self._turn_away(TOO_MANY, _host(self._open[fd]))
+            _hang_up(fd, self._open[fd])
+
+    def _went(self, fd: int) -> None:
+        # ZeroMQ says why it fails just before it says which connection is gone.
+        peer, why, self._last = self._open.pop(fd, ()), self._last, ""
+        if why == UNFINISHED:
+            self.turned_away[why] += 1  # a port scan, or a task that died: worth a number, not a line
+        elif why:
+            self._turn_away(why, _host(peer))
+
+    def _reason(self, code: int) -> str:
+        if code == MECHANISM_MISMATCH:
+            return NO_SECRET if self._allowed is not None else UNEXPECTED_SECRET
+        return WRONG_SECRET if code == _BAD_CRYPTO and self._allowed is not None else STRANGE
+
+    def _turn_away(self, why: str, address: str) -> None:
+        self.turned_away[why] += 1
+        self._untold[f"{why}, from {address}" if address else why] += 1
+        if len(self._untold) > 100:
+            self._untold[why] += self._untold.pop(next(iter(self._untold)))
+
+    def _tell(self) -> None:
+        now = time.monotonic()
+        if not self._untold or now - self._told_at < SAY_EVERY_S:
+            return
+        self._told_at = now
+        (what, _), count = self._untold.most_common(1)[0], sum(self._untold.values())
+        many = f" (and {count - 1} more)" if count > 1 else ""
+        self._untold.clear()
+        self._say(f"turned a connection away: {what}{many}")
+
+
+def _borrowed(fd: int) -> socket.socket | None:
+    """Returns a handle of our own on a connection of ZeroMQ's, which may be gone by now."""
+    try:
+        return socket.socket(fileno=os.dup(fd))
+    except OSError:
+        return None
+
+
+def _peer_of(fd: int) -> tuple[Any, ...]:
+    """Returns address and port of the other end of a connection, or nothing."""
+    found = _borrowed(fd)
+    if found is None:
+        return ()
+    with found:
+        try:
+            peer = found.getpeername()
+        except OSError:
+            return ()
+    return peer if isinstance(peer, tuple) else ()
+
+
+def _host(peer: tuple[Any, ...]) -> str:
+    return str(peer[0]) if peer else ""
+
+
+def _hang_up(fd: int, peer: tuple[Any, ...]) -> None:
+    """Ends a connection of ZeroMQ's, if the file is still the one that it was."""
+    found = _borrowed(fd)
+    if found is None:
+        return
+    with found:
+        try:
+            if peer and found.getpeername() == peer:
+                found.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            return

@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from torchquorum.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from torchquorum.cluster import ClusterSpec, TaskId
     from torchquorum.data import Batches, load_mnist
@@ -49,7 +51,6 @@ if TYPE_CHECKING:
     from torchquorum.worker.regularizer import l2_regularizer
     from torchquorum.worker.towers import Towers
 
-__version__ = "0.1.0"
 
 _HOMES = {
     "Async": "rules",

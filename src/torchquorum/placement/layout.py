@@ -189,6 +189,8 @@ def check_same_variables(ours: Sequence[Variable], theirs: Sequence[Variable], w
     missing = [v for v in here if v not in there]
     extra = [v for v in there if v not in here]
     lines = [f"- the ps tasks hold {v}" for v in missing[:5]] + [f"+ {who} brings {v}" for v in extra[:5]]
+    if len(missing) > 5 or len(extra) > 5:
+        lines.append(f"  in all {len(missing)} variables are held and not brought, {len(extra)} brought and not held")
     if not lines:
         lines = [f"  the order or the parameter groups differ: {here[:5]} against {there[:5]}"]
     raise RefusedError(

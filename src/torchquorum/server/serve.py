@@ -20,7 +20,7 @@ import zmq
 from torchquorum.cluster import ClusterSpec, TaskId
 from torchquorum.cluster.secret import OPEN, Access
 from torchquorum.cluster.signals import Signals
-from torchquorum.errors import DeadlineError, TaskLostError
+from torchquorum.errors import DeadlineError, RefusedError, TaskLostError
 from torchquorum.server.service import LEADER, Me, Service
 from torchquorum.server.shard import Reply
 from torchquorum.server.update import warm_up
@@ -111,13 +111,16 @@ class Server:
         """
         warm_up()
         self._signals.install()
-        started = told = ticked = time.monotonic()
+        started = told = ticked = forgiven = time.monotonic()
         while self.service.ended is None:
             self._receive()
             now = time.monotonic()
             if now - ticked >= self._tick_s:
                 ticked = now
                 self._tick(now)
+                if now - forgiven >= 1.0:
+                    forgiven = now
+                    self.service.strangers.forgive()
             self._check_leader(now)
             self._obey_signals()
             if self.service.shard is None and now - told >= SAY_EVERY_S:
@@ -165,6 +168,8 @@ class Server:
             self._send(self.service.handle(*received, time.monotonic(), time.time()))
             taken += 1
             received = self._listener.receive(0.0) if taken < TAKE_AT_ONCE else None
+        while self.service.strangers.unwanted:
+            self._listener.hang_up(self.service.strangers.unwanted.pop())
 
     def _send(self, replies: list[Reply]) -> None:
         for reply in replies:
@@ -194,6 +199,10 @@ class Server:
 
     def _watch(self) -> None:
         """Watches the processes of workers on this host, so that a death is known at once."""
+        for fd in [fd for fd, key in self._watched.items() if key not in self.service.pids]:
+            self._poller.unregister(fd)
+            del self._watched[fd]
+            os.close(fd)
         watched = set(self._watched.values())
         for key, pid in list(self.service.pids.items()):
             if key in watched:
@@ -225,6 +234,8 @@ class Server:
             self._send(self.service.stop(time.time()))
 
     def _check_leader(self, now: float) -> None:
+        if self.service.refused:
+            raise RefusedError(f"{self.task}: {self.service.refused}")
         heard = self.service.leader_heard_at
         if heard is not None and now - heard > LEADER_SILENCE_S:
             first = TaskId("ps", 0)

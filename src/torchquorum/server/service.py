@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torchquorum.server.buffers import BufferHome, check_same_buffers
 from torchquorum.server.checkpoints import Checkpoints, Parts
 from torchquorum.server.leader import Arrival, Leader
 from torchquorum.server.shard import Reply, Shard
+from torchquorum.server.strangers import Strangers, greet
 from torchquorum.server.tally import Tally
 from torchquorum.transport import codec
 from torchquorum.transport.board import Record
@@ -31,6 +32,8 @@ from torchquorum.transport.codec import Frame
 LEADER = (
     b"\0leader"  # stands for shard 0 as the peer of another shard; nobody may give himself a name with a zero in front
 )
+MAX_FAULT = 4000
+MOST_WAITING = 1000
 LATE_S = 10.0
 IDLE_S = 600.0
 
@@ -45,6 +48,7 @@ class Me:
     host: str
     started_at: float
     door: str = ""
+    pid: int = field(default_factory=os.getpid)
 
     @property
     def task(self) -> TaskId:
@@ -61,8 +65,10 @@ class Service:
         self.leader: Leader | None = None
         self.tally = Tally(me.started_at)
         self.ledger: LedgerWriter | None = None
+        self.refused = ""  # why shard 0 will not have this one
         self.turned_away: Callable[[], dict[str, int]] = dict
         self.pids: dict[tuple[int, int], int] = {}
+        self.strangers = Strangers()
         self._waiting: list[tuple[Peer, m.Join]] = []
         self._shard_peers: dict[int, Peer] = {}
         self._sent: dict[int, int] = {}
@@ -85,15 +91,17 @@ class Service:
         try:
             message, tensors = codec.split(frames)
         except codec.WireError as error:
-            return [Reply(peer, m.Fault("wire", str(error)))]
+            self.strangers.talked(peer)
+            return [Reply(peer, m.Fault("wire", str(error)[:MAX_FAULT]))]
         try:
             before = self._look_at_board(close=not isinstance(message, HARMLESS))
             return before + self._route(peer, message, tensors, now, wall)
         except AssertionError:
             raise  # a mistake of our own
         except Exception as error:  # whatever a stranger may have sent, the others are served on
-            kind = type(error).__name__
-            return [Reply(peer, m.Fault(kind, f"{self.me.task}: {error}", getattr(message, "request", -1)))]
+            self.strangers.talked(peer)
+            kind, text = type(error).__name__, f"{self.me.task}: {error}"[:MAX_FAULT]
+            return [Reply(peer, m.Fault(kind, text, getattr(message, "request", -1)))]
 
     def _route(self, peer: Peer, message: m.AnyMessage, frames: list[Frame], now: float, wall: float) -> list[Reply]:
         match message:
@@ -131,13 +139,18 @@ class Service:
                 self.parts.untold = None
                 replies = []
             case m.StatusRequest():
+                self.strangers.talked(peer)
                 replies = [Reply(peer, m.Status(self.status()))]
             case m.MeanRequest():
+                self.strangers.talked(peer)
                 replies = [Reply(peer, *self._ready().mean.answer())]
             case m.FateOf():
                 key = Key(message.worker, message.incarnation, message.local_step)
                 replies = [Reply(peer, self.leader.fate(key) if self.leader else m.Fate(*key, "never"))]
             case m.Alive() if peer == LEADER:
+                replies = []
+            case m.Fault("protocol") if peer == LEADER:
+                self.refused = message.text
                 replies = []
             case m.Fault():
                 replies = []  # two ps tasks would answer each other for ever
@@ -176,9 +189,11 @@ class Service:
         if self.me.index == 0:
             return None
         followed = self.shard.followed if self.shard else 0
-        return Reply(
-            LEADER, m.ShardHello(self.me.index, self.me.incarnation, followed, os.getpid(), self.me.host, self.reign)
+        me = self.me
+        hello = m.ShardHello(
+            me.index, me.incarnation, followed, os.getpid(), me.host, self.reign, m.PROTOCOL, m.PACKAGE
         )
+        return Reply(LEADER, hello)
 
     @property
     def ended(self) -> m.End | None:
@@ -188,18 +203,8 @@ class Service:
     # -- one by one ---------------------------------------------------------------------------------------------------
 
     def _hello(self, peer: Peer, hello: m.Hello) -> list[Reply]:
-        if hello.protocol != m.PROTOCOL:
-            spoken = f"{hello.task} speaks protocol {hello.protocol}, {self.me.task} speaks {m.PROTOCOL}"
-            return [Reply(peer, m.Fault("protocol", f"{spoken}; install the same torchquorum on both"))]
-        task = TaskId.parse(hello.task)
-        self.me.cluster.check_task(task)
-        if hello.host == self.me.host and self.me.host and task.job == "worker" and 0 < hello.pid < 1 << 31:
-            self.pids[(task.index, hello.incarnation)] = hello.pid
-        created = self.shard is not None
-        welcome = m.Welcome(
-            m.PROTOCOL, str(self.me.task), self.me.incarnation, self.me.host, os.getpid(), created, self.me.door
-        )
-        return [Reply(peer, welcome)]
+        self.strangers.talked(peer)
+        return [Reply(peer, greet(self.me, hello, self.pids, created=self.shard is not None))]
 
     def _create(self, peer: Peer, create: m.Create, frames: list[Frame], now: float, wall: float) -> list[Reply]:
         if self.shard is not None:
@@ -263,7 +268,9 @@ class Service:
 
     def _join(self, peer: Peer, join: m.Join, now: float, wall: float) -> list[Reply]:
         if self.shard is None:
-            self._waiting = [(p, j) for p, j in self._waiting if p != peer] + [(peer, join)]
+            self.strangers.talked(peer)
+            others = [(p, j) for p, j in self._waiting if p != peer]
+            self._waiting = [*others[-MOST_WAITING:], (peer, join)]
             return [Reply(peer, self._waiting_for_chief(join.request))]
         if not 0 <= join.worker < self.shard.plan.num_workers:
             raise ValueError(f"worker {join.worker}: the cluster has {self.shard.plan.num_workers} workers")
@@ -391,6 +398,10 @@ class Service:
             raise ValueError("only shard 0 hears of other shards")
         if not 0 < message.shard < self.me.cluster.num_tasks("ps"):
             raise ValueError(f"shard {message.shard}: the cluster has {self.me.cluster.num_tasks('ps')} ps tasks")
+        if isinstance(message, m.ShardHello) and message.protocol != m.PROTOCOL:
+            shard = str(TaskId("ps", message.shard))
+            text = m.refuse_protocol(shard, message.protocol, message.package, str(self.me.task))
+            return [Reply(peer, m.Fault("protocol", text))]
         if message.reign != self.reign:
             return [Reply(peer, m.Alive(0, False))]  # of before a restore, or ahead of ours
         if not 0 <= message.followed <= (self.shard.followed if self.shard else 0):

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
-from torchquorum.errors import RefusedError
 from torchquorum.formats.checkpoint import Reader, load_manifest
 from torchquorum.formats.checkpoint_manifest import Manifest
-from torchquorum.placement.layout import Layout, check_same_variables
+from torchquorum.placement.layout import Layout
 from torchquorum.rules.quorum import Key
 from torchquorum.server.average import Averages
 from torchquorum.server.board_rule import may_have_board
+from torchquorum.server.difference import check_same_plan
 from torchquorum.server.mean import MeanGradient
 from torchquorum.server.snapshot import SavedState, Snapshot, Taker, check_same_model, frames_of, read_region
 from torchquorum.server.update import Update
@@ -182,23 +182,7 @@ class Shard:
 
     def check_plan(self, plan: Plan, who: str) -> None:
         """Raises RefusedError if a task comes with another model, optimizer or rule."""
-        check_same_variables(self.plan.variables, plan.variables, who)
-        for what in (
-            "optimizer",
-            "schedule",
-            "average",
-            "rule",
-            "placement",
-            "slice_bytes",
-            "num_workers",
-            "num_shards",
-        ):
-            ours, theirs = getattr(self.plan, what), getattr(plan, what)
-            if ours != theirs:
-                raise RefusedError(
-                    f"{who} has another {what} than the chief: {theirs}, the chief's is {ours}. "
-                    "Start every task with the same program and the same arguments."
-                )
+        check_same_plan(self.plan, plan, who)
 
     # -- workers ------------------------------------------------------------------------------------------------------
 

@@ -25,7 +25,7 @@ from torchquorum.transport import graph_messages as g
 from torchquorum.transport.channel import Peer
 from torchquorum.transport.codec import Frame, WireError
 from torchquorum.transport.memory import host_id
-from torchquorum.transport.messages import PROTOCOL, Fault, Message
+from torchquorum.transport.messages import PACKAGE, PROTOCOL, Fault, Message, refuse_protocol
 from torchquorum.transport.zmq_channel import ZmqListener
 
 REMEMBERED_RESULTS = 64
@@ -315,11 +315,10 @@ class Desk:
 
     def _introduce(self, attach: g.Attach) -> Message:
         if attach.protocol != PROTOCOL:
-            spoken = f"the client speaks protocol {attach.protocol}, {self.task} speaks {PROTOCOL}"
-            return Fault("protocol", f"{spoken}; install the same torchquorum on both")
+            return Fault("protocol", refuse_protocol("the client", attach.protocol, attach.package, self.task))
         doing = self._standing.state
         return g.Attached(
-            PROTOCOL, self.task, self.life, self._host, os.getpid(), self.device, dict(self._cluster), doing
+            PROTOCOL, self.task, self.life, self._host, os.getpid(), self.device, dict(self._cluster), doing, PACKAGE
         )
 
     def _train(self, work: Work) -> Message:

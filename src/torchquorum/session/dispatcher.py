@@ -219,7 +219,7 @@ class Dispatcher:
             elif contact.life and now - contact.heard_at > self._liveness_s:
                 self._lose(contact, f"not heard of for {now - contact.heard_at:.1f} s")
             if not contact.life:
-                contact.channel.send([codec.encode(g.Attach(m.PROTOCOL, self._client))])
+                contact.channel.send([codec.encode(g.Attach(m.PROTOCOL, self._client, m.PACKAGE))])
                 continue
             helper = self.books.helpers.get(contact.task.index)
             awaiting = [b.number for b in helper.queue] if helper else []

@@ -32,7 +32,7 @@ from torchquorum.session.join import say
 from torchquorum.transport import codec
 from torchquorum.transport import graph_messages as g
 from torchquorum.transport.codec import WireError
-from torchquorum.transport.messages import PROTOCOL, Fault
+from torchquorum.transport.messages import PACKAGE, PROTOCOL, Fault
 from torchquorum.transport.tensors import pack, unpack
 from torchquorum.transport.zmq_channel import ZmqChannel
 from torchquorum.worker import devices
@@ -317,7 +317,7 @@ class GraphClient:
         """Waits for one task to answer."""
         started = told = time.monotonic()
         while True:
-            link.channel.send([codec.encode(g.Attach(PROTOCOL, "a client"))])
+            link.channel.send([codec.encode(g.Attach(PROTOCOL, "a client", PACKAGE))])
             received = link.channel.receive(ASK_AGAIN_S)
             now = time.monotonic()
             if received is not None:
@@ -339,7 +339,7 @@ class GraphClient:
         told = 0.0
         while missing := [link for link in self._links.values() if not link.there]:
             for link in missing:
-                link.channel.send([codec.encode(g.Attach(PROTOCOL, "a client"))])
+                link.channel.send([codec.encode(g.Attach(PROTOCOL, "a client", PACKAGE))])
             until = time.monotonic() + ASK_AGAIN_S
             for link in missing:
                 received = link.channel.receive(max(0.0, until - time.monotonic()) / len(missing))
@@ -370,7 +370,7 @@ class GraphClient:
                 if isinstance(answer, g.Outputs) and answer.number == self._number:
                     return answer, frames
             else:
-                link.channel.send([codec.encode(g.Attach(PROTOCOL, "a client"))])  # is it alive?
+                link.channel.send([codec.encode(g.Attach(PROTOCOL, "a client", PACKAGE))])  # is it alive?
             if now - heard > 10.0 or now - started > wait_s:
                 raise DeadlineError(
                     f"{link.task} ({link.address}) has not answered for {now - heard:.0f} s, {now - started:.0f} s after it was "

@@ -59,6 +59,10 @@ class Listener(Protocol):
         """
         ...
 
+    def hang_up(self, peer: Peer) -> None:
+        """Ends the connection of a peer that talks too much, where that can be done; it may come again."""
+        ...
+
     def close(self) -> None:
         """Stops listening."""
         ...

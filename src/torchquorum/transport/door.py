@@ -16,6 +16,7 @@ import struct
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 
 import zmq
 
@@ -25,6 +26,7 @@ from torchquorum.transport.zmq_channel import ZmqChannel, ZmqListener
 
 MAX_PACKET_BYTES = 128 << 10
 SPIN_S = 0.001
+OUTSIDE_AT_ONCE, OUTSIDE_BESIDE_GUESTS = 64, 4
 _PREFIX = b"\0door/"  # nobody may give himself a ZeroMQ identity with a zero in front
 _CREDENTIALS = struct.Struct("3i")
 
@@ -140,7 +142,11 @@ class DoorListener:
     def _collect(self, timeout_s: float) -> None:
         for ready, _ in self._poller.poll(max(0, int(timeout_s * 1000))):
             if ready is self._outside.socket:
-                while len(self._received) < 64 and (message := self._outside.receive(0.0)) is not None:
+                # While tasks come by the door, they take turns with those outside, so that a flood there holds nobody up.
+                most = OUTSIDE_AT_ONCE if not self._guests else OUTSIDE_BESIDE_GUESTS
+                for _ in range(most):
+                    if (message := self._outside.receive(0.0)) is None:
+                        break
                     self._received.append(message)
             elif ready == self._door.fileno():
                 self._let_in()
@@ -190,6 +196,15 @@ class DoorListener:
             except OSError:
                 return None  # it does not read, or is gone: it will ask again
         return None
+
+    def hang_up(self, peer: Peer) -> None:
+        """Ends the connection of a peer that talks too much; it may come again."""
+        guest = self._peers.get(peer)
+        if guest is None:
+            self._outside.hang_up(peer)
+            return
+        with suppress(OSError):
+            guest.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Closes both ways in."""

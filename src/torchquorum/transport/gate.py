@@ -38,6 +38,7 @@ _NOTICED = (
 
 WRONG_SECRET, NO_SECRET, UNEXPECTED_SECRET = "wrong secret", "no secret", "a secret where none is used"
 STRANGE, UNFINISHED, TOO_MANY = "not torchquorum", "hung up before the greeting", "too many connections"
+TALKS_TOO_MUCH = "talks too much"
 
 
 def most_connections() -> int:
@@ -113,6 +114,12 @@ class Gate:
     def counts(self) -> dict[str, int]:
         """Returns how many were turned away, by reason; may be called on any thread."""
         return dict(self.turned_away)
+
+    def hang_up(self, fd: Any) -> None:
+        """Ends the connection that a message came by, as the message says; may be called on any thread."""
+        if isinstance(fd, int) and (peer := self._open.get(fd)):
+            self.turned_away[TALKS_TOO_MUCH] += 1
+            _hang_up(fd, peer)
 
     def close(self) -> None:
         """Ends the thread."""

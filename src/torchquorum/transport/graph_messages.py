@@ -79,6 +79,7 @@ class Attach(Message):
 
     protocol: int
     client: str
+    package: str = ""
 
 
 class Execute(Message):
@@ -163,6 +164,7 @@ class Attached(Message):
     device: str
     cluster: dict[str, list[str]]
     doing: str
+    package: str = ""
 
 
 class Outputs(Message):

@@ -60,6 +60,9 @@ class InProcessListener:
         """Sends a message."""
         self._network._outbox(self._address, peer).put([bytes(f) for f in frames])
 
+    def hang_up(self, peer: Peer) -> None:
+        """Does nothing: whoever is inside this process is no stranger."""
+
     def close(self) -> None:
         """Does nothing: there is nothing to close."""
 

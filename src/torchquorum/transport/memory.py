@@ -1,11 +1,13 @@
 """Shared memory between tasks of one host, without names: nothing can be left behind, even by kill -9.
 
 A segment is an anonymous file (memfd) that lives as long as a process has it open. Another task of the same user opens it
-through /proc/PID/fd/FD. Owner-only by construction, and not bound by the size of /dev/shm. See docs/adr/0003.
+through /proc/PID/fd/FD. Owner-only by construction, and not bound by the size of /dev/shm. See docs/adr/0003. A segment is
+sealed: nobody can make it smaller, so that reading what another task has shared never ends in a bus error.
 """
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import socket
@@ -50,16 +52,23 @@ class Segment:
     def create(cls, name: str, size_bytes: int) -> Segment:
         """Makes a segment; memory is used only as it is touched."""
         size_bytes = max(PAGE_BYTES, -(-size_bytes // PAGE_BYTES) * PAGE_BYTES)
-        fd = os.memfd_create(f"torchquorum-{name}", os.MFD_CLOEXEC)
+        fd = os.memfd_create(f"torchquorum-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.fchmod(fd, 0o600)
         os.ftruncate(fd, size_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         return cls(mmap.mmap(fd, size_bytes), fd)
 
     @classmethod
     def open(cls, ref: MemoryRef) -> Segment:
-        """Opens a segment of another process on this host."""
+        """Opens a segment of another process on this host.
+
+        Raises:
+            SegmentError: There is none, it is another user's, smaller than it was said to be, or could still shrink.
+        """
         try:
-            fd = os.open(f"/proc/{ref.pid}/fd/{ref.fd}", os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(f"/proc/{ref.pid}/fd/{ref.fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
+                _refuse_unsealed(fd, ref.pid)
                 if os.fstat(fd).st_size < ref.size_bytes or ref.size_bytes <= 0:
                     raise SegmentError(
                         f"shared memory of process {ref.pid}: smaller than the {ref.size_bytes} bytes it was said to have"
@@ -80,6 +89,16 @@ class Segment:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
+
+
+def _refuse_unsealed(fd: int, pid: int) -> None:
+    """Only what `create` makes is opened: no other kind of file, none of another user, none that can shrink under us."""
+    try:
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
+    except OSError:
+        sealed = 0
+    if not sealed or os.fstat(fd).st_uid != os.getuid():
+        raise SegmentError(f"shared memory of process {pid}: not a sealed segment of this user, so it is not used")
 
 
 def tensor_frame(data: torch.Tensor) -> memoryview:

@@ -12,8 +12,19 @@ import msgspec
 
 from torchquorum.placement import Layout, Variable, place
 from torchquorum.rules import Rule
+from torchquorum.version import __version__
 
-PROTOCOL = 1
+PROTOCOL = 2
+PACKAGE = __version__
+
+
+def refuse_protocol(who: str, protocol: int, package: str, us: str) -> str:
+    """Returns what to tell a task that speaks another protocol than `us`."""
+    said = f" (torchquorum {package[:40]})" if package else ""
+    return (
+        f"{who[:80]} speaks protocol {protocol}{said}, {us} speaks {PROTOCOL} (torchquorum {PACKAGE}); "
+        "install the same torchquorum on both"
+    )
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
@@ -98,13 +109,14 @@ class MemoryRef(msgspec.Struct):
 
 
 class Hello(Message):
-    """The first message of a task on a connection. Answered by Welcome."""
+    """The first message of a task on a connection. Answered by Welcome. `package` is the version of torchquorum."""
 
     protocol: int
     task: str
     incarnation: int
     host: str
     pid: int
+    package: str = ""
 
 
 class Create(Message):
@@ -266,6 +278,7 @@ class Welcome(Message):
     pid: int
     created: bool
     door: str
+    package: str = ""
 
 
 class Created(Message):
@@ -407,6 +420,8 @@ class ShardHello(Message):
     pid: int
     host: str
     reign: int = 0
+    protocol: int = 1  # of one that does not say
+    package: str = ""
 
 
 class Have(Message):

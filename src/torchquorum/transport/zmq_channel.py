@@ -189,6 +189,7 @@ class ZmqListener:
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self.socket.setsockopt(zmq.MAXMSGSIZE, largest_frame_bytes() if max_frame_bytes is None else max_frame_bytes)
         self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        self._unwanted: set[Peer] = set()
         self._large: dict[Peer, deque[Sent]] = {}
         if where.startswith("tcp://["):
             self.socket.setsockopt(zmq.IPV6, 1)
@@ -233,7 +234,17 @@ class ZmqListener:
             if timeout_s <= 0 or not self.socket.poll(int(timeout_s * 1000)):
                 return None
             frames = self.socket.recv_multipart(copy=False)
-        return bytes(frames[0].buffer), [f.buffer for f in frames[1:]]
+        peer = bytes(frames[0].buffer)
+        if peer in self._unwanted and self._gate is not None:
+            self._unwanted.discard(peer)
+            self._gate.hang_up(frames[-1].get(zmq.SRCFD))
+        return peer, [f.buffer for f in frames[1:]]
+
+    def hang_up(self, peer: Peer) -> None:
+        """Ends the connection of a peer that talks too much, with the next thing it says; it may come again."""
+        self._unwanted.add(peer)
+        if len(self._unwanted) > 1000:
+            self._unwanted.pop()
 
     def wait(self, others: Sequence[Channel], timeout_s: float) -> None:
         """Returns when something has come here or on one of the other channels, or when the time is up."""

@@ -172,7 +172,7 @@ class Client:
         host = host_id()
         created: list[bool] = []
         for k, ps in enumerate(self._ps):
-            greeting = m.Hello(m.PROTOCOL, str(self.task), self.incarnation, host, os.getpid())
+            greeting = m.Hello(m.PROTOCOL, str(self.task), self.incarnation, host, os.getpid(), m.PACKAGE)
             answer = self._ask(
                 k, greeting, [], m.Welcome, self.patience.start_s, f"{ps} ({self.cluster.address(ps)}) to answer"
             )

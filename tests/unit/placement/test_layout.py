@@ -180,4 +180,4 @@ def test_other_variables_are_refused_and_the_difference_is_shown(theirs: list[Va
 def test_only_the_first_differences_are_shown() -> None:
     with pytest.raises(RefusedError) as raised:
         check_same_variables([variable(f"a{i}", 1) for i in range(50)], [variable(f"b{i}", 1) for i in range(50)], "X")
-    assert len(str(raised.value).splitlines()) == 12
+    assert len(str(raised.value).splitlines()) == 13

@@ -1,0 +1,55 @@
+"""Who talks too much: what anybody may say to a ps, and no task has to say often, is counted by peer.
+
+Owned by the ps thread. What always holds: a flood of questions costs a few hundred answers, then its connection; what is kept
+of strangers is bounded and forgotten every second.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torchquorum.transport.messages as m
+from torchquorum.cluster import TaskId
+from torchquorum.transport.channel import Peer
+
+MOST_IDLE_TALK = 300  # messages per second of one peer that are no part of training
+LIVES_WATCHED = 8
+
+
+class Strangers:
+    """The counts of this second, and whom to hang up on."""
+
+    def __init__(self) -> None:
+        self.unwanted: list[Peer] = []
+        self._said: dict[Peer, int] = {}
+
+    def talked(self, peer: Peer) -> None:
+        """Counts a greeting, a question or something that makes no sense."""
+        said = self._said[peer] = self._said.get(peer, 0) + 1
+        if said == MOST_IDLE_TALK:
+            self.unwanted.append(peer)
+
+    def forgive(self) -> None:
+        """A second has passed: everybody may talk again."""
+        self._said.clear()
+
+
+def greet(me: Any, hello: m.Hello, pids: dict[tuple[int, int], int], *, created: bool) -> m.Message:
+    """Answers a task's greeting; notes the process of a worker of this host, so that its death is known at once.
+
+    Args:
+        me: Who this ps is (`torchquorum.server.service.Me`).
+        hello: What came.
+        pids: The processes of workers by worker and incarnation; of each worker only the last few lives are kept.
+        created: Whether this ps holds variables.
+    """
+    if hello.protocol != m.PROTOCOL:
+        return m.Fault("protocol", m.refuse_protocol(hello.task, hello.protocol, hello.package, str(me.task)))
+    task = TaskId.parse(hello.task)
+    me.cluster.check_task(task)
+    if hello.host == me.host and me.host and task.job == "worker" and 0 < hello.pid < 1 << 31:
+        lives = [key for key in pids if key[0] == task.index]
+        for old in lives[: 1 - LIVES_WATCHED]:
+            del pids[old]
+        pids[(task.index, hello.incarnation)] = hello.pid
+    return m.Welcome(m.PROTOCOL, str(me.task), me.incarnation, me.host, me.pid, created, me.door, m.PACKAGE)

@@ -23,6 +23,8 @@ import zmq
 SAY_EVERY_S = 10.0
 POLL_MS = 200
 KEPT_FILES = 256
+HANDSHAKE_MS = 10_000
+GREETING_S = HANDSHAKE_MS / 1000 + 1.0
 _EVENT = struct.Struct("=HI")
 MECHANISM_MISMATCH = 0x11000002
 _BAD_CRYPTO = 0x11000001
@@ -30,6 +32,7 @@ _NOTICED = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_ACCEPT_FAILED
+    | zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_MONITOR_STOPPED
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -81,6 +84,23 @@ def read_event(told: zmq.Socket[Any]) -> tuple[int, int] | None:
     return event, value
 
 
+def ask_mechanism(endpoint: str, timeout_s: float = 1.0) -> str:
+    """Returns what a ZeroMQ socket wants of those who connect, NULL or CURVE; nothing if it is none, or not there.
+
+    Both sides of a connection send their greeting (ZMTP, RFC 23) before they judge the other's, so half of ours is enough.
+    """
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    greeting = b""
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout_s) as asked:
+            asked.sendall(b"\xff\0\0\0\0\0\0\0\1\x7f\3\0")
+            while len(greeting) < 32 and (more := asked.recv(64)):
+                greeting += more
+    except OSError:
+        return ""
+    return greeting[12:32].rstrip(b"\0").decode(errors="replace") if greeting[:1] == b"\xff" else ""
+
+
 class Gate:
     """Watches one listening socket that has not been bound yet.
 
@@ -98,7 +118,11 @@ class Gate:
         self._most = most_connections() if most is None else most
         self.turned_away: Counter[str] = Counter()
         self._open: dict[int, tuple[Any, ...]] = {}
+        self._since: dict[int, float] = {}
         self._last = ""
+        self._unexplained = 0
+        self._strange = 0
+        self._gone: tuple[Any, ...] = ()
         self._untold: Counter[str] = Counter()
         self._told_at = 0.0
         self._closing = False
@@ -138,6 +162,7 @@ class Gate:
                     self._judge()
                 if self._events in ready:
                     self._notice()
+                self._count_strange()
                 self._tell()
         except zmq.ContextTerminated:
             pass
@@ -163,19 +188,26 @@ class Gate:
             event, value = told
             if event == zmq.EVENT_ACCEPTED:
                 self._came(value)
+            elif event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._unexplained -= 1
             elif event == zmq.EVENT_DISCONNECTED:
                 self._went(value)
             elif event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 self._last = self._reason(value)
+                self._unexplained -= 1
             elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
                 self._last = UNFINISHED
+                self._unexplained -= 1
+            elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
+                self._unexplained -= 1  # counted where it was judged
             elif event == zmq.EVENT_ACCEPT_FAILED:
                 self._turn_away(TOO_MANY, "")
             elif event == zmq.EVENT_MONITOR_STOPPED:
                 self._closing = True
 
     def _came(self, fd: int) -> None:
-        self._open[fd] = _peer_of(fd)
+        self._open[fd], self._since[fd] = _peer_of(fd), time.monotonic()
+        self._unexplained += 1
         if len(self._open) > self._most:
             self._turn_away(TOO_MANY, _host(self._open[fd]))
             _hang_up(fd, self._open[fd])
@@ -183,10 +215,25 @@ class Gate:
     def _went(self, fd: int) -> None:
         # ZeroMQ says why it fails just before it says which connection is gone.
         peer, why, self._last = self._open.pop(fd, ()), self._last, ""
+        self._since.pop(fd, None)
+        self._gone = peer or self._gone
         if why == UNFINISHED:
             self.turned_away[why] += 1  # a port scan, or a task that died: worth a number, not a line
         elif why:
             self._turn_away(why, _host(peer))
+
+    def _count_strange(self) -> None:
+        """Counts those of whom ZeroMQ says nothing but that they are gone: their greeting was none.
+
+        What came, less what got in, less what failed for a reason, less what may still be at its greeting.
+        """
+        if self._unexplained <= self._strange:
+            return
+        now = time.monotonic()
+        greeting = sum(now - since < GREETING_S for since in self._since.values())
+        while self._unexplained - greeting > self._strange:
+            self._strange += 1
+            self._turn_away(STRANGE, _host(self._gone))
 
     def _reason(self, code: int) -> str:
         if code == MECHANISM_MISMATCH:

@@ -53,7 +53,6 @@ def lock_listener(socket: zmq.Socket[Any], secret: Secret) -> bytes:
     server, client = derive_keys(secret)
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.CURVE_SECRETKEY, server.private)
-    socket.setsockopt(zmq.ZAP_DOMAIN, b"torchquorum")
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
     return z85.decode(client.public)
 

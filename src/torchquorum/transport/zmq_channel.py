@@ -23,7 +23,7 @@ from torchquorum.cluster.secret import ADVICE, OPEN, Access
 from torchquorum.errors import AddressInUseError, ClusterError, SecretError
 from torchquorum.transport.channel import Channel, Peer, Sent
 from torchquorum.transport.codec import Frame
-from torchquorum.transport.gate import MECHANISM_MISMATCH, Gate, read_event, unwatch, watch
+from torchquorum.transport.gate import HANDSHAKE_MS, MECHANISM_MISMATCH, Gate, ask_mechanism, read_event, unwatch, watch
 from torchquorum.transport.keys import lock_channel, lock_listener
 
 COPY_BELOW_BYTES = 64 << 10
@@ -34,10 +34,9 @@ TAKE_AHEAD = 64
 SEND_AHEAD = 1000
 LARGE_AHEAD = 2
 BACKLOG = 512
-HANDSHAKE_MS = 10_000
 # A task that is just being killed may hang up on us a few times; one that has another secret always does.
 HUNG_UP_TIMES = 5
-HUNG_UP_S = 2.0
+ASK_EVERY_S = 1.0
 _NOTICED = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -94,7 +93,7 @@ class ZmqChannel:
             self.socket.close(0)
             raise
         self._events: zmq.Socket[Any] | None = watch(self.socket, _NOTICED)
-        self._failures, self._failing_since = 0, 0.0
+        self._endpoint, self._failures, self._next_ask = where, 0, 0.0
         self.socket.connect(where)
 
     def send(self, frames: Sequence[Frame]) -> None:
@@ -123,12 +122,22 @@ class ZmqChannel:
                 raise SecretError(_explain_wrong_secret(self._where, "it knows another one"))
             elif kind == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
                 raise SecretError(_explain_mismatch(self._where, self._access, value))
-            elif self._access.secret is not None:  # hung up on us without a word, as is usual for a key it cannot read
-                now = time.monotonic()
-                self._failing_since = self._failing_since or now
-                self._failures += 1
-                if self._failures >= HUNG_UP_TIMES and now - self._failing_since >= HUNG_UP_S:
-                    raise SecretError(_explain_wrong_secret(self._where, f"it hung up {self._failures} times"))
+            else:
+                self._hung_up_on()
+
+    def _hung_up_on(self) -> None:
+        """It hung up without a word, as ZeroMQ does on a key that it cannot read; or it is just being killed."""
+        now = time.monotonic()
+        self._failures += 1
+        if self._failures < HUNG_UP_TIMES or now < self._next_ask:
+            return
+        mechanism = ask_mechanism(self._endpoint)
+        self._next_ask = time.monotonic() + ASK_EVERY_S
+        locked = self._access.secret is not None
+        if mechanism in ("NULL", "CURVE") and (mechanism == "CURVE") != locked:
+            raise SecretError(_explain_mismatch(self._where, self._access, MECHANISM_MISMATCH))
+        if mechanism == "CURVE":
+            raise SecretError(_explain_wrong_secret(self._where, f"it hung up {self._failures} times"))
 
     def _stop_looking(self) -> None:
         if self._events is not None:
@@ -187,6 +196,8 @@ class ZmqListener:
         self.socket.setsockopt(zmq.BACKLOG, BACKLOG)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        # Without a domain ZeroMQ takes any bytes for a message of a peer of 2010; with one it wants a modern greeting.
+        self.socket.setsockopt(zmq.ZAP_DOMAIN, b"torchquorum")
         self.socket.setsockopt(zmq.MAXMSGSIZE, largest_frame_bytes() if max_frame_bytes is None else max_frame_bytes)
         self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._unwanted: set[Peer] = set()

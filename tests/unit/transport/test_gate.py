@@ -1,0 +1,200 @@
+"""Who gets in at a listening socket: those with the secret, from wherever; without one, only this host."""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from torchquorum.cluster.secret import OPEN, Access, Secret
+from torchquorum.errors import SecretError
+from torchquorum.transport.gate import TOO_MANY, Gate
+from torchquorum.transport.keys import derive_keys
+from torchquorum.transport.zmq_channel import ZmqChannel, ZmqListener, is_loopback
+
+OURS = Access(secret=Secret("the-secret-of-this-cluster-0123456789abcdef"))
+THEIRS = Access(secret=Secret("the-secret-of-another-one-0123456789abcdef"))
+DEADLINE_S = 60.0
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def address() -> str:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{held.getsockname()[1]}"
+
+
+@pytest.fixture(params=[OPEN, OURS], ids=["open", "locked"])
+def listener(request: pytest.FixtureRequest, address: str) -> Iterator[ZmqListener]:
+    made = ZmqListener(address, access=request.param)
+    yield made
+    made.close()
+
+
+def refused(address: str, access: Access) -> str:
+    """Returns why a channel is not let in."""
+    channel = ZmqChannel(address, b"x", access, "/job:ps/task:0")
+    try:
+        deadline = time.monotonic() + DEADLINE_S
+        with pytest.raises(SecretError) as raised:
+            while time.monotonic() < deadline:
+                channel.send([b"hello"])
+                assert channel.receive(0.1) is None
+        return str(raised.value)
+    finally:
+        channel.close()
+
+
+def talk(listener: ZmqListener, channel: ZmqChannel) -> None:
+    channel.send([b"ping", b"x" * 200_000])
+    received = None
+    deadline = time.monotonic() + DEADLINE_S
+    while received is None and time.monotonic() < deadline:
+        received = listener.receive(0.1)
+    assert received is not None and bytes(received[1][0]) == b"ping" and len(received[1][1]) == 200_000
+    listener.send(received[0], [b"pong"])
+    assert [bytes(f) for f in channel.receive(DEADLINE_S) or []] == [b"pong"]
+
+
+def test_who_has_the_secret_gets_in_and_others_are_told_and_counted(address: str) -> None:
+    listener, channel = ZmqListener(address, access=OURS), ZmqChannel(address, b"w", OURS)
+    try:
+        talk(listener, channel)
+        assert "does not accept this task's secret" in (wrong := refused(address, THEIRS))
+        assert f"/job:ps/task:0 ({address})" in wrong and "--secret-file" in wrong
+        assert "this task was given none" in (missing := refused(address, OPEN)) and "--secret-file" in missing
+        assert "1" not in listener.turned_away
+        until(lambda: listener.turned_away.get("wrong secret", 0) > 0 and listener.turned_away.get("no secret", 0) > 0)
+        assert listener.receive(0.0) is None  # nothing of what they said came through
+        talk(listener, channel)
+    finally:
+        channel.close()
+        listener.close()
+
+
+def test_who_has_a_secret_does_not_talk_to_a_task_without_one(address: str) -> None:
+    listener = ZmqListener(address)
+    try:
+        assert "runs without a secret" in refused(address, OURS)
+        until(lambda: sum(listener.turned_away.values()) > 0)
+    finally:
+        listener.close()
+
+
+def test_who_knows_the_servers_public_key_but_not_the_secret_is_refused(address: str) -> None:
+    """The key of the listening side is not enough: the other side's must be the one made from the secret, too."""
+    listener = ZmqListener(address, access=OURS)
+    assert OURS.secret is not None
+    public, private = zmq.curve_keypair()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as thief:
+        thief.setsockopt(zmq.LINGER, 0)
+        thief.setsockopt(zmq.CURVE_SERVERKEY, derive_keys(OURS.secret)[0].public)
+        thief.setsockopt(zmq.CURVE_PUBLICKEY, public)
+        thief.setsockopt(zmq.CURVE_SECRETKEY, private)
+        thief.connect(f"tcp://{address}")
+        thief.send(b"let me in")
+        until(lambda: listener.turned_away.get("wrong secret", 0) > 0)
+        assert listener.receive(0.2) is None
+    listener.close()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "example.org", "10.1.2.3", "[2001:db8::1]", "*"])
+def test_an_address_for_other_hosts_needs_a_secret_or_a_word(host: str) -> None:
+    with pytest.raises(SecretError) as raised:
+        ZmqListener(f"{host}:2222")
+    for words in ("without a secret", "torchquorum secret --out", "--secret-file", "--insecure"):
+        assert words in str(raised.value)
+
+
+@pytest.mark.parametrize("access", [OURS, Access(insecure=True)], ids=["secret", "insecure"])
+def test_an_address_for_other_hosts_is_served_with_a_secret_or_the_word(address: str, access: Access) -> None:
+    port = address.rpartition(":")[2]
+    listener = ZmqListener(f"some-name:{port}", access=access)
+    channel = ZmqChannel(address, b"w", access)
+    try:
+        talk(listener, channel)
+    finally:
+        channel.close()
+        listener.close()
+
+
+def test_a_socket_of_the_launcher_is_judged_by_where_it_is_bound() -> None:
+    with socket.socket() as made:
+        made.bind(("0.0.0.0", 0))
+        made.listen()
+        with pytest.raises(SecretError, match="without a secret"):
+            ZmqListener(f"localhost:{made.getsockname()[1]}", os.dup(made.fileno()))
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [("localhost", True), ("127.0.0.1", True), ("127.9.9.9", True), ("[::1]", True), ("0.0.0.0", False), ("*", False)],
+)
+def test_loopback_is_known_by_its_address(host: str, expected: bool) -> None:
+    assert is_loopback(host) is expected
+
+
+def test_garbage_and_half_greetings_are_counted_and_harm_nobody(listener: ZmqListener, address: str) -> None:
+    host, _, port = address.rpartition(":")
+    half = socket.create_connection((host, int(port)))
+    half.sendall(b"\xff\0\0\0\0\0\0\0\1\x7f")  # the signature of a greeting, and then silence
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", os.urandom(4096), b"\0" * 100):
+        with socket.create_connection((host, int(port))) as stranger:
+            stranger.sendall(garbage)
+    until(lambda: sum(listener.turned_away.values()) >= 2)
+    access = OURS if listener._context is not None else OPEN
+    channel = ZmqChannel(address, b"w", access)
+    talk(listener, channel)
+    channel.close()
+    half.close()
+
+
+def test_beyond_the_most_connections_newcomers_are_hung_up_on() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        said: list[str] = []
+        gate = Gate(router, None, said.append, most=5)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        guests = [socket.create_connection(("127.0.0.1", port)) for _ in range(8)]
+        until(lambda: gate.counts().get(TOO_MANY, 0) == 3)
+        for late in guests[5:]:
+            late.settimeout(DEADLINE_S)
+            while late.recv(100):
+                pass  # our greeting may have come; then the end
+        until(lambda: len(said) == 1)
+        assert said[0].startswith("turned a connection away: too many connections, from 127.0.0.1")
+        for guest in guests:
+            guest.close()
+        router.monitor(None, 0)
+        gate.close()
+
+
+def test_who_does_not_read_loses_what_does_not_fit(listener: ZmqListener, address: str) -> None:
+    access = OURS if listener._context is not None else OPEN
+    channel = ZmqChannel(address, b"slow", access)
+    channel.socket.setsockopt(zmq.RCVHWM, 1)
+    talk(listener, channel)
+    large = bytes(8 << 20)
+    sent = [listener.send(b"slow", [b"", large]) for _ in range(40)]
+    assert sum(s is not None and not s.done for s in sent) <= 2
+    channel.close()
+
+
+def test_a_peer_that_talks_too_much_loses_its_connection_and_not_its_place(listener: ZmqListener, address: str) -> None:
+    access = OURS if listener._context is not None else OPEN
+    channel = ZmqChannel(address, b"loud", access)
+    talk(listener, channel)
+    listener.hang_up(b"loud")
+    channel.send([b"once more"])
+    until(lambda: listener.receive(0.05) is not None)
+    until(lambda: listener.turned_away.get("talks too much", 0) == 1)
+    talk(listener, channel)  # ZeroMQ comes back by itself
+    channel.close()

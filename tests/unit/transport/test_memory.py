@@ -1,17 +1,21 @@
 """Shared memory without names: real memfd segments, opened through /proc, also from another process."""
 
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from torchquorum.placement.layout import Variable, place
+from torchquorum.transport.door import DoorListener
 from torchquorum.transport.memory import PAGE_BYTES, Segment, SegmentError, frame_tensor, host_id, tensor_frame
 from torchquorum.transport.messages import MemoryRef
 from torchquorum.transport.slots import Slots, section_views
+from torchquorum.transport.zmq_channel import ZmqListener
 
 REGION = (
     place(
@@ -177,3 +181,59 @@ def test_sections_are_views_of_the_memory() -> None:
 
 def test_this_host_has_one_name() -> None:
     assert host_id() == host_id() != ""
+
+
+def test_a_segment_can_neither_shrink_nor_be_read_by_others() -> None:
+    segment = Segment.create("sealed", 8192)
+    ref = segment.ref(1)
+    for size in (0, 4096, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(ref.fd, size)
+    assert os.fstat(ref.fd).st_mode & 0o077 == 0
+    segment.close()
+
+
+@pytest.mark.parametrize("kind", ["unsealed", "file"])
+def test_what_could_shrink_is_not_opened(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "f"
+    path.write_bytes(bytes(8192))
+    fd = os.memfd_create("x", os.MFD_ALLOW_SEALING) if kind == "unsealed" else os.open(path, os.O_RDWR)
+    try:
+        os.ftruncate(fd, 8192)
+        with pytest.raises(SegmentError, match="not a sealed segment"):
+            Segment.open(MemoryRef(os.getpid(), fd, 4096, 1))
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")
+def test_another_user_opens_neither_a_segment_nor_a_door(tmp_path: Path) -> None:
+    segment = Segment.create("mine", 4096)
+    outside = ZmqListener("127.0.0.1:0")
+    listener = DoorListener(outside)
+    ref = segment.ref(1)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.setgroups([])
+            os.setgid(65534)
+            os.setuid(65534)
+            try:
+                os.open(f"/proc/{ref.pid}/fd/{ref.fd}", os.O_RDONLY)
+            except PermissionError:
+                with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as door:
+                    door.connect("\0" + listener.name)
+                    door.settimeout(60.0)
+                    code = 0 if door.recv(100) == b"" else 2
+        finally:
+            os._exit(code)
+    deadline = time.monotonic() + 60.0
+    ended = (0, 0)
+    while ended[0] == 0 and time.monotonic() < deadline:
+        assert listener.receive(0.05) is None
+        ended = os.waitpid(child, os.WNOHANG)
+    assert os.waitstatus_to_exitcode(ended[1]) == 0 and ended[0] == child
+    assert listener.turned_away == {"another user of this host": 1}
+    listener.close()
+    segment.close()

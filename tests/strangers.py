@@ -1,0 +1,181 @@
+"""Hostile peers at a ps's port, as a program: `python strangers.py KIND HOST:PORT [SECONDS]`.
+
+Each kind goes on until the time is over, or for ever. Needs nothing of the cluster's secret; used by tests/process/
+test_hostile.py and benchmarks/hostile.py. Prints `begun` when it has done its worst once.
+"""
+
+import os
+import random
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable
+
+import zmq
+
+import torchquorum.transport.messages as m
+from torchquorum.transport import codec
+
+GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + b"\0" * 16 + b"\0" + b"\0" * 31
+READY = b"\4\x26\5READY\x0bSocket-Type\0\0\0\6DEALER\x08Identity\0\0\0\0"
+BEGUN_AFTER_S = 1.0
+
+
+def dial(address: str) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    return socket.create_connection((host, int(port)), timeout=10.0)
+
+
+def garbage(address: str) -> None:
+    """Random bytes, an HTTP request, zeros; then the line is dropped."""
+    chosen = random.choice([os.urandom(random.randrange(1, 5000)), b"GET / HTTP/1.1\r\n\r\n", b"\0" * 500])
+    with dial(address) as peer:
+        peer.sendall(chosen)
+    time.sleep(0.005)
+
+
+def half_greeting(address: str) -> None:
+    """Begins a greeting, says no more, and keeps the line."""
+    KEPT.append(dial(address))
+    KEPT[-1].sendall(GREETING[: random.randrange(1, 60)])
+    if len(KEPT) > 200:
+        KEPT.pop(0).close()
+    time.sleep(0.01)
+
+
+def half_message(address: str) -> None:
+    """A whole greeting, then a frame that announces more bytes than ever come."""
+    peer = dial(address)
+    peer.sendall(GREETING + READY + b"\2" + struct.pack(">Q", 1 << 20) + b"x" * 100)
+    KEPT.append(peer)
+    if len(KEPT) > 100:
+        KEPT.pop(0).close()
+    time.sleep(0.01)
+
+
+def oversized(address: str) -> None:
+    """A frame that announces an exabyte, and one of 200 MB of which 1 MB comes."""
+    for size in (1 << 60, 200 << 20):
+        peer = dial(address)
+        try:
+            peer.sendall(GREETING + READY + b"\2" + struct.pack(">Q", size) + b"x" * (1 << 20))
+        except OSError:
+            pass
+        KEPT.append(peer)
+    while len(KEPT) > 20:
+        KEPT.pop(0).close()
+    time.sleep(0.05)
+
+
+def thousand(address: str) -> None:
+    """A thousand connections that are kept; lost ones are made again."""
+    while len(KEPT) < 1000:
+        KEPT.append(dial(address))
+    KEPT.pop(random.randrange(len(KEPT))).close()
+    time.sleep(0.02)
+
+
+def dealer(address: str, **options: int) -> zmq.Socket:
+    made = zmq.Context.instance().socket(zmq.DEALER)
+    made.setsockopt(zmq.LINGER, 0)
+    for name, value in options.items():
+        made.setsockopt(getattr(zmq, name), value)
+    made.connect(f"tcp://{address}")
+    return made
+
+
+def flood(address: str, messages: list[list[bytes]], *, read: bool = True) -> None:
+    """Says the same things as fast as it is let."""
+    if not DEALERS:
+        DEALERS.append(dealer(address, SNDHWM=100, RCVHWM=1 if not read else 1000))
+    for message in messages * 20:
+        try:
+            DEALERS[0].send_multipart(message, zmq.NOBLOCK)
+        except zmq.Again:
+            time.sleep(0.001)
+        while read and DEALERS[0].poll(0):
+            DEALERS[0].recv_multipart()
+
+
+def hello_flood(address: str) -> None:
+    """Greetings of a worker that there is, each time of another life."""
+    hello = m.Hello(m.PROTOCOL, "/job:worker/task:1", random.getrandbits(60), "elsewhere", 1, "9.9")
+    flood(address, [[codec.encode(hello)]])
+
+
+def join_flood(address: str) -> None:
+    """Joins of workers that there are not, with memory that there is not."""
+    joins = [
+        m.Join(random.choice([-1, 7, 10**9]), 1, 1, None, None),
+        m.Join(99, 1, 1, m.MemoryRef(1, 1, 4096, 1), None),
+    ]
+    flood(address, [[codec.encode(j)] for j in joins])
+
+
+def status_flood(address: str) -> None:
+    """Questions."""
+    flood(address, [[codec.encode(m.StatusRequest())]])
+
+
+def slow_reader(address: str) -> None:
+    """Questions whose answers are never read."""
+    flood(address, [[codec.encode(m.StatusRequest())], [codec.encode(m.MeanRequest())]], read=False)
+
+
+def nonsense(address: str) -> None:
+    """Messages of ours with values that make no sense, and frames that are no messages."""
+    odd = [
+        m.Push(0, 1, 1, 1, -5, 99, [10**9], float("nan")),
+        m.Push(1, 2**62, 2**62, -1, 2**62, -1, [], None),
+        m.Pull(-1, 0, 0, True),
+        m.Probe(10**9, 1, 1),
+        m.Leave(0, 123, None, None, True),
+        m.Save(0, 1, 1, "/nowhere", -3),
+        m.Stop(1, 1),
+        m.Part(1, 1, 1, "x", [], {}, ""),
+        m.Have(0, 0, 0, 0, 0, 0),
+        m.Log(0, 0, []),
+        m.FateOf(0, 0, 0),
+        m.Hello(10**6, "/job:worker/task:0", 1, "", 1),
+        m.Hello(m.PROTOCOL, "x" * 10_000, 1, "", 1),
+    ]
+    frames = [[codec.encode(message)] for message in odd] + [[os.urandom(100)], [b""], [b"", b"", b"x"]]
+    flood(address, frames)
+
+
+KEPT: list[socket.socket] = []
+DEALERS: list[zmq.Socket] = []
+KINDS: dict[str, Callable[[str], None]] = {
+    f.__name__: f
+    for f in (
+        garbage,
+        half_greeting,
+        half_message,
+        oversized,
+        thousand,
+        hello_flood,
+        join_flood,
+        status_flood,
+        slow_reader,
+        nonsense,
+    )
+}
+
+
+def main() -> None:
+    kind, address = sys.argv[1:3]
+    started, until = time.monotonic(), float(sys.argv[3]) if len(sys.argv) > 3 else float("inf")
+    told = False
+    while (spent := time.monotonic() - started) < until:
+        try:
+            KINDS[kind](address)
+        except OSError:  # hung up on, or not let in: try again
+            time.sleep(0.05)
+        if not told and spent > BEGUN_AFTER_S:
+            told = True
+            print("begun", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,6 @@
-"""Hostile peers at a ps's port, as a program: `python strangers.py KIND HOST:PORT [SECONDS]`.
+"""Hostile peers at a ps's port, as a program: `python strangers.py KIND HOST:PORT`; KIND `all` is all of them.
 
-Each kind goes on until the time is over, or for ever. Needs nothing of the cluster's secret; used by tests/process/
+Each kind goes on until the process ends. Needs nothing of the cluster's secret; used by tests/process/
 test_hostile.py and benchmarks/hostile.py. Prints `begun` when it has done its worst once.
 """
 
@@ -9,8 +9,10 @@ import random
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 import zmq
 
@@ -20,6 +22,17 @@ from torchquorum.transport import codec
 GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + b"\0" * 16 + b"\0" + b"\0" * 31
 READY = b"\4\x26\5READY\x0bSocket-Type\0\0\0\6DEALER\x08Identity\0\0\0\0"
 BEGUN_AFTER_S = 1.0
+
+
+class Own(threading.local):
+    """What a thread, that is one kind, has open."""
+
+    def __init__(self) -> None:
+        self.kept: list[socket.socket] = []
+        self.dealers: list[zmq.Socket] = []
+
+
+OWN = Own()
 
 
 def dial(address: str) -> socket.socket:
@@ -37,10 +50,10 @@ def garbage(address: str) -> None:
 
 def half_greeting(address: str) -> None:
     """Begins a greeting, says no more, and keeps the line."""
-    KEPT.append(dial(address))
-    KEPT[-1].sendall(GREETING[: random.randrange(1, 60)])
-    if len(KEPT) > 200:
-        KEPT.pop(0).close()
+    OWN.kept.append(dial(address))
+    OWN.kept[-1].sendall(GREETING[: random.randrange(1, 60)])
+    if len(OWN.kept) > 200:
+        OWN.kept.pop(0).close()
     time.sleep(0.01)
 
 
@@ -48,9 +61,9 @@ def half_message(address: str) -> None:
     """A whole greeting, then a frame that announces more bytes than ever come."""
     peer = dial(address)
     peer.sendall(GREETING + READY + b"\2" + struct.pack(">Q", 1 << 20) + b"x" * 100)
-    KEPT.append(peer)
-    if len(KEPT) > 100:
-        KEPT.pop(0).close()
+    OWN.kept.append(peer)
+    if len(OWN.kept) > 100:
+        OWN.kept.pop(0).close()
     time.sleep(0.01)
 
 
@@ -58,21 +71,19 @@ def oversized(address: str) -> None:
     """A frame that announces an exabyte, and one of 200 MB of which 1 MB comes."""
     for size in (1 << 60, 200 << 20):
         peer = dial(address)
-        try:
+        with suppress(OSError):
             peer.sendall(GREETING + READY + b"\2" + struct.pack(">Q", size) + b"x" * (1 << 20))
-        except OSError:
-            pass
-        KEPT.append(peer)
-    while len(KEPT) > 20:
-        KEPT.pop(0).close()
+        OWN.kept.append(peer)
+    while len(OWN.kept) > 20:
+        OWN.kept.pop(0).close()
     time.sleep(0.05)
 
 
 def thousand(address: str) -> None:
     """A thousand connections that are kept; lost ones are made again."""
-    while len(KEPT) < 1000:
-        KEPT.append(dial(address))
-    KEPT.pop(random.randrange(len(KEPT))).close()
+    while len(OWN.kept) < 1000:
+        OWN.kept.append(dial(address))
+    OWN.kept.pop(random.randrange(len(OWN.kept))).close()
     time.sleep(0.02)
 
 
@@ -87,15 +98,15 @@ def dealer(address: str, **options: int) -> zmq.Socket:
 
 def flood(address: str, messages: list[list[bytes]], *, read: bool = True) -> None:
     """Says the same things as fast as it is let."""
-    if not DEALERS:
-        DEALERS.append(dealer(address, SNDHWM=100, RCVHWM=1 if not read else 1000))
+    if not OWN.dealers:
+        OWN.dealers.append(dealer(address, SNDHWM=100, RCVHWM=1 if not read else 1000))
     for message in messages * 20:
         try:
-            DEALERS[0].send_multipart(message, zmq.NOBLOCK)
+            OWN.dealers[0].send_multipart(message, zmq.NOBLOCK)
         except zmq.Again:
             time.sleep(0.001)
-        while read and DEALERS[0].poll(0):
-            DEALERS[0].recv_multipart()
+        while read and OWN.dealers[0].poll(0):
+            OWN.dealers[0].recv_multipart()
 
 
 def hello_flood(address: str) -> None:
@@ -144,8 +155,6 @@ def nonsense(address: str) -> None:
     flood(address, frames)
 
 
-KEPT: list[socket.socket] = []
-DEALERS: list[zmq.Socket] = []
 KINDS: dict[str, Callable[[str], None]] = {
     f.__name__: f
     for f in (
@@ -163,18 +172,22 @@ KINDS: dict[str, Callable[[str], None]] = {
 }
 
 
-def main() -> None:
-    kind, address = sys.argv[1:3]
-    started, until = time.monotonic(), float(sys.argv[3]) if len(sys.argv) > 3 else float("inf")
-    told = False
-    while (spent := time.monotonic() - started) < until:
+def go_on(kind: str, address: str) -> None:
+    started, told = time.monotonic(), False
+    while True:
         try:
             KINDS[kind](address)
         except OSError:  # hung up on, or not let in: try again
             time.sleep(0.05)
-        if not told and spent > BEGUN_AFTER_S:
+        if not told and time.monotonic() - started > BEGUN_AFTER_S:
             told = True
-            print("begun", flush=True)
+            os.write(1, f"begun: {kind}\n".encode())  # at once: the threads print without waiting for each other
+
+
+def main() -> None:
+    kind, address = sys.argv[1:3]
+    for one in KINDS if kind == "all" else [kind]:
+        threading.Thread(target=go_on, args=(one, address)).start()
 
 
 if __name__ == "__main__":

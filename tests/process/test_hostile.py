@@ -65,5 +65,7 @@ def test_who_was_turned_away_is_in_the_status(tmp_path: Path) -> None:
         cluster.started.append(right)
         assert right.wait() == 0, right.tail()
         turned_away = json.loads("\n".join(right.lines))["turned_away"]
-        assert turned_away["wrong secret"] >= 1 and turned_away["no secret"] >= 1
+        # Who comes without one may see by himself that he is not wanted, and go before he is judged.
+        assert turned_away["wrong secret"] >= 1
+        assert turned_away.get("no secret", 0) + turned_away.get("hung up before the greeting", 0) >= 1
         ps.until("turned a connection away: ")

@@ -28,7 +28,7 @@ from torchquorum.transport import codec
 from torchquorum.transport.channel import Channel, Listener
 from torchquorum.transport.door import DoorListener
 from torchquorum.transport.memory import host_id
-from torchquorum.transport.zmq_channel import ZmqListener, connector
+from torchquorum.transport.zmq_channel import ZmqListener, bind_host, connector
 
 TICK_S = 0.25
 SAVING_TICK_S = 0.01
@@ -85,6 +85,7 @@ class Server:
             host=host_id(),
             started_at=started,
             door=self._listener.name if isinstance(self._listener, DoorListener) else "",
+            lane=self._listener.lane if isinstance(self._listener, DoorListener) else "",
         )
         self._leader = leader
         if index > 0 and leader is None:
@@ -276,7 +277,9 @@ class Server:
 
 def _open(address: str, listen_fd: int | None, access: Access, say: Callable[[str], None]) -> Listener:
     outside = ZmqListener(address, listen_fd, access=access, say=say)
-    return DoorListener(outside) if sys.platform == "linux" else outside
+    if sys.platform != "linux":
+        return outside
+    return DoorListener(outside, lanes=bind_host(address) if access.secret is None else None)
 
 
 def serve(

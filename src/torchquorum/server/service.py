@@ -48,6 +48,7 @@ class Me:
     host: str
     started_at: float
     door: str = ""
+    lane: str = ""
     pid: int = field(default_factory=os.getpid)
 
     @property

@@ -58,7 +58,8 @@ class Reply:
 class Gradient:
     """This shard's part of a gradient: its sections, and the variables that have none in it.
 
-    While `borrowed` it lies in the worker's shared memory, which is the worker's again once it is released.
+    While `borrowed` it lies in the worker's shared memory, or where its lane puts the next message, which may be written
+    again once the worker is released.
     """
 
     sections: list[torch.Tensor]
@@ -278,7 +279,7 @@ class Shard:
             if len(frames) != 1:
                 raise ValueError(f"{len(frames)} tensor frames, expected 1")
             sections = section_views(self.region, frame_tensor(frames[0], self.region.size_bytes))
-        self._gradients[key] = Gradient(sections, frozenset(push.absent), push.slot >= 0)
+        self._gradients[key] = Gradient(sections, frozenset(push.absent), borrowed=True)
         self._stored[push.worker] = (push.request, key)
         return key
 

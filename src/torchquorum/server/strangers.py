@@ -52,4 +52,4 @@ def greet(me: Any, hello: m.Hello, pids: dict[tuple[int, int], int], *, created:
         for old in lives[: 1 - LIVES_WATCHED]:
             del pids[old]
         pids[(task.index, hello.incarnation)] = hello.pid
-    return m.Welcome(m.PROTOCOL, str(me.task), me.incarnation, me.host, me.pid, created, me.door, m.PACKAGE)
+    return m.Welcome(m.PROTOCOL, str(me.task), me.incarnation, me.host, me.pid, created, me.door, m.PACKAGE, me.lane)

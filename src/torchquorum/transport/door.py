@@ -22,7 +22,9 @@ import zmq
 
 from torchquorum.transport.channel import Channel, Peer, Sent
 from torchquorum.transport.codec import Frame
-from torchquorum.transport.zmq_channel import ZmqChannel, ZmqListener
+from torchquorum.transport.lane import PREFIX as LANE
+from torchquorum.transport.lane import LaneListener
+from torchquorum.transport.zmq_channel import ZmqChannel, ZmqListener, largest_frame_bytes
 
 MAX_PACKET_BYTES = 128 << 10
 SPIN_S = 0.001
@@ -100,9 +102,14 @@ class DoorChannel:
 
 
 class DoorListener:
-    """A ps task's listener with both ways in: ZeroMQ for everybody, a door for its own host."""
+    """A ps task's listener with all ways in: ZeroMQ for everybody, a door for its own host, lanes where it has no secret.
 
-    def __init__(self, outside: ZmqListener) -> None:
+    Args:
+        outside: The socket that everybody knows.
+        lanes: The address on which lanes are offered, or None for none.
+    """
+
+    def __init__(self, outside: ZmqListener, lanes: str | None = None) -> None:
         self._outside = outside
         self.name = f"torchquorum/{secrets.token_hex(16)}"
         self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -117,11 +124,28 @@ class DoorListener:
         self._poller.register(outside.socket, zmq.POLLIN)
         self._poller.register(self._door, zmq.POLLIN)
         self._watched: ZmqChannel | None = None
+        self._lanes: LaneListener | None = None
+        if lanes is not None:
+            with suppress(OSError):  # then all go by ZeroMQ
+                self._lanes = LaneListener(lanes, largest_frame_bytes(), self._watch)
+
+    @property
+    def lane(self) -> str:
+        """Returns how a lane is had, for the Welcome; empty if there are none."""
+        return self._lanes.name if self._lanes is not None else ""
+
+    def _watch(self, fd: int, writing: bool | None) -> None:
+        if writing is None:
+            self._poller.unregister(fd)
+        else:
+            self._poller.register(fd, zmq.POLLIN | zmq.POLLOUT if writing else zmq.POLLIN)
 
     @property
     def turned_away(self) -> dict[str, int]:
         """Returns how many connections were refused, by reason."""
         refused = {"another user of this host": self._strangers} if self._strangers else {}
+        if self._lanes is not None and self._lanes.turned_away:
+            refused["a lane without its word"] = self._lanes.turned_away
         return {**self._outside.turned_away, **refused}
 
     def receive(self, timeout_s: float) -> tuple[Peer, list[Frame]] | None:
@@ -152,6 +176,9 @@ class DoorListener:
                 self._let_in()
             elif ready in self._guests:
                 self._read(ready)
+            elif self._lanes is not None and self._lanes.owns(ready):
+                message = self._lanes.ready(ready)
+                self._received += [message] if message is not None else []
 
     def _let_in(self) -> None:
         try:
@@ -187,6 +214,8 @@ class DoorListener:
 
     def send(self, peer: Peer, frames: Sequence[Frame]) -> Sent | None:
         """Sends a message by the way its receiver came in; a peer that is gone is no error."""
+        if self._lanes is not None and peer.startswith(LANE):
+            return self._lanes.send(peer, frames)
         if not peer.startswith(_PREFIX):
             return self._outside.send(peer, frames)
         guest = self._peers.get(peer)
@@ -199,6 +228,9 @@ class DoorListener:
 
     def hang_up(self, peer: Peer) -> None:
         """Ends the connection of a peer that talks too much; it may come again."""
+        if self._lanes is not None and peer.startswith(LANE):
+            self._lanes.hang_up(peer)
+            return
         guest = self._peers.get(peer)
         if guest is None:
             self._outside.hang_up(peer)
@@ -207,7 +239,9 @@ class DoorListener:
             guest.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Closes both ways in."""
+        """Closes all ways in."""
+        if self._lanes is not None:
+            self._lanes.close()
         for _, guest in self._guests.values():
             guest.close()
         self._guests.clear()

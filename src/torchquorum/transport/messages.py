@@ -269,7 +269,10 @@ class MeanRequest(Message):
 
 
 class Welcome(Message):
-    """The ps task introduces itself; `created` says whether it holds variables, `door` where its own host may come in."""
+    """The ps task introduces itself; `created` says whether it holds variables.
+
+    `door` says where its own host may come in, `lane` where others may, if the cluster has no secret: port and word.
+    """
 
     protocol: int
     task: str
@@ -279,6 +282,7 @@ class Welcome(Message):
     created: bool
     door: str
     package: str = ""
+    lane: str = ""
 
 
 class Created(Message):

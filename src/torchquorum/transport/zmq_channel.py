@@ -364,6 +364,14 @@ def _bind_to(host: str, port: str) -> str:
     return f"tcp://*:{port}"
 
 
+def bind_host(address: str) -> str:
+    """Returns the address of this host that a task with that address listens on."""
+    host = address.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return "127.0.0.1"
+    return host if is_loopback(host) else "0.0.0.0"
+
+
 def _in_use(address: str) -> str:
     port = int(address.rpartition(":")[2])
     holder = holder_of_port(port)

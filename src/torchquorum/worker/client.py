@@ -26,9 +26,11 @@ from torchquorum.transport.board import Board, Given
 from torchquorum.transport.channel import Channel
 from torchquorum.transport.codec import Frame
 from torchquorum.transport.door import DoorChannel
+from torchquorum.transport.lane import LaneChannel
 from torchquorum.transport.memory import SegmentError, frame_tensor, host_id, tensor_frame
 from torchquorum.transport.shared_lock import supported
 from torchquorum.transport.slots import Slots, section_views
+from torchquorum.transport.zmq_channel import largest_frame_bytes
 from torchquorum.worker.board_steps import BoardSteps
 from torchquorum.worker.buffer_link import BufferLink
 from torchquorum.worker.faults import error_of
@@ -134,6 +136,7 @@ class Client:
         self._channels = [connect(cluster.address(ps), self._identity) for ps in self._ps]
         self._shared = [False] * len(self._ps)
         self._doors = [""] * len(self._ps)
+        self._lanes = [""] * len(self._ps)
         self._gradients: list[Slots | None] = [None] * len(self._ps)
         self._buffers: list[torch.Tensor | None] = [None] * len(self._ps)
         self._pushers: list[Pusher] = []
@@ -185,6 +188,7 @@ class Client:
                 )
             self._shared[k] = same_host and self.transport != "tcp"
             self._doors[k] = answer.door if self._shared[k] else ""
+            self._lanes[k] = answer.lane
         return created
 
     def create(
@@ -234,6 +238,23 @@ class Client:
             if door:
                 self._channels[k].close()
                 self._channels[k] = DoorChannel(door)
+            elif self._lanes[k]:
+                self._take_lane(k)
+
+    def _take_lane(self, k: int) -> None:
+        """Goes over to a lane, if it can be had."""
+        address = self.cluster.address(self._ps[k])
+        try:
+            lane = LaneChannel(address.rpartition(":")[0], self._lanes[k], largest_frame_bytes())
+        except OSError as error:
+            port = self._lanes[k].partition("/")[0]
+            why = error.strerror or error
+            self._say(
+                f"{self.task}: no direct connection to port {port} of {self._ps[k]} ({why}); ZeroMQ does it, slower"
+            )
+            return
+        self._channels[k].close()
+        self._channels[k] = lane
 
     def _join(self, plan: m.Plan) -> None:
         self._make_gradient_memory()
@@ -580,7 +601,7 @@ class Client:
 
     def _closed(self, k: int) -> bool:
         channel = self._channels[k]
-        return isinstance(channel, DoorChannel) and channel.closed
+        return isinstance(channel, DoorChannel | LaneChannel) and channel.closed
 
     def _hear(self, waiting: _Waiting, k: int, received: list[Frame] | None) -> bool:
         """Takes what ps k said about the open request; False if it said nothing."""

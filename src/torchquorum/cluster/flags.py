@@ -1,4 +1,4 @@
-"""The flags that say who a task is: `--job_name`, `--task_index`, `--ps_hosts`, `--worker_hosts`, `--transport`.
+"""The flags that say who a task is: `--job_name`, `--task_index`, `--ps_hosts`, `--worker_hosts`, `--ps`, `--transport`.
 
 `sources` calls it with a program's arguments. What always holds: arguments that are not ours come back untouched and in
 order, for the program's own parser, and one that is a misspelling of ours never passes in silence: it would make the
@@ -21,6 +21,7 @@ _EXAMPLES = {
     "task_index": "--task_index=0",
     "ps_hosts": "--ps_hosts=localhost:2222",
     "worker_hosts": "--worker_hosts=localhost:2223,localhost:2224",
+    "ps": "--ps=1",
     "transport": "--transport=auto",
 }
 IDENTITY = ("job_name", "task_index", "ps_hosts", "worker_hosts")
@@ -38,6 +39,7 @@ FIELDS = {
     "ps_host": "ps_hosts",
     "worker_hosts": "worker_hosts",
     "worker_host": "worker_hosts",
+    "ps": "ps",
     "transport": "transport",
 }
 
@@ -54,6 +56,7 @@ class ClusterFlags:
         task_index: 0 or more.
         ps_hosts: The entries of the list; ClusterSpec checks them.
         worker_hosts: Likewise.
+        ps: How many of the processes that torchrun or srun has started are ps tasks.
         transport: One of `TRANSPORTS`.
     """
 
@@ -61,10 +64,11 @@ class ClusterFlags:
     task_index: int | None = None
     ps_hosts: tuple[str, ...] | None = None
     worker_hosts: tuple[str, ...] | None = None
+    ps: int | None = None
     transport: str | None = None
 
 
-def parse_flags(argv: Sequence[str]) -> tuple[ClusterFlags, list[str]]:
+def parse_flags(argv: Sequence[str], *, own: Sequence[str] = ("ps",)) -> tuple[ClusterFlags, list[str]]:
     """Take the flags of torchquorum out of a program's arguments.
 
     Hyphens or underscores, one dash or two, `--flag value` or `--flag=value`; quotes that reached us are forgiven. What
@@ -72,6 +76,7 @@ def parse_flags(argv: Sequence[str]) -> tuple[ClusterFlags, list[str]]:
 
     Args:
         argv: The arguments, without the program's name.
+        own: Names that are not ours here, but the program's; `--ps` is ours only where torchrun or srun leaves it open.
 
     Returns:
         What the flags said, and the remaining arguments in order.
@@ -89,8 +94,8 @@ def parse_flags(argv: Sequence[str]) -> tuple[ClusterFlags, list[str]]:
             break
         match = _FLAG.fullmatch(token)
         name = match["name"].replace("-", "_") if match else ""
-        if match is None or name not in FIELDS:
-            if match is not None:
+        if match is None or name not in FIELDS or name in own:
+            if match is not None and name not in own:
                 _refuse_misspelling(token, name)
             remaining.append(token)
             continue
@@ -170,6 +175,13 @@ def _read_index(name: str, text: str) -> int:
     return int(clean.strip("*"))
 
 
+def _read_count(name: str, text: str) -> int:
+    clean = strip_quotes(text)
+    if not re.fullmatch(r"[0-9]{1,9}", clean) or int(clean) < 1:
+        raise FlagError(f"--{name}={clean}: must be a whole number, 1 or more; write for example --{name}=1")
+    return int(clean)
+
+
 def _read_hosts(name: str, text: str) -> tuple[str, ...]:
     hosts = tuple(split_addresses(text))
     if not hosts or not all(hosts):
@@ -183,6 +195,7 @@ def _read_hosts(name: str, text: str) -> tuple[str, ...]:
 _READERS: dict[str, Callable[[str, str], object]] = {
     "job_name": lambda _, text: strip_quotes(text),
     "task_index": _read_index,
+    "ps": _read_count,
     "ps_hosts": _read_hosts,
     "worker_hosts": _read_hosts,
     "transport": lambda name, text: check_transport(text, label=f"--{name}"),

@@ -15,6 +15,7 @@ from tests.equivalence.test_one_worker import same
 from tests.harness import PATIENCE, Cluster
 from torchquorum.errors import ConfigError, RefusedError
 from torchquorum.formats.checkpoint import Reader, list_checkpoints
+from torchquorum.formats.storage import Location
 from torchquorum.formats.checkpoint_write import export
 from torchquorum.session.join import Task
 from torchquorum.worker import buffers as worker_buffers
@@ -97,7 +98,7 @@ def run(
     return cluster.run(*[work] * workers)
 
 
-def newest(logdir: Path) -> Path:
+def newest(logdir: Path) -> Location:
     info = list_checkpoints(logdir)[-1]
     assert info.problem is None
     return info.path

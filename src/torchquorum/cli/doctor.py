@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 import click
 from rich.console import Console
@@ -16,6 +15,7 @@ from torchquorum.cli.shape import ClusterCommand, option
 from torchquorum.cluster import ClusterSpec, resolve
 from torchquorum.cluster.spec import parse_address, split_addresses
 from torchquorum.errors import ConfigError
+from torchquorum.formats.storage import locate
 
 _MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "bold red")}
 
@@ -45,7 +45,7 @@ def doctor(ps_hosts: str | None, worker_hosts: str | None, logdir: str, timeout:
     if not timeout > 0:
         raise ConfigError(f"--timeout {timeout:g}: must be more than 0 seconds")
     hosts = _hosts(ps_hosts, worker_hosts)
-    findings = [*check_machine(Path(logdir)), *check_hosts(hosts, timeout)]
+    findings = [*check_machine(locate(logdir)), *check_hosts(hosts, timeout)]
     if as_json:
         click.echo(json.dumps([asdict(f) for f in findings], indent=2))
     else:

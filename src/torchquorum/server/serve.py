@@ -13,13 +13,13 @@ import select
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import zmq
 
 from torchquorum.cluster import ClusterSpec, TaskId
 from torchquorum.cluster.signals import Signals
 from torchquorum.errors import DeadlineError, TaskLostError
+from torchquorum.formats.storage import locate, write_whole
 from torchquorum.server.service import LEADER, Me, Service
 from torchquorum.server.shard import Reply
 from torchquorum.server.update import warm_up
@@ -243,15 +243,11 @@ class Server:
             return
         body = self.service.status()
         logdir = self.service.leader.plan.logdir
-        for place in filter(None, (self._report, logdir and str(Path(logdir) / "report.json"))):
+        for target in filter(None, (self._report, logdir and str(locate(logdir) / "report.json"))):
             try:
-                path = Path(place)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                partial = path.with_name(path.name + ".partial")
-                partial.write_text(json.dumps(body, indent=2) + "\n")
-                partial.replace(path)
+                write_whole(locate(target), json.dumps(body, indent=2) + "\n")
             except OSError as error:
-                self._say(f"{self.task}: the report {place} could not be written: {error.strerror}")
+                self._say(f"{self.task}: the report {target} could not be written: {error.strerror}")
 
 
 def _open(address: str, listen_fd: int | None) -> Listener:

@@ -32,11 +32,13 @@ from torchquorum.errors import (
 )
 from torchquorum.formats.checkpoint import CheckpointError, load_manifest, newest_good
 from torchquorum.formats.measures import Measure, append_measures
+from torchquorum.formats.storage import check_writable, locate
 from torchquorum.session import position
 from torchquorum.session.buffers import RunBuffers
 from torchquorum.session.checkpoint_hook import CheckpointHook
 from torchquorum.session.config import ConfigProto, read_device_options
 from torchquorum.session.devices import SessionDevices
+from torchquorum.session.folder import check_folder
 from torchquorum.session.hooks import Hook, Ran, end_all
 from torchquorum.session.join import Task, say
 from torchquorum.session.position import Resumable
@@ -60,7 +62,8 @@ class Session:
         task: What `tq.join()` returned.
         model: The module to train.
         optimizer: A `tq.Optimizer` over its parameters.
-        logdir: The run's folder, for the ledger and the report; the ps tasks write there.
+        logdir: The run's folder, for checkpoints, the ledger and the report; the ps tasks write there. A path, or an address
+            such as s3://bucket/run1.
         last_step: The global step at which the run is over, exactly; None trains until the loop ends.
         num_steps: The same, counted from the step that the run begins or goes on at; instead of last_step.
         max_seconds: The run is over after this time, for everybody; the chief looks at its clock.
@@ -131,7 +134,7 @@ class Session:
             raise ConfigError(f"liveness_s={liveness_s}: must be more than 0 seconds")
         self.task, self.model, self.optimizer = task, model, optimizer
         folder = logdir if logdir is not None else env.logdir()
-        self.logdir = str(Path(folder).absolute()) if folder is not None else None
+        self.logdir = check_folder(task, folder) if folder is not None else None
         self._last_step, self._num_steps, self._max_seconds = last_step, num_steps, max_seconds
         self._liveness_s = liveness_s
         self._began_at = time.monotonic()
@@ -230,6 +233,8 @@ class Session:
         created = client.hello()
         if self.task.is_chief:
             self._go(State.CREATING)
+            if self.logdir is not None:
+                check_writable(locate(self.logdir))
             self._create(client, plan, self.flat, created)
         self._go(State.WAITING)
         self._join(client, plan, self.flat)
@@ -270,7 +275,7 @@ class Session:
             self._first_values(flat)
             self._buffers.first_values()
         if self._num_steps is not None and self._last_step is None:
-            self._last_step = self._num_steps + (load_manifest(Path(path)).step if path is not None else 0)
+            self._last_step = self._num_steps + (load_manifest(locate(path)).step if path is not None else 0)
             plan.last_step = self._last_step
         client.create(plan, flat, path, reign=secrets.randbits(62), replace=True)
 
@@ -369,7 +374,7 @@ class Session:
         if self.logdir is None or not (self._restore or own):
             return None
         try:
-            found, skipped = newest_good(Path(self.logdir))
+            found, skipped = newest_good(locate(self.logdir))
         except CheckpointError as error:
             say(f"{self.task}: {error}")
             return None
@@ -573,7 +578,7 @@ class Session:
             return
         now = time.time()
         try:
-            append_measures(Path(self.logdir), [Measure(n, float(v), step, now) for n, v in values.items()])
+            append_measures(locate(self.logdir), [Measure(n, float(v), step, now) for n, v in values.items()])
         except OSError as error:
             say(f"{self.task}: {', '.join(values)} could not be noted in {self.logdir}: {error.strerror}")
 

@@ -1,0 +1,24 @@
+"""The run's folder, as a session is given it: checked, and made to mean the same in every task."""
+
+from __future__ import annotations
+
+import os
+
+from torchquorum.errors import ConfigError
+from torchquorum.formats.storage import absolute, is_memory
+from torchquorum.session.join import Task
+from torchquorum.transport.zmq_channel import ZmqChannel
+
+
+def check_folder(task: Task, folder: str | os.PathLike[str]) -> str:
+    """Returns the run's folder as every task of the run understands it.
+
+    Raises:
+        ConfigError: Nobody here knows such an address, or it lies in the memory of one process and there are several.
+    """
+    if is_memory(folder) and task.connect is ZmqChannel:
+        raise ConfigError(
+            f"logdir={str(folder)!r}: memory:// is the memory of one process, and this run has {task.num_ps} ps and "
+            f"{task.num_workers} worker processes; give a folder that all of them see, or s3://..., or train alone"
+        )
+    return absolute(folder)

@@ -168,7 +168,9 @@ class ClusterSpec:
         """
         job = strip_quotes(job)
         if job == EVALUATOR:
-            return TaskId(EVALUATOR, index)
+            if index != 0:
+                raise ClusterError(f"task {index} of job 'evaluator': there is one evaluator, which is task 0")
+            return TaskId(EVALUATOR, 0)
         if job == self._chief_job:
             if index != 0:
                 raise ClusterError(_explain_index(job, index, 1))

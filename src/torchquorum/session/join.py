@@ -169,7 +169,7 @@ def join(
     )
     fill_in(flags, found)
     if found is None or found.task.job != "ps":
-        settle(task=found.task if found else TaskId("worker", 0), soft=options.soft)
+        settle(task=found.task if found and found.task.job == "worker" else TaskId("worker", 0), soft=options.soft)
         limit_gpu_memory(options.memory_fraction)
     if found is None:
         alone = Alone(report)

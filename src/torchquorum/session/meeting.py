@@ -39,29 +39,41 @@ def meet(meeting: Meeting, *, say: Callable[[str], None] = print, wait_s: float 
         ClusterError: The store cannot be reached.
         DeadlineError: Others have not come in time.
     """
-    me = task_of(meeting.rank, meeting.num_ps)
     store = _open_store(meeting, wait_s)
     held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     held.bind(("127.0.0.1" if meeting.one_host else "", 0))
     held.listen(128)
     store.set(f"{meeting.prefix}{meeting.rank}", f"{_own_host(meeting)}:{held.getsockname()[1]}")
-    keys = [f"{meeting.prefix}{rank}" for rank in range(meeting.size)]
+    try:
+        addresses = _read_all(store, meeting, wait_s, say)
+    except BaseException:
+        held.close()
+        raise
+    cluster = ClusterSpec({PS: addresses[: meeting.num_ps], WORKER: addresses[meeting.num_ps :]})
+    return cluster, held.detach()
+
+
+def _read_all(store: Any, meeting: Meeting, wait_s: float, say: Callable[[str], None]) -> list[str]:
+    """Waits until every task has written its address, and returns them by rank."""
+    me, keys = task_of(meeting.rank, meeting.num_ps), [f"{meeting.prefix}{rank}" for rank in range(meeting.size)]
     began = told = time.monotonic()
     while not store.check(keys):
         now = time.monotonic()
-        missing = [str(task_of(r, meeting.num_ps)) for r, key in enumerate(keys) if not store.check([key])]
         if now - began > wait_s:
             raise DeadlineError(
-                f"{me}: waited {wait_s:.0f} s for the addresses of {', '.join(missing)} at {meeting.host}:{meeting.port} "
-                "and gave up. Was every process of the job started, with the same WORLD_SIZE, and does each call tq.join()?"
+                f"{me}: waited {wait_s:.0f} s for the addresses of {_missing(store, meeting, keys)} at {meeting.host}:"
+                f"{meeting.port} and gave up. Was every process of the job started, with the same WORLD_SIZE, and does each "
+                "call tq.join()?"
             )
         if now - told > SAY_EVERY_S:
             told = now
-            say(f"{me}: waiting for the addresses of {', '.join(missing)}: {now - began:.0f} s")
+            say(f"{me}: waiting for the addresses of {_missing(store, meeting, keys)}: {now - began:.0f} s")
         time.sleep(POLL_S)
-    addresses = [bytes(store.get(key)).decode() for key in keys]
-    cluster = ClusterSpec({PS: addresses[: meeting.num_ps], WORKER: addresses[meeting.num_ps :]})
-    return cluster, held.detach()
+    return [bytes(store.get(key)).decode() for key in keys]
+
+
+def _missing(store: Any, meeting: Meeting, keys: list[str]) -> str:
+    return ", ".join(str(task_of(rank, meeting.num_ps)) for rank, key in enumerate(keys) if not store.check([key]))
 
 
 def _open_store(meeting: Meeting, wait_s: float) -> Any:

@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import nn
 
 from torchquorum import env
 from torchquorum.cluster.signals import Signals
+from torchquorum.cluster.spec import EVALUATOR
 from torchquorum.errors import (
     ConfigError,
     DeadlineError,
@@ -90,6 +91,14 @@ class Session:
 
     client_class = Client
 
+    def __new__(cls, task: Task, *given: Any, **named: Any) -> Self:
+        """A session of the evaluator follows the run's checkpoints instead."""
+        if cls is Session and task.job == EVALUATOR:
+            from torchquorum.session.evaluator import EvaluatorSession
+
+            return cast(Self, object.__new__(EvaluatorSession))
+        return object.__new__(cls)
+
     def __init__(
         self,
         task: Task,
@@ -138,7 +147,7 @@ class Session:
         self._last_step, self._num_steps, self._max_seconds = last_step, num_steps, max_seconds
         self._liveness_s = liveness_s
         self._began_at = time.monotonic()
-        self._patience = patience or Patience()
+        self.patience = patience or Patience()
         self._client: Client | None = None
         self._beat: Beat | None = None
         self._lead = 0
@@ -218,7 +227,7 @@ class Session:
             secrets.randbits(62) if before is None else before.incarnation,
             self.task.connect,
             transport=self.task.transport,
-            patience=self._patience,
+            patience=self.patience,
             say=say,
         )
         client.while_waiting = self._obey_signals
@@ -304,8 +313,8 @@ class Session:
         """
         stopping = self.state is State.STOPPING
         self._go(State.RECOVERING)
-        say(f"{error}\n{self.task}: trying to go on for {self._patience.start_s:.0f} s")
-        deadline = time.monotonic() + self._patience.start_s
+        say(f"{error}\n{self.task}: trying to go on for {self.patience.start_s:.0f} s")
+        deadline = time.monotonic() + self.patience.start_s
         before = self._known()
         while True:
             try:

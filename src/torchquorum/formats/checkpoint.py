@@ -94,7 +94,7 @@ def _inspect(step: int, path: Location) -> CheckpointInfo:
     except CheckpointError as error:
         created_at, size_bytes = 0.0, 0
         with suppress(OSError):  # no folder, or going away while we look
-            created_at = path.stat().st_mtime
+            created_at = (path / MANIFEST if isinstance(path, RemotePath) else path).stat().st_mtime
             size_bytes = sum(file.stat().st_size for file in path.iterdir())
         return CheckpointInfo(step, path, created_at, size_bytes, str(error))
     return CheckpointInfo(step, path, manifest.created_at, sum(f.size_bytes for f in manifest.files.values()))

@@ -109,7 +109,8 @@ class RemotePath:
         with self._speaking():
             info = self._fs.info(self._path)
         mode = stat.S_IFDIR if info.get("type") == "directory" else stat.S_IFREG
-        return os.stat_result((mode, 0, 0, 0, 0, 0, int(info.get("size") or 0), 0, int(_changed_at(info)), 0))
+        size, at = int(info.get("size") or 0), _changed_at(info)
+        return os.stat_result((mode, 0, 0, 0, 0, 0, size, int(at), int(at), int(at), at, at, at))
 
     def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
         """Does nothing: what lies somewhere makes the folders above it."""

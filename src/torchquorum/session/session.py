@@ -183,6 +183,8 @@ class Session:
     def __enter__(self) -> Session:
         if self.state is not State.NEW:
             raise ConfigError("this session has begun already; make a new tq.Session for another run")
+        if self.logdir is not None and self.task.is_chief:
+            check_writable(locate(self.logdir))
         self._go(State.CONNECTING)
         for hook in self.hooks:
             hook.begin(self)
@@ -242,8 +244,6 @@ class Session:
         created = client.hello()
         if self.task.is_chief:
             self._go(State.CREATING)
-            if self.logdir is not None:
-                check_writable(locate(self.logdir))
             self._create(client, plan, self.flat, created)
         self._go(State.WAITING)
         self._join(client, plan, self.flat)

@@ -181,7 +181,7 @@ def join(
     if "defaults" in found.source:
         ps, workers = (" ".join(addresses) for addresses in found.cluster.as_dict().values())
         say(f"{found.task}: what no flag says is the program's default: ps at {ps}, workers at {workers}")
-    elif found.source not in ("launcher", "arguments"):
+    elif found.source not in ("launcher", "arguments") or "not used" in found.why:
         say(f"{found.task}: {found.why}")
     if found.task.job == "ps":
         _serve(found.cluster, found.task, found.listen_fd, report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -39,3 +40,4 @@ def s3_server(bucket: str = "bucket") -> Iterator[dict[str, str]]:
         yield variables
     finally:
         running.stop()
+        sys.modules["s3fs"].S3FileSystem.clear_instance_cache()  # the next server has another port

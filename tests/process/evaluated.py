@@ -15,7 +15,13 @@ model = nn.Linear(1, 1, bias=False)
 with torch.no_grad():
     model.weight.zero_()
 optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), average=tq.ExponentialMovingAverage(0.0))
-hooks = [tq.EvaluateHook(10**6, lambda m: m.weight.item()), tq.FinalAccuracyHook(lambda m: m.weight.item())]
+
+
+def evaluate(module: nn.Module) -> float:
+    return float(next(module.parameters()))
+
+
+hooks = [tq.EvaluateHook(10**6, evaluate), tq.FinalAccuracyHook(evaluate)]
 with tq.Session(
     task, model, optimizer, logdir=sys.argv[1], last_step=30, save_every_steps=10, keep=50, hooks=hooks
 ) as session:

@@ -33,7 +33,7 @@ from torchquorum.errors import (
 )
 from torchquorum.formats.checkpoint import CheckpointError, load_manifest, newest_good
 from torchquorum.formats.measures import Measure, append_measures
-from torchquorum.formats.storage import check_writable, locate
+from torchquorum.formats.storage import locate
 from torchquorum.session import position
 from torchquorum.session.buffers import RunBuffers
 from torchquorum.session.checkpoint_hook import CheckpointHook
@@ -142,8 +142,7 @@ class Session:
         if liveness_s <= 0:
             raise ConfigError(f"liveness_s={liveness_s}: must be more than 0 seconds")
         self.task, self.model, self.optimizer = task, model, optimizer
-        folder = logdir if logdir is not None else env.logdir()
-        self.logdir = check_folder(task, folder) if folder is not None else None
+        self.logdir = check_folder(task, logdir if logdir is not None else env.logdir())
         self._last_step, self._num_steps, self._max_seconds = last_step, num_steps, max_seconds
         self._liveness_s = liveness_s
         self._began_at = time.monotonic()
@@ -183,8 +182,6 @@ class Session:
     def __enter__(self) -> Session:
         if self.state is not State.NEW:
             raise ConfigError("this session has begun already; make a new tq.Session for another run")
-        if self.logdir is not None and self.task.is_chief:
-            check_writable(locate(self.logdir))
         self._go(State.CONNECTING)
         for hook in self.hooks:
             hook.begin(self)

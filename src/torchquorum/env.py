@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from torchquorum.errors import ConfigError
 
 TF_CONFIG = "TF_CONFIG"
+CLUSTER_SPEC = "CLUSTER_SPEC"
 TASK = "TORCHQUORUM_TASK"
 TRANSPORT = "TORCHQUORUM_TRANSPORT"
 REPORT = "TORCHQUORUM_REPORT"
@@ -19,6 +20,8 @@ STARTED_AT = "TORCHQUORUM_STARTED_AT"
 SECRET = "TORCHQUORUM_SECRET"
 SECRET_FILE = "TORCHQUORUM_SECRET_FILE"
 INSECURE = "TORCHQUORUM_INSECURE"
+PS = "TORCHQUORUM_PS"
+PORT = "TORCHQUORUM_PORT"
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
 
 
@@ -39,6 +42,18 @@ def tf_config() -> str | None:
 def task() -> str | None:
     """Return the JSON text in which the launcher says which task this process is, or None."""
     return _read(TASK)
+
+
+def variables(*names: str, prefix: str | None = None) -> dict[str, str]:
+    """Return the variables of other launchers that are set, without the spaces around them.
+
+    Args:
+        *names: Those to look for.
+        prefix: Those whose names begin so, too.
+    """
+    there = _environment()
+    wanted = [*names, *(name for name in there if prefix is not None and name.startswith(prefix))]
+    return {name: text.strip() for name in wanted if (text := _read(name)) is not None}
 
 
 def transport() -> str | None:

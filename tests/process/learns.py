@@ -20,6 +20,8 @@ parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--pause", type=float, default=0.0)
 parser.add_argument("--pull-for-ever-at", type=int, default=-1)
 parser.add_argument("--wait-at-end", action="store_true")
+parser.add_argument("--hold-at", type=int, default=-1, help="wait at this step until the file --hold-until is there")
+parser.add_argument("--hold-until")
 args = parser.parse_args()
 
 
@@ -69,6 +71,9 @@ with tq.Session(
                 pass
             print(f"rolled back to {session.global_step}", flush=True)
             args.pull_for_ever_at = -1
+        deadline = time.monotonic() + 300
+        while step.version == args.hold_at and not Path(args.hold_until).exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
         time.sleep(args.pause)
     with session.averaged():
         averages = [p.detach().clone() for p in model.parameters()]

@@ -549,7 +549,7 @@ def status(ps: Ps) -> dict:
 
 
 def test_the_status_at_each_stage(ps: Ps) -> None:
-    assert status(ps) == {"task": "/job:ps/task:0", "ready": False, "ps": 1, "workers": 2}
+    assert status(ps) == {"task": "/job:ps/task:0", "ready": False, "ps": 1, "workers": 2, "turned_away": {}}
     ps.create(last_step=2)
     assert status(ps)["ready"] and status(ps)["global_step"] == 0 and status(ps)["live"] == []
     ps.join(0)

@@ -9,6 +9,7 @@ import errno
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import webbrowser
 from pathlib import Path
@@ -19,6 +20,7 @@ import click
 
 from torchquorum.cli.shape import Command, option
 from torchquorum.errors import AddressInUseError, ConfigError
+from torchquorum.formats.storage import RemotePath, fetch, locate
 
 EVENTS = "*.tfevents.*"
 
@@ -36,24 +38,51 @@ def board(run: str, port: int, host: str, open_: bool | None) -> int:
       torchquorum board runs/mnist
       torchquorum board runs --port 0 --no-open
     """
-    folder = Path(run)
-    _check_folder(folder)
+    place = locate(run)
+    with tempfile.TemporaryDirectory(prefix="torchquorum-board-") as copy:
+        fetching = Fetching(place, Path(copy)) if isinstance(place, RemotePath) else None
+        return _show(run, place if isinstance(place, Path) else Path(copy), host, port, open_, fetching)
+
+
+class Fetching:
+    """The event files of a remote run, fetched again now and then, because TensorBoard looks only at this host's files."""
+
+    EVERY_S = 20.0
+
+    def __init__(self, run: RemotePath, into: Path) -> None:
+        self._run, self._into = run, into
+        self.again()
+
+    def again(self) -> None:
+        """Fetches what has grown.
+
+        Raises:
+            ConfigError: There is nothing to fetch from.
+        """
+        try:
+            fetch(self._run, self._into, lambda name: ".tfevents." in name)
+        except OSError as error:
+            raise ConfigError(f"{self._run} cannot be read: {error.strerror}; give a run's folder") from None
+
+
+def _show(run: str, folder: Path, host: str, port: int, open_: bool | None, fetching: Fetching | None) -> int:
+    _check_folder(folder, run)
     _check_port(host, port)
     address = _launch(folder, host, port)
-    click.echo(f"TensorBoard on {folder}: {address} (Ctrl-C ends it)")
+    click.echo(f"TensorBoard on {run}: {address} (Ctrl-C ends it)")
     if open_ if open_ is not None else sys.stdout.isatty():
         webbrowser.open(address)
-    _wait()
+    _wait(fetching)
     click.echo("TensorBoard has ended")
     return 0
 
 
-def _check_folder(folder: Path) -> None:
+def _check_folder(folder: Path, run: str) -> None:
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: there is no such folder; give a run's folder, as in logdir= or --logdir")
+        raise ConfigError(f"{run}: there is no such folder; give a run's folder, as in logdir= or --logdir")
     if next(folder.rglob(EVENTS), None) is None:
         raise ConfigError(
-            f"{folder}: no TensorBoard events in there; train with tq.Session(..., logdir='{folder}', "
+            f"{run}: no TensorBoard events in there; train with tq.Session(..., logdir='{run}', "
             "hooks=[tq.SummaryHook()]), or give the folder of another run"
         )
 
@@ -98,8 +127,8 @@ def _launch(folder: Path, host: str, port: int) -> str:
         raise ConfigError(f"TensorBoard does not start: {error}") from None
 
 
-def _wait() -> None:
-    """Waits for Ctrl-C or SIGTERM."""
+def _wait(fetching: Fetching | None) -> None:
+    """Waits for Ctrl-C or SIGTERM; of a remote run the files are fetched meanwhile."""
     asked = threading.Event()
 
     def stop(number: int, frame: FrameType | None) -> Any:
@@ -107,4 +136,9 @@ def _wait() -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
-    asked.wait()
+    while not asked.wait(Fetching.EVERY_S if fetching is not None else None):
+        try:
+            assert fetching is not None
+            fetching.again()
+        except ConfigError as error:
+            click.echo(str(error), err=True)

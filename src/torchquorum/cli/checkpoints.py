@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import click
 from rich.console import Console
@@ -11,6 +10,7 @@ from rich.table import Table
 
 from torchquorum.cli.shape import Command, option
 from torchquorum.errors import ConfigError
+from torchquorum.formats.storage import Location, is_there, locate
 
 
 @click.command(cls=Command)
@@ -23,6 +23,7 @@ def checkpoints(run: str, verify: bool) -> int:
     Examples:
       torchquorum checkpoints runs/mnist
       torchquorum checkpoints runs/mnist --verify
+      torchquorum checkpoints s3://bucket/run1
     """
     from torchquorum.formats import checkpoint
 
@@ -75,13 +76,13 @@ def export(run: str, file: str, averages: bool, step: int | None) -> int:
         if found is None:
             raise ConfigError(f"{folder} has no good checkpoint; `torchquorum checkpoints {run}` lists what is there")
         path = found[0]
-    target = checkpoint_write.export(path, Path(file), averages=averages)
+    target = checkpoint_write.export(path, locate(file), averages=averages)
     click.echo(f"wrote {target} from {path.name}")
     return 0
 
 
-def _folder(run: str) -> Path:
-    folder = Path(run)
-    if not folder.is_dir():
+def _folder(run: str) -> Location:
+    folder = locate(run)
+    if not is_there(folder):
         raise ConfigError(f"{run}: there is no such folder; name a run's folder, such as runs/mnist")
     return folder

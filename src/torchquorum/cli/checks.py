@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 
 from torchquorum.cluster.secret import ADVICE, OPEN, Access
-from torchquorum.errors import SecretError
+from torchquorum.errors import ConfigError, SecretError
+from torchquorum.formats.storage import Location, RemotePath, check_writable
 
 PACKAGES = ("torch", "numpy", "pyzmq", "msgspec", "safetensors", "tensorboard", "rich", "click")
 LEAST_TORCH = (2, 11)
@@ -41,7 +41,7 @@ class Finding:
     advice: str = ""
 
 
-def check_machine(logdir: Path) -> list[Finding]:
+def check_machine(logdir: Location) -> list[Finding]:
     """Checks this machine."""
     checks: list[tuple[str, Callable[[], list[Finding]]]] = [
         ("python", _python),
@@ -180,7 +180,13 @@ def _open_files() -> list[Finding]:
     return [Finding("open files", "ok", text)]
 
 
-def _run_folder(logdir: Path) -> Finding:
+def _run_folder(logdir: Location) -> Finding:
+    if isinstance(logdir, RemotePath):
+        try:
+            check_writable(logdir)
+        except ConfigError as error:
+            return Finding("run folder", "fail", str(error), "give another --logdir")
+        return Finding("run folder", "ok", f"{logdir} can be written")
     place = logdir
     while not place.exists() and place != place.parent:
         place = place.parent

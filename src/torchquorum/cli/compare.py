@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torchquorum.cli.train import DEFAULTS, SLOW, check_workers, run_job
 from torchquorum.cli.view import View
 from torchquorum.cluster.flags import TRANSPORTS
 from torchquorum.errors import ConfigError
+from torchquorum.formats.storage import Location, locate
 from torchquorum.jobs.mnist import MODEL_NAMES, MnistOptions
 from torchquorum.jobs.slow import parse_slow
 from torchquorum.launcher.local import Options
@@ -63,7 +65,7 @@ def compare(runs: tuple[str, ...], **given: Any) -> int:
         if len(runs) == 1:
             raise ConfigError(f"RUNS {''.join(runs)}: name at least two folders to compare, or none to train")
         unique = [n if names.count(n) == 1 else str(r) for n, r in zip(names, runs, strict=True)]
-        _draw(console, list(zip(unique, map(Path, runs), strict=True)), output, "runs side by side", quiet=quiet)
+        _draw(console, list(zip(unique, map(locate, runs), strict=True)), output, "runs side by side", quiet=quiet)
         return 0
     return _train(console, _plan(output, **given), quiet=quiet)
 
@@ -166,7 +168,7 @@ def _slow_words(slow: str) -> str:
     return ", ".join(f"worker {i} slowed {f:g} times" for i, f in sorted(factors.items())) or "none slowed"
 
 
-def _draw(console: Console, found: list[tuple[str, Path]], output: Path, below: str, *, quiet: bool) -> None:
+def _draw(console: Console, found: Sequence[tuple[str, Location]], output: Path, below: str, *, quiet: bool) -> None:
     """Makes the page, the PNG and the figures of runs that there are."""
     from torchquorum.pictures.compare_page import as_json, compare_page, compare_picture, compared
     from torchquorum.pictures.history import read_history

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 import click
 from rich.console import Console
@@ -17,6 +16,7 @@ from torchquorum.cluster import ClusterSpec, resolve
 from torchquorum.cluster.secret import read_access
 from torchquorum.cluster.spec import parse_address, split_addresses
 from torchquorum.errors import ConfigError
+from torchquorum.formats.storage import locate
 
 _MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "bold red")}
 
@@ -57,7 +57,7 @@ def doctor(
         raise ConfigError(f"--timeout {timeout:g}: must be more than 0 seconds")
     hosts = _hosts(ps_hosts, worker_hosts)
     access = read_access(secret_file, insecure or None)
-    findings = [*check_machine(Path(logdir)), *check_secret(access, hosts), *check_hosts(hosts, timeout, access)]
+    findings = [*check_machine(locate(logdir)), *check_secret(access, hosts), *check_hosts(hosts, timeout, access)]
     if as_json:
         click.echo(json.dumps([asdict(f) for f in findings], indent=2))
     else:

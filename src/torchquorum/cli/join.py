@@ -17,7 +17,7 @@ def join(flags: tuple[str, ...], device: str) -> int:
     """Join a cluster: as a ps, or as a worker that computes what a client hands to it (in-graph training).
 
     It needs none of the client's code. It serves until the run is over. Who it is comes from FLAGS, as for every task, or
-    from TF_CONFIG.
+    from the environment: TF_CONFIG, CLUSTER_SPEC, torchrun's variables, SLURM_*.
 
     \b
     Examples:
@@ -26,13 +26,21 @@ def join(flags: tuple[str, ...], device: str) -> int:
     """
     from torchquorum.cluster.flags import EXAMPLE
     from torchquorum.cluster.sources import resolve
+    from torchquorum.cluster.spec import EVALUATOR
     from torchquorum.errors import FlagError
+    from torchquorum.session.join import say
+    from torchquorum.session.meeting import meet
 
-    found = resolve(list(flags))
+    found = resolve(list(flags), meet=lambda meeting: meet(meeting, say=say))
     if found is None:
         raise FlagError(f"who is this task? Give it flags, such as {EXAMPLE}, or set TF_CONFIG")
+    if found.task.job == EVALUATOR:
+        raise FlagError(
+            f"{found.task}: an evaluator needs the program whose model it evaluates; start that, not torchquorum join"
+        )
     if found.remaining:
         raise FlagError(f"{found.remaining[0]}: torchquorum join takes only flags that say who the task is: {EXAMPLE}")
+    say(f"{found.task}: {found.why}")
     from torchquorum.session.graph_server import serve_task
 
     return serve_task(found, device)

@@ -22,13 +22,14 @@ def report(run: str, output: str | None) -> int:
       torchquorum report runs/mnist
       torchquorum report runs/mnist --output mnist.html
     """
+    from torchquorum.formats.storage import locate
     from torchquorum.pictures.history import read_history
     from torchquorum.pictures.page import write_page
     from torchquorum.pictures.run_page import run_page
 
-    history = read_history(Path(run))
-    target = Path(output) if output else Path(run) / NAME
-    if target.is_dir():
+    history = read_history(locate(run))
+    target = locate(output) if output else locate(run) / NAME
+    if isinstance(target, Path) and target.is_dir():
         target /= NAME
     write_page(run_page(history), target)
     click.echo(f"wrote {target}")

@@ -22,6 +22,7 @@ _EXAMPLES = {
     "task_index": "--task_index=0",
     "ps_hosts": "--ps_hosts=localhost:2222",
     "worker_hosts": "--worker_hosts=localhost:2223,localhost:2224",
+    "ps": "--ps=1",
     "transport": "--transport=auto",
     "secret_file": "--secret_file=cluster.secret",
     "insecure": "--insecure",
@@ -41,6 +42,7 @@ FIELDS = {
     "ps_host": "ps_hosts",
     "worker_hosts": "worker_hosts",
     "worker_host": "worker_hosts",
+    "ps": "ps",
     "transport": "transport",
     "secret_file": "secret_file",
     "insecure": "insecure",
@@ -60,6 +62,7 @@ class ClusterFlags:
         task_index: 0 or more.
         ps_hosts: The entries of the list; ClusterSpec checks them.
         worker_hosts: Likewise.
+        ps: How many of the processes that torchrun or srun has started are ps tasks.
         transport: One of `TRANSPORTS`.
         secret_file: Where the cluster's secret is; read by `torchquorum.cluster.secret`.
         insecure: Whether this task may listen for other hosts without one.
@@ -69,12 +72,13 @@ class ClusterFlags:
     task_index: int | None = None
     ps_hosts: tuple[str, ...] | None = None
     worker_hosts: tuple[str, ...] | None = None
+    ps: int | None = None
     transport: str | None = None
     secret_file: str | None = None
     insecure: bool | None = None
 
 
-def parse_flags(argv: Sequence[str]) -> tuple[ClusterFlags, list[str]]:
+def parse_flags(argv: Sequence[str], *, own: Sequence[str] = ("ps",)) -> tuple[ClusterFlags, list[str]]:
     """Take the flags of torchquorum out of a program's arguments.
 
     Hyphens or underscores, one dash or two, `--flag value` or `--flag=value`; quotes that reached us are forgiven. What
@@ -82,6 +86,7 @@ def parse_flags(argv: Sequence[str]) -> tuple[ClusterFlags, list[str]]:
 
     Args:
         argv: The arguments, without the program's name.
+        own: Names that are not ours here, but the program's; `--ps` is ours only where torchrun or srun leaves it open.
 
     Returns:
         What the flags said, and the remaining arguments in order.
@@ -99,8 +104,8 @@ def parse_flags(argv: Sequence[str]) -> tuple[ClusterFlags, list[str]]:
             break
         match = _FLAG.fullmatch(token)
         name = match["name"].replace("-", "_") if match else ""
-        if match is None or name not in FIELDS:
-            if match is not None:
+        if match is None or name not in FIELDS or name in own:
+            if match is not None and name not in own:
                 _refuse_misspelling(token, name)
             remaining.append(token)
             continue
@@ -191,6 +196,13 @@ def _read_yes(name: str, text: str) -> bool:
     return clean in ("1", "true", "yes")
 
 
+def _read_count(name: str, text: str) -> int:
+    clean = strip_quotes(text)
+    if not re.fullmatch(r"[0-9]{1,9}", clean) or int(clean) < 1:
+        raise FlagError(f"--{name}={clean}: must be a whole number, 1 or more; write for example --{name}=1")
+    return int(clean)
+
+
 def _read_hosts(name: str, text: str) -> tuple[str, ...]:
     hosts = tuple(split_addresses(text))
     if not hosts or not all(hosts):
@@ -204,6 +216,7 @@ def _read_hosts(name: str, text: str) -> tuple[str, ...]:
 _READERS: dict[str, Callable[[str, str], object]] = {
     "job_name": lambda _, text: strip_quotes(text),
     "task_index": _read_index,
+    "ps": _read_count,
     "ps_hosts": _read_hosts,
     "worker_hosts": _read_hosts,
     "transport": lambda name, text: check_transport(text, label=f"--{name}"),

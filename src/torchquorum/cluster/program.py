@@ -9,12 +9,19 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from torchquorum.cluster.environment import takes_ps
 from torchquorum.cluster.flags import FIELDS, ClusterFlags, parse_flags
 from torchquorum.cluster.sources import Resolved
 from torchquorum.cluster.spec import suggest
 from torchquorum.errors import FlagError
 
 _LISTED = 12
+
+
+def own_flags(parser: argparse.ArgumentParser | None) -> list[str]:
+    """Returns the names of ours that are not ours here: `--ps`, if the parser declares it, or nobody would read it."""
+    declared = [action.dest for action in parser._actions if action.dest == "ps"] if parser is not None else []
+    return declared if takes_ps() else ["ps"]
 
 
 def read_program_flags(
@@ -32,13 +39,15 @@ def read_program_flags(
     Raises:
         FlagError: A flag is not known, or a default of the parser is not allowed.
     """
+    own = own_flags(parser)
+    names = [name for name in FIELDS if name not in own]
     for action in parser._actions:
-        if FIELDS.get(action.dest):
+        if action.dest in names:
             action.required = False  # these are read by `parse_flags`, and argparse does not see them
-    values, unknown = parser.parse_known_args(parse_flags(argv)[1])
+    values, unknown = parser.parse_known_args(parse_flags(argv, own=own)[1])
     if unknown:
         raise FlagError(_explain_unknown(parser, unknown[0]))
-    given = [f"--{name}={default}" for name in FIELDS if (default := parser.get_default(name)) is not None]
+    given = [f"--{name}={default}" for name in names if (default := parser.get_default(name)) is not None]
     return values, parse_flags(given)[0] if given else None
 
 

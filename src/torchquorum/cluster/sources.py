@@ -1,29 +1,27 @@
-"""Where a task learns who it is: the program's arguments, flags, the launcher, TF_CONFIG, the program's defaults.
+"""Where a task learns who it is: the program's arguments, flags, the environment, the program's defaults.
 
-`tq.join` and the CLI call `resolve`; the launcher calls `launcher_task` for each task it starts. What always holds: an
-earlier source wins, the cluster and the task are each taken from one source whole, a source that is not needed is not
-read, and a task that is half described is an error, never a guess.
+`tq.join` and the CLI call `resolve`; the launcher calls `launcher_task` for each task it starts. `environment` has the
+sources of the environment. What always holds: an earlier source wins, the cluster and the task are each taken from one
+source whole, a source that is not needed is not read, a task that is half described is an error, never a guess, and
+`Resolved.why` says who won and who was passed over.
 """
 
-import json
-import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 
 import msgspec
 
 from torchquorum import env
+from torchquorum.cluster.environment import WHY, Environment, LauncherTask, read_environment, sources_set, takes_ps
+from torchquorum.cluster.finding import Finding, Meeting
 from torchquorum.cluster.flags import EXAMPLE, IDENTITY, ClusterFlags, check_transport, parse_flags
 from torchquorum.cluster.secret import OPEN, Access, read_access
-from torchquorum.cluster.spec import ClusterSpec, JobAddresses, TaskId, strip_quotes
+from torchquorum.cluster.spec import EVALUATOR, ClusterSpec, JobAddresses, TaskId
 from torchquorum.errors import ClusterError, FlagError
 
-_TF_CONFIG_SHAPE = (
-    '{"cluster": {"ps": ["host0:2222"], "worker": ["host1:2222", "host2:2222"]}, '
-    '"task": {"type": "worker", "index": 0}}'
-)
+# Exchanges addresses where tasks do not know each other's: the cluster, and a listening socket for this task's address.
+Meet = Callable[[Meeting], tuple[ClusterSpec, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +32,12 @@ class Resolved:
         cluster: All tasks.
         task: This one.
         transport: `auto`, `shm` or `tcp`.
-        source: Where it was found: `arguments`, `flags`, `launcher`, `TF_CONFIG`, `defaults`, or two joined by `and`.
+        source: Where it was found: `arguments`, `flags`, `launcher`, `TF_CONFIG`, `CLUSTER_SPEC`, `torchrun`, `SLURM_*`,
+            `defaults`, or two joined by `and`.
         remaining: The program's arguments without our flags, in order.
-        listen_fd: An open listening socket inherited from the launcher, for this task's address, or None.
+        listen_fd: An open listening socket for this task's address, of the launcher or of the exchange, or None.
         access: Who may talk to this task, and the secret with which it talks to others.
+        why: One line that says where the cluster is from, and which sources were set and not used.
     """
 
     cluster: ClusterSpec
@@ -47,27 +47,7 @@ class Resolved:
     remaining: list[str]
     listen_fd: int | None
     access: Access = OPEN
-
-
-class _LauncherTask(msgspec.Struct, kw_only=True, frozen=True):
-    """What TORCHQUORUM_TASK holds."""
-
-    cluster: dict[str, list[str]]
-    job: str
-    index: int
-    transport: str = "auto"
-    listen_fd: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Finding:
-    """What one source of the environment says."""
-
-    source: str
-    cluster: ClusterSpec
-    task: TaskId
-    transport: str | None = None
-    listen_fd: int | None = None
+    why: str = field(default="", compare=False)
 
 
 def resolve(
@@ -79,6 +59,9 @@ def resolve(
     defaults: ClusterFlags | None = None,
     secret_file: str | None = None,
     insecure: bool | None = None,
+    *,
+    meet: Meet | None = None,
+    own: Sequence[str] = (),
 ) -> Resolved | None:
     """Find out who this task is.
 
@@ -88,9 +71,11 @@ def resolve(
         job_name: This task's job, likewise.
         task_index: This task's index, likewise.
         transport: `auto`, `shm` or `tcp`, likewise.
-        defaults: What a flag says that was not given, where neither the launcher nor TF_CONFIG says anything.
+        defaults: What a flag says that was not given, where the environment says nothing.
         secret_file: Where the secret is, where the program knows it.
         insecure: Whether the task may do without one, likewise.
+        meet: Exchanges the addresses of tasks that torchrun has started.
+        own: Flags that belong to the program although they have the name of one of ours.
 
     Returns:
         The task and its cluster, or None where no source names one.
@@ -100,10 +85,14 @@ def resolve(
         ClusterError: The cluster or the task is not what it has to be.
         SecretError: There is no secret where one was said to be.
     """
-    given, remaining = parse_flags(sys.argv[1:] if argv is None else argv)
+    own = own if takes_ps() else (*own, "ps")  # elsewhere `--ps` is the program's own, or nobody's
+    given, remaining = parse_flags(sys.argv[1:] if argv is None else argv, own=own)
     whole = {"job_name": job_name, "task_index": task_index, "ps_hosts": cluster, "worker_hosts": cluster}
     complete = all(value is not None or getattr(given, name) is not None for name, value in whole.items())
-    finding = None if complete else _read_environment()
+    seen = Environment(unused=tuple(sources_set())) if complete else read_environment(given.ps)
+    finding = seen.finding
+    if complete and given.ps is not None:
+        raise FlagError(f"--ps={given.ps}: says how many tasks of torchrun or srun are ps; --ps_hosts says it here")
     flags, by_flags = (given, "flags") if finding is not None else _fill_in(given, defaults)
     job = flags.job_name if job_name is None else job_name
     index = flags.task_index if task_index is None else task_index
@@ -111,10 +100,11 @@ def resolve(
     _refuse_half(flags, spec=spec, job=job, index=index, finding=finding)
 
     sources: list[str] = []
+    listen_fd = finding.listen_fd if finding is not None else None
     if spec is not None:
         sources.append(by_flags if cluster is None else "arguments")
     elif finding is not None:
-        spec = finding.cluster
+        spec, listen_fd = _cluster_of(finding, meet)
         sources.append(finding.source)
     else:
         return None
@@ -124,21 +114,52 @@ def resolve(
     else:
         assert finding is not None
         task = finding.task
-        spec.check_task(task)
+        if task.job != EVALUATOR:
+            spec.check_task(task)
         sources.append(finding.source)
     inherited = finding is not None and set(sources) == {finding.source}
+    source = " and ".join(dict.fromkeys(sources))
     return Resolved(
         cluster=spec,
         task=task,
         transport=_choose_transport(transport, flags, finding),
-        source=" and ".join(dict.fromkeys(sources)),
+        source=source,
         remaining=remaining,
-        listen_fd=finding.listen_fd if finding is not None and inherited else None,
+        listen_fd=listen_fd if inherited else None,
+        why=explain(source, spec, seen, about=finding.about if inherited and finding is not None else ""),
         access=read_access(
             flags.secret_file if secret_file is None else secret_file,
             flags.insecure if insecure is None else insecure,
         ),
     )
+
+
+def explain(source: str, cluster: ClusterSpec, seen: Environment, *, about: str = "") -> str:
+    """Returns the line that says where the cluster is from, and what was set in the environment and not used."""
+    ps, workers = cluster.num_tasks("ps"), cluster.num_tasks("worker")
+    counts = f"{ps + workers} tasks: {ps} ps, {workers} worker{'s' if workers > 1 else ''}"
+    line = f"cluster from {source} ({', '.join(filter(None, (about, counts)))})"
+    passed_over = [*seen.unused]
+    if seen.winner is not None and seen.winner not in source:
+        passed_over.insert(0, seen.winner)
+    if not passed_over:
+        return line
+    why = WHY.get(source, f"{source} win over the environment")
+    verb = "is" if len(passed_over) == 1 else "are"
+    was = "was" if len(passed_over) == 1 else "were"
+    return f"{line}; {' and '.join(passed_over)} {verb} set too and {was} not used, because {why}"
+
+
+def _cluster_of(finding: Finding, meet: Meet | None) -> tuple[ClusterSpec, int | None]:
+    """Returns the cluster of a source, where need be by meeting the other tasks, and the socket of this task."""
+    if finding.cluster is not None:
+        return finding.cluster, finding.listen_fd
+    assert finding.meeting is not None
+    if meet is None:
+        raise ClusterError(
+            f"{finding.source} started this process, and its tasks exchange their addresses when they join: ask one of them"
+        )
+    return meet(finding.meeting)
 
 
 def launcher_task(cluster: ClusterSpec, task: TaskId, transport: str = "auto", listen_fd: int | None = None) -> str:
@@ -155,7 +176,7 @@ def launcher_task(cluster: ClusterSpec, task: TaskId, transport: str = "auto", l
         FlagError: There is no such transport.
     """
     cluster.check_task(task)
-    record = _LauncherTask(
+    record = LauncherTask(
         cluster=cluster.as_dict(),
         job=task.job,
         index=task.index,
@@ -198,73 +219,8 @@ def _read_cluster(
     return ClusterSpec({"ps": flags.ps_hosts, "worker": flags.worker_hosts})
 
 
-def _read_environment() -> _Finding | None:
-    text = env.task()
-    if text is not None:
-        return _read_launcher(text)
-    text = env.tf_config()
-    if text is not None:
-        return _read_tf_config(text)
-    return None
-
-
-def _read_launcher(text: str) -> _Finding:
-    try:
-        record = msgspec.json.decode(text, type=_LauncherTask)
-    except msgspec.DecodeError as error:
-        raise ClusterError(
-            f"{env.TASK}={_shorten(text)}: must be what torchquorum's launcher writes there ({error}); "
-            f"unset {env.TASK} when you start a task by hand"
-        ) from None
-    cluster = ClusterSpec(record.cluster)
-    return _Finding(
-        source="launcher",
-        cluster=cluster,
-        task=cluster.find_task(record.job, record.index),
-        transport=check_transport(record.transport, label=f"transport in {env.TASK}"),
-        listen_fd=record.listen_fd,
-    )
-
-
-def _read_tf_config(text: str) -> _Finding | None:
-    # Quotes around the whole are what `set TF_CONFIG='{...}'` leaves on Windows.
-    text = strip_quotes(text)
-    try:
-        config = json.loads(text)
-    except ValueError as error:
-        position = getattr(error, "pos", 0)
-        near = text[max(0, position - 20) : position + 20]
-        raise ClusterError(
-            f"TF_CONFIG is not JSON near {near!r} ({error}): must look like {_TF_CONFIG_SHAPE}; "
-            "check its brackets and commas, and use double quotes inside"
-        ) from None
-    if config == {}:  # TensorFlow's way to say: no cluster
-        return None
-    cluster = ClusterSpec(_take(config, "TF_CONFIG", "cluster", dict))
-    task = _take(config, "TF_CONFIG", "task", dict)
-    job = _take(task, 'TF_CONFIG["task"]', "type", str)
-    index = _take(task, 'TF_CONFIG["task"]', "index", int)
-    return _Finding(source="TF_CONFIG", cluster=cluster, task=cluster.find_task(job, index))
-
-
-def _take(part: object, label: str, key: str, kind: type[Any]) -> Any:
-    """Return an entry of a part of TF_CONFIG, or say what the part is and what it should be."""
-    if not isinstance(part, dict) or key not in part:
-        came = f"{label} is {_shorten(json.dumps(part))} and has no {key!r}"
-        raise ClusterError(f"{came}: must look like {_TF_CONFIG_SHAPE}; add {key!r}")
-    value = part[key]
-    # Some operators write the index as a text.
-    if kind is int and isinstance(value, str) and re.fullmatch(r"\s*[0-9]{1,9}\s*", value):
-        return int(value)
-    if not isinstance(value, kind) or isinstance(value, bool):
-        names = {dict: "an object", str: "a text", int: "a whole number"}
-        came = f"{label}[{key!r}] is {_shorten(json.dumps(value))}"
-        raise ClusterError(f"{came}: must be {names[kind]}, as in {_TF_CONFIG_SHAPE}; change it")
-    return value
-
-
 def _refuse_half(
-    flags: ClusterFlags, *, spec: ClusterSpec | None, job: str | None, index: int | None, finding: _Finding | None
+    flags: ClusterFlags, *, spec: ClusterSpec | None, job: str | None, index: int | None, finding: Finding | None
 ) -> None:
     """Refuse a task that is named in part, where no other source completes it."""
     hosts_missing = [name for name in ("ps_hosts", "worker_hosts") if spec is None and getattr(flags, name) is None]
@@ -278,7 +234,7 @@ def _refuse_half(
     given = [name for name in IDENTITY if name not in hosts_missing + task_missing]
     raise FlagError(
         f"{_list_flags(given)} without {_list_flags(missing)}: a task needs all of {_list_flags(IDENTITY)} (the first "
-        f"two or the last two may come from the launcher or TF_CONFIG instead); write for example {EXAMPLE}"
+        f"two or the last two may come from the environment instead); write for example {EXAMPLE}"
     )
 
 
@@ -286,7 +242,7 @@ def _list_flags(names: Sequence[str]) -> str:
     return " ".join(f"--{name}" for name in names)
 
 
-def _choose_transport(explicit: str | None, flags: ClusterFlags, finding: _Finding | None) -> str:
+def _choose_transport(explicit: str | None, flags: ClusterFlags, finding: Finding | None) -> str:
     if explicit is not None:
         return check_transport(explicit, label="transport")
     if flags.transport is not None:
@@ -296,7 +252,3 @@ def _choose_transport(explicit: str | None, flags: ClusterFlags, finding: _Findi
         return finding.transport
     chosen = env.transport()
     return "auto" if chosen is None else check_transport(chosen, label=env.TRANSPORT)
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:77]}..."

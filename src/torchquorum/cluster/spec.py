@@ -16,12 +16,12 @@ from torchquorum.errors import ClusterError
 PS = "ps"
 WORKER = "worker"
 JOBS = (PS, WORKER)
+EVALUATOR = "evaluator"
 
 JobAddresses = str | Sequence[str] | Mapping[int, str] | Mapping[str, str]
 
 _CHIEF_JOBS = ("chief", "master")
-_EVALUATOR = "evaluator"
-_JOBS_ACCEPTED = (*JOBS, *_CHIEF_JOBS, _EVALUATOR)
+_JOBS_ACCEPTED = (*JOBS, *_CHIEF_JOBS, EVALUATOR)
 
 # Straight and typographic quotes, back quotes and guillemets: what shells, blogs and word processors leave behind.
 QUOTES = "'\"`\u2018\u2019\u201a\u201b\u201c\u201d\u201e\u201f\u00b4\u00ab\u00bb\u2039\u203a"
@@ -37,7 +37,7 @@ class TaskId:
     """One process of the cluster; `str()` gives its name, `/job:ps/task:0`.
 
     Attributes:
-        job: `ps` or `worker`.
+        job: `ps` or `worker`; or `evaluator`, which stands outside of the cluster.
         index: Which task of the job, from 0.
     """
 
@@ -160,16 +160,17 @@ class ClusterSpec:
     def find_task(self, job: str, index: int) -> TaskId:
         """Return the task that a user means by a job and an index of the cluster as it was given.
 
-        They are the same as here unless the cluster was given with a chief: that one is worker 0 and worker i is i + 1.
+        They are the same as here unless the cluster was given with a chief: that one is worker 0 and worker i is i + 1. An
+        evaluator is no task of the cluster, which need not list it: it follows the run from outside.
 
         Raises:
-            ClusterError: There is no such task, or it is an evaluator.
+            ClusterError: There is no such task.
         """
         job = strip_quotes(job)
-        if job == _EVALUATOR:
-            raise ClusterError(
-                "job 'evaluator': tasks are ps, worker or chief so far; leave it out and evaluate in a worker"
-            )
+        if job == EVALUATOR:
+            if index != 0:
+                raise ClusterError(f"task {index} of job 'evaluator': there is one evaluator, which is task 0")
+            return TaskId(EVALUATOR, 0)
         if job == self._chief_job:
             if index != 0:
                 raise ClusterError(_explain_index(job, index, 1))
@@ -275,7 +276,7 @@ def _read_jobs(cluster: Mapping[str, JobAddresses]) -> dict[str, tuple[str, ...]
             raise ClusterError(f"job {job!r}: a cluster has the jobs {join_words(_JOBS_ACCEPTED)}; {change}")
         if job in given:
             raise ClusterError(f"job {job!r}: given twice; join the two lists of addresses")
-        if job != _EVALUATOR:
+        if job != EVALUATOR:
             entries = enumerate(_list_addresses(job, addresses))
             given[job] = tuple(parse_address(entry, label=str(TaskId(job, index))) for index, entry in entries)
     return given

@@ -9,6 +9,7 @@ in a manifest is believed before it is checked, no pickle is read, and only the 
 from __future__ import annotations
 
 import hashlib
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +34,7 @@ from torchquorum.formats.checkpoint_manifest import (
     title,
     torch_dtype,
 )
+from torchquorum.formats.storage import Location, RemotePath
 
 __all__ = [
     "CheckpointError",
@@ -54,14 +56,17 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     """One line of a list of checkpoints; `problem` says why it cannot be restored, as far as that is known."""
 
     step: int
-    path: Path
+    path: Location
     created_at: float
     size_bytes: int
     problem: str | None = None
 
 
-def list_checkpoints(folder: Path) -> list[CheckpointInfo]:
-    """Returns the checkpoints of a run's folder by step, with the problems that show without reading the tensors."""
+def list_checkpoints(folder: Location) -> list[CheckpointInfo]:
+    """Returns the checkpoints of a run's folder by step, with the problems that show without reading the tensors.
+
+    In a remote folder, where the manifest is put last, what has none is no checkpoint: it is being written, or was left.
+    """
     try:
         names = [path.name for path in folder.iterdir()]
     except FileNotFoundError:
@@ -71,19 +76,44 @@ def list_checkpoints(folder: Path) -> list[CheckpointInfo]:
             f"cannot list the checkpoints in {folder}: {error.strerror}; name a run's folder"
         ) from error
     found = [(int(match[1]), folder / name) for name in names if (match := FOLDER.fullmatch(name))]
+    if isinstance(folder, RemotePath):
+        found = [(step, path) for step, path in found if _has_manifest(path)]
     return [_inspect(step, path) for step, path in sorted(found)]
 
 
-def _inspect(step: int, path: Path) -> CheckpointInfo:
+def _has_manifest(path: Location) -> bool:
+    try:
+        return (path / MANIFEST).is_file()
+    except OSError as error:
+        raise CheckpointError(f"cannot list the checkpoints in {path.parent}: {error.strerror}") from error
+
+
+def _inspect(step: int, path: Location) -> CheckpointInfo:
     try:
         manifest = load_manifest(path)
     except CheckpointError as error:
         created_at, size_bytes = 0.0, 0
         with suppress(OSError):  # no folder, or going away while we look
-            created_at = path.lstat().st_mtime
-            size_bytes = sum(file.lstat().st_size for file in path.iterdir())
+            created_at = _made_at(path)
+            size_bytes = sum(file.stat().st_size for file in path.iterdir())
         return CheckpointInfo(step, path, created_at, size_bytes, str(error))
     return CheckpointInfo(step, path, manifest.created_at, sum(f.size_bytes for f in manifest.files.values()))
+
+
+def _made_at(path: Location) -> float:
+    """Returns when a checkpoint with a problem was made: what its manifest says, if that can be read, or its file's time.
+
+    Raises:
+        OSError: There is no such checkpoint.
+    """
+    try:
+        return msgspec.json.decode((path / MANIFEST).read_bytes(), type=_Made).created_at
+    except (OSError, msgspec.MsgspecError, ValueError):
+        return (path / MANIFEST if isinstance(path, RemotePath) else path).stat().st_mtime
+
+
+class _Made(msgspec.Struct):
+    created_at: float
 
 
 def age_order(info: CheckpointInfo) -> tuple[float, int]:
@@ -91,7 +121,7 @@ def age_order(info: CheckpointInfo) -> tuple[float, int]:
     return info.created_at, info.step
 
 
-def newest_good(folder: Path) -> tuple[tuple[Path, Manifest] | None, list[CheckpointInfo]]:
+def newest_good(folder: Location) -> tuple[tuple[Location, Manifest] | None, list[CheckpointInfo]]:
     """Finds the newest checkpoint whose every byte is as it was written.
 
     Returns:
@@ -107,15 +137,15 @@ def newest_good(folder: Path) -> tuple[tuple[Path, Manifest] | None, list[Checkp
     return None, skipped
 
 
-def verify(path: Path) -> str | None:
+def verify(path: Location) -> str | None:
     """Reads a whole checkpoint and returns what is wrong with it, naming the file, or None."""
     try:
         manifest = load_manifest(path)
-        for name, info in manifest.files.items():
-            with (path / name).open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != info.sha256:
-                    return f"{path / name} is damaged: its checksum is not the one in {MANIFEST}"
         with Reader(path, manifest) as reader:
+            for name, info in manifest.files.items():
+                with reader.file(name).open("rb") as file:
+                    if hashlib.file_digest(file, "sha256").hexdigest() != info.sha256:
+                        return f"{path / name} is damaged: its checksum is not the one in {MANIFEST}"
             for piece in manifest.stored:
                 reader.open_slice(piece)
     except CheckpointError as error:
@@ -126,13 +156,17 @@ def verify(path: Path) -> str | None:
 
 
 class Reader:
-    """Reads ranges of tensors from a checkpoint, from as many files as they lie in; for one thread."""
+    """Reads ranges of tensors from a checkpoint, from as many files as they lie in; for one thread.
 
-    def __init__(self, path: Path, manifest: Manifest | None = None) -> None:
+    The files of a remote checkpoint are fetched, each when it is first needed, into a temporary folder of this host.
+    """
+
+    def __init__(self, path: Location, manifest: Manifest | None = None) -> None:
         self.path = path
         self.manifest = load_manifest(path) if manifest is None else manifest
         self._tensors = by_tensor(self.manifest)
         self._files: dict[str, Any] = {}
+        self._copies: tempfile.TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> Reader:
         return self
@@ -146,6 +180,26 @@ class Reader:
         """Lets go of the files; they are opened again when needed."""
         while self._files:
             self._files.popitem()[1].__exit__(None, None, None)
+        if self._copies is not None:
+            self._copies.cleanup()
+            self._copies = None
+
+    def file(self, name: str) -> Path:
+        """Returns where a file of the checkpoint lies on this host, fetching it if need be.
+
+        Raises:
+            OSError: It cannot be fetched.
+        """
+        if not isinstance(self.path, RemotePath):
+            return self.path / name
+        if self._copies is None:
+            self._copies = tempfile.TemporaryDirectory(prefix="torchquorum-checkpoint-")
+        copy = Path(self._copies.name) / name
+        if not copy.exists():
+            draft = copy.with_name(f".{name}.partial")
+            (self.path / name).get(draft)
+            draft.replace(copy)
+        return copy
 
     def variables(self) -> dict[str, Spec]:
         """Returns what each variable is."""
@@ -240,7 +294,7 @@ class Reader:
         """Returns safetensors' lazy slice of a stored piece, of which nothing has been read yet."""
         try:
             if piece.file not in self._files:
-                self._files[piece.file] = safe_open(self.path / piece.file, framework="pt").__enter__()
+                self._files[piece.file] = safe_open(self.file(piece.file), framework="pt").__enter__()
             found = self._files[piece.file].get_slice(piece.key)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self.path / piece.file} is damaged: {piece} cannot be read: {error}") from error

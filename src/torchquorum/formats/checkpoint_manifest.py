@@ -12,13 +12,13 @@ import re
 import stat
 import time
 from importlib import metadata
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import torch
 
 from torchquorum.errors import TorchQuorumError
+from torchquorum.formats.storage import Location
 
 FORMAT = 1
 PREFIX = "model.ckpt-"
@@ -157,7 +157,7 @@ _head = msgspec.json.Decoder(_Head)
 _decoder = msgspec.json.Decoder(Manifest)
 
 
-def load_manifest(path: Path) -> Manifest:
+def load_manifest(path: Location) -> Manifest:
     """Reads a checkpoint's manifest and checks it, and that its files are there with the right sizes.
 
     Raises:
@@ -234,7 +234,7 @@ def check_manifest(manifest: Manifest) -> None:
             raise ValueError(f"{piece.file} is too small for its tensors, of which {piece} is one")
 
 
-def check_files(path: Path, manifest: Manifest) -> None:
+def check_files(path: Location, manifest: Manifest) -> None:
     """Raises CheckpointError unless the manifest's files are in the folder, with the right sizes."""
     for name, info in manifest.files.items():
         try:

@@ -1,5 +1,7 @@
 """Writing checkpoints: parts into a hidden folder, then one rename; and clearing away old ones.
 
+On an object store `checkpoint_remote` does the same with a manifest that comes last.
+
 One task of the cluster calls `begin`, every ps task `write_part` in the folder it is told, the first task `publish` and
 `prune`; `torchquorum export` calls `export`. What always holds: a folder `model.ckpt-N` is whole from the moment it exists,
 whenever the writer or the machine dies; until a newer one is whole nothing older is touched; what a dead writer left
@@ -14,12 +16,12 @@ import os
 import re
 import secrets
 import shutil
-import time
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar, cast
 
-import msgspec
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -29,24 +31,36 @@ from torchquorum.formats.checkpoint import Reader, age_order, list_checkpoints, 
 from torchquorum.formats.checkpoint_manifest import (
     MANIFEST,
     PREFIX,
-    STEP,
     CheckpointError,
     FileInfo,
     Kind,
     Manifest,
     check_files,
     check_manifest,
-    pack,
 )
+from torchquorum.formats.checkpoint_names import (
+    HIDDEN,
+    encode_manifest,
+    hidden,
+    is_abandoned,
+    owned,
+    with_owner,
+)
+from torchquorum.formats.checkpoint_remote import (
+    abandon_parts,
+    left_behind,
+    publish_parts,
+    put_file,
+    remove_checkpoint,
+)
+from torchquorum.formats.storage import Location, RemotePath
+
+_L = TypeVar("_L", bound=Location)
 
 KEEP = 5
 BUFFERS = "buffers.safetensors"
-STALE_S = 3600.0
 SAFE = " Older checkpoints are untouched."
 EXPORTS = (".safetensors", ".pt")
-_HIDDEN = re.compile(
-    rf"\.{re.escape(PREFIX)}{STEP}\.(partial|removed)-([0-9a-f]{{12}})-([1-9][0-9]{{0,9}})-([0-9a-f]{{8}})"
-)
 _ADVICE = {
     errno.ENOSPC: "the disk is full: free some space there or name another folder",
     errno.EDQUOT: "the quota is used up: free some space there or name another folder",
@@ -68,21 +82,21 @@ def tensor_key(kind: Kind, variable: str, state: str = "", start: int = 0) -> st
     return "/".join((kind, variable, state, str(start)))
 
 
-def begin(folder: Path, step: int) -> Path:
+def begin(folder: _L, step: int) -> _L:
     """Makes the hidden folder in which a checkpoint of the run in `folder` is put together.
 
     Raises:
         CheckpointError: It cannot be made.
     """
     assert step >= 0, step
-    partial = _hidden(folder, step, "partial")
+    partial = hidden(folder, step, "partial")
     with _reporting(f"beginning the checkpoint of step {step} in {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
         partial.mkdir()
     return partial
 
 
-def write_part(partial: Path, shard: int, num_shards: int, tensors: Mapping[str, torch.Tensor]) -> FileInfo:
+def write_part(partial: Location, shard: int, num_shards: int, tensors: Mapping[str, torch.Tensor]) -> FileInfo:
     """Writes one shard's tensors, flattened, and waits until the disk has them.
 
     safetensors writes from where the tensors lie and lets other threads run meanwhile; the checksum is taken of what
@@ -103,21 +117,28 @@ def write_part(partial: Path, shard: int, num_shards: int, tensors: Mapping[str,
     return write_tensors(partial, part_name(shard, num_shards), tensors)
 
 
-def write_tensors(partial: Path, name: str, tensors: Mapping[str, torch.Tensor]) -> FileInfo:
+def write_tensors(partial: Location, name: str, tensors: Mapping[str, torch.Tensor]) -> FileInfo:
     """Writes a file of tensors, as `write_part` does, under a name of its own."""
-    path = partial / name
     # Scalars may be one tensor under several keys, which safetensors refuses.
     flat = {k: t.detach().reshape(-1) if t.dim() else t.detach().reshape(1).clone() for k, t in tensors.items()}
-    with _reporting(f"writing {path.name} of the checkpoint in {partial}", partial):
-        save_file(flat, path)
+    with _reporting(f"writing {name} of the checkpoint in {partial}", partial):
+        if isinstance(partial, RemotePath):
+            return put_file(partial, name, lambda file: _save(flat, file))
+        path = partial / name
+        info = _save(flat, path)
         path.chmod(partial.stat().st_mode & 0o666)  # safetensors makes files for the owner alone
         _sync(path)
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            return FileInfo(os.fstat(file.fileno()).st_size, digest)
+        return info
 
 
-def publish(partial: Path, manifest: Manifest) -> Path:
+def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> FileInfo:
+    save_file(dict(tensors), path)
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileInfo(os.fstat(file.fileno()).st_size, digest)
+
+
+def publish(partial: _L, manifest: Manifest) -> _L:
     """Makes a checkpoint of the parts that were written: from its return on it survives a loss of power.
 
     One of the same step that is there already gives way without a moment in which neither can be read: the new parts
@@ -126,14 +147,18 @@ def publish(partial: Path, manifest: Manifest) -> Path:
     Raises:
         CheckpointError: It cannot be written, or parts are missing; what was there of this checkpoint is removed.
     """
-    match = _HIDDEN.fullmatch(partial.name)
+    match = HIDDEN.fullmatch(partial.name)
     assert match and int(match[1]) == manifest.step, (partial.name, manifest.step)
-    target = partial.with_name(f"{PREFIX}{manifest.step}")
+    target = cast(_L, partial.with_name(f"{PREFIX}{manifest.step}"))
     with _reporting(f"publishing {target}", partial):
         try:
             check_manifest(manifest)
         except ValueError as error:
             raise CheckpointError(f"publishing {target}: the parts make no whole: {error}") from error
+        if isinstance(partial, RemotePath):
+            publish_parts(partial, manifest)
+            return target
+        assert isinstance(partial, Path) and isinstance(target, Path)
         check_files(partial, manifest)
         _write_manifest(partial, manifest)
         try:
@@ -141,22 +166,16 @@ def publish(partial: Path, manifest: Manifest) -> Path:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            _replace(partial, target, manifest, token=match[5])
+            _replace(partial, target, manifest, token=match[6])
         _sync(target.parent)
     return target
 
 
 def _replace(partial: Path, target: Path, manifest: Manifest, *, token: str) -> None:
-    renamed = {name: f"{name.removesuffix('.safetensors')}.{token}.safetensors" for name in manifest.files}
-    moved = msgspec.structs.replace(
-        manifest,
-        files={renamed[name]: info for name, info in manifest.files.items()},
-        pieces=[msgspec.structs.replace(piece, file=renamed[piece.file]) for piece in manifest.pieces],
-        buffers=[msgspec.structs.replace(piece, file=renamed[piece.file]) for piece in manifest.buffers],
-    )
+    moved = with_owner(manifest, token)
     _write_manifest(partial, moved)
-    for old, new in renamed.items():
-        (partial / old).rename(target / new)
+    for name in manifest.files:
+        (partial / name).rename(target / owned(name, token))
     _sync(target)
     (partial / MANIFEST).replace(target / MANIFEST)
     _sync(target)
@@ -167,13 +186,16 @@ def _replace(partial: Path, target: Path, manifest: Manifest, *, token: str) -> 
                 file.unlink()
 
 
-def abandon(partial: Path) -> None:
+def abandon(partial: Location) -> None:
     """Removes, as far as possible, what was written of a checkpoint that will not be published."""
-    assert _HIDDEN.fullmatch(partial.name), partial
+    assert HIDDEN.fullmatch(partial.name), partial
+    if isinstance(partial, RemotePath):
+        abandon_parts(partial)
+        return
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def prune(folder: Path, keep: int = KEEP) -> list[Path]:
+def prune(folder: Location, keep: int = KEEP) -> list[Location]:
     """Removes old checkpoints, and what writers that died left behind.
 
     The newest `keep` that can be restored stay, with whatever is newer than the oldest of them; damaged ones do not count.
@@ -191,18 +213,30 @@ def prune(folder: Path, keep: int = KEEP) -> list[Path]:
     good = [age_order(info) for info in infos if info.problem is None]
     old = [info.path for info in infos if len(good) >= keep and age_order(info) < good[-keep]]
     with _reporting(f"removing old checkpoints in {folder}", note=""):
+        if isinstance(folder, RemotePath):
+            return _prune_remote(folder, [path for path in old if isinstance(path, RemotePath)])
         left = [path for path in folder.iterdir() if _is_left_behind(path)] if folder.is_dir() else []
         for path in old:
             # A rename first: a checkpoint that is half gone must not have a name that readers look for.
-            hidden = _hidden(folder, int(path.name.removeprefix(PREFIX)), "removed")
-            path.rename(hidden)
-            _remove(hidden)
+            aside = hidden(folder, int(path.name.removeprefix(PREFIX)), "removed")
+            assert isinstance(path, Path)
+            path.rename(aside)
+            _remove(aside)
         for path in left:
             _remove(path)
-    return old + left
+    return [*old, *left]
 
 
-def export(path: Path, target: Path, *, averages: bool = False) -> Path:
+def _prune_remote(folder: RemotePath, old: list[RemotePath]) -> list[Location]:
+    for path in old:
+        remove_checkpoint(path)
+    left = left_behind(folder)
+    for part in left:
+        part.unlink(missing_ok=True)
+    return [*old, *left]
+
+
+def export(path: Location, target: Location, *, averages: bool = False) -> Location:
     """Writes a checkpoint's variables and buffers as a plain state_dict, which loads without torchquorum.
 
     Args:
@@ -219,6 +253,14 @@ def export(path: Path, target: Path, *, averages: bool = False) -> Path:
         raise CheckpointError(f"{problem}; export another checkpoint")
     with Reader(path) as reader:
         values = reader.state_dict(averages=averages)
+    if isinstance(target, RemotePath):
+        with _reporting(f"writing {target}", note=""), tempfile.TemporaryDirectory(prefix="torchquorum-") as folder:
+            target.put(_export(values, Path(folder) / target.name))
+        return target
+    return _export(values, target)
+
+
+def _export(values: dict[str, torch.Tensor], target: Path) -> Path:
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
         with _reporting(f"writing {target}", note=""):
@@ -239,7 +281,7 @@ def export(path: Path, target: Path, *, averages: bool = False) -> Path:
 
 
 @contextmanager
-def _reporting(doing: str, partial: Path | None = None, *, note: str = SAFE) -> Iterator[None]:
+def _reporting(doing: str, partial: Location | None = None, *, note: str = SAFE) -> Iterator[None]:
     """Turns what the file system says into something to act on, and removes the partial folder on any failure."""
     try:
         yield
@@ -259,11 +301,8 @@ def _reporting(doing: str, partial: Path | None = None, *, note: str = SAFE) -> 
 
 
 def _write_manifest(folder: Path, manifest: Manifest) -> None:
-    packed = msgspec.structs.replace(
-        manifest, plan=pack(manifest.plan), scalars=pack(manifest.scalars), workers=pack(manifest.workers)
-    )
     with (folder / MANIFEST).open("wb") as file:
-        file.write(msgspec.json.format(msgspec.json.encode(packed), indent=1) + b"\n")
+        file.write(encode_manifest(manifest))
         file.flush()
         os.fsync(file.fileno())
     _sync(folder)
@@ -278,32 +317,15 @@ def _sync(path: Path) -> None:
         os.close(fd)
 
 
-def _hidden(folder: Path, step: int, what: str) -> Path:
-    return folder / f".{PREFIX}{step}.{what}-{_host()}-{os.getpid()}-{secrets.token_hex(4)}"
-
-
-def _host() -> str:
-    """Returns an id of what this process's number is valid in: this boot of this machine, and its process namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return hashlib.sha256(f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}".encode()).hexdigest()[:12]
-
-
 def _is_left_behind(path: Path) -> bool:
-    match = _HIDDEN.fullmatch(path.name)
+    match = HIDDEN.fullmatch(path.name)
     if not match:
         return False
-    if match[3] == _host():
-        try:
-            os.kill(int(match[4]), 0)
-        except ProcessLookupError:
-            return True
-        except OSError:  # another user's, so it lives
-            pass
     try:
         changed_at = max(p.lstat().st_mtime for p in (path, *path.iterdir()))
     except OSError:  # another task is removing it
         return False
-    return time.time() - changed_at > STALE_S
+    return is_abandoned(match[4], int(match[5]), changed_at)
 
 
 def _remove(path: Path) -> None:

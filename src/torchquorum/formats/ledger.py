@@ -1,7 +1,8 @@
 """The ledger on disk: one JSON line per gradient, in the order of the decisions, and between them what else happened.
 
-Written by ps task 0, read by people, `torchquorum report` and tests. What always holds: a line is written whole or not at
-all, except the last one of a run that was killed, which readers skip. A line that begins with "event" is no gradient.
+Written by ps task 0, read by people, `torchquorum report` and tests. On an object store it is a row of `segments`. What
+always holds: a line is written whole or not at all, except the last one of a run that was killed, which readers skip. A
+line that begins with "event" is no gradient.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+
+from torchquorum.formats.segments import SegmentWriter
+from torchquorum.formats.storage import Location, RemotePath
 
 NAME = "ledger.jsonl"
 
@@ -79,12 +83,15 @@ class LedgerWriter:
     A disk that is full, or gone, ends the ledger and not the run: `say` hears of it once, and later entries are dropped.
     """
 
-    def __init__(self, folder: Path, say: Callable[[str], None] = print) -> None:
+    def __init__(self, folder: Location, say: Callable[[str], None] = print) -> None:
+        self._path, self._say = folder / NAME, say
+        if isinstance(folder, RemotePath):
+            self._file = SegmentWriter(folder, NAME)
+            return
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / NAME
         _mend(path)
         self._file = path.open("ab", buffering=1 << 16)
-        self._path, self._say = path, say
 
     def write(self, entry: Entry | Event) -> None:
         """Appends one line."""
@@ -105,7 +112,10 @@ class LedgerWriter:
     def close(self) -> None:
         """Flushes and closes."""
         self.flush()
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            self._end(error)
 
     def _end(self, error: OSError) -> None:
         with contextlib.suppress(OSError):  # it closes, and fails once more to write what it holds

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import msgspec
 
+from torchquorum.formats.segments import put_lines
+from torchquorum.formats.storage import Location, RemotePath
+
 NAME = "measures.jsonl"
 
 
@@ -33,15 +36,19 @@ _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Measure)
 
 
-def append_measures(folder: Path, measures: list[Measure]) -> None:
+def append_measures(folder: Location, measures: list[Measure]) -> None:
     """Appends numbers to the file in a run's folder.
 
     Raises:
         OSError: It cannot be written.
     """
+    lines = b"".join(_encoder.encode(m) + b"\n" for m in measures)
+    if isinstance(folder, RemotePath):
+        put_lines(folder, NAME, lines)
+        return
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / NAME).open("ab") as file:
-        file.write(b"".join(_encoder.encode(m) + b"\n" for m in measures))
+        file.write(lines)
 
 
 def read_measures(folder: Path) -> list[Measure]:

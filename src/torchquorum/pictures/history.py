@@ -8,6 +8,7 @@ ran is taken out of its clock, and gradients whose updates were rolled back are 
 from __future__ import annotations
 
 import json
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,10 @@ import numpy as np
 from torchquorum.errors import ConfigError
 from torchquorum.formats.checkpoint import CheckpointInfo, list_checkpoints
 from torchquorum.formats.ledger import NAME, Entry, Event, read_records
+from torchquorum.formats.measures import NAME as MEASURES
 from torchquorum.formats.measures import Measure, read_measures
+from torchquorum.formats.segments import fetch_run
+from torchquorum.formats.storage import Location, RemotePath, is_there
 
 REPORT = "report.json"
 PAUSE_S = 30.0  # in an old ledger, which has no events, a longer silence is the time between two runs
@@ -60,7 +64,7 @@ class History:
         going_on: Whether the run seems to be running now.
     """
 
-    folder: Path
+    folder: Location
     worker: np.ndarray
     version: np.ndarray
     met: np.ndarray
@@ -173,21 +177,33 @@ def _find_turns(at: np.ndarray, events: list[Event]) -> list[Turn]:
     return turns
 
 
-def read_history(folder: Path) -> History:
-    """Reads a run's folder.
+def read_history(folder: Location) -> History:
+    """Reads a run's folder; of a remote one its small files are fetched first.
 
     Raises:
         ConfigError: There is no such folder, or nothing of a run is in it.
     """
-    if not folder.is_dir():
+    if not is_there(folder):
         raise ConfigError(f"{folder}: there is no such folder; give a run's folder, as in logdir= or --logdir")
+    if not isinstance(folder, RemotePath):
+        return _read_local(folder, folder)
+    with tempfile.TemporaryDirectory(prefix="torchquorum-run-") as copy:
+        try:
+            fetch_run(folder, Path(copy), (NAME, MEASURES))
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be read: {error.strerror}") from None
+        return _read_local(Path(copy), folder)
+
+
+def _read_local(folder: Path, run: Location) -> History:
+    """Reads the files in `folder`, and the checkpoints of `run`, which is the same unless that is remote."""
     missing: list[str] = []
     columns, events = _read_ledger(folder, missing)
     report = _read_report(folder, missing)
     measures = read_measures(folder)
     if not any(m.name == "accuracy" for m in measures):
         measures += _read_scalars(folder, missing)
-    checkpoints = list_checkpoints(folder)
+    checkpoints = list_checkpoints(run)
     if not len(columns["at"]) and not events and not report and not measures and not checkpoints:
         inside = sorted(p.parent.name for p in folder.glob(f"*/{NAME}"))
         hint = f"; there are runs in it: {', '.join(inside[:5])}" if inside else ""
@@ -197,10 +213,10 @@ def read_history(folder: Path) -> History:
             else f"No {NAME}, {REPORT}, checkpoints or TensorBoard events."
         )
         raise ConfigError(
-            f"{folder}: nothing of a run is in there. {found} Give the folder that was logdir= or --logdir{hint}"
+            f"{run}: nothing of a run is in there. {found} Give the folder that was logdir= or --logdir{hint}"
         )
     history = History(
-        folder=folder,
+        folder=run,
         events=events,
         measures=measures,
         report=report,

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 
 import torchquorum
 from torchquorum.errors import ConfigError
+from torchquorum.formats.storage import Location, write_whole
 from torchquorum.pictures.scene import DARK, LIGHT, Scene
 from torchquorum.pictures.svg import to_svg
 
@@ -102,17 +102,14 @@ def page(title: str, body: Sequence[str]) -> str:
     )
 
 
-def write_page(text: str, path: Path) -> None:
+def write_page(text: str, path: Location) -> None:
     """Writes a page, atomically.
 
     Raises:
         ConfigError: It cannot be written there.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(path.name + ".partial")
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        write_whole(path, text)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror}); give another place with --output") from None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -32,7 +33,7 @@ WHY = {
 def run_page(history: History) -> str:
     """Returns the page of a run."""
     figures = figure(history)
-    name = history.folder.resolve().name
+    name = history.folder.resolve().name if isinstance(history.folder, Path) else history.folder.name
     body = [
         p.heading(f"Run {name}", _below(history, figures)),
         p.tiles(_tiles(history, figures)),

@@ -18,7 +18,7 @@ from torchquorum.transport.board import CLOSED, GONE, OPEN, Board, Record
 NO_LIMIT = 1 << 46
 RATES_AHEAD = 512
 # These change nothing of what the board stands on, so they are answered while it is open.
-HARMLESS = (m.Beat, m.Probe, m.StatusRequest, m.Hello, m.FateOf, m.Position, m.Buffers, m.TakeBuffers, m.Fault)
+HARMLESS = (m.Beat, m.Here, m.Probe, m.StatusRequest, m.Hello, m.FateOf, m.Position, m.Buffers, m.TakeBuffers, m.Fault)
 
 
 class BoardHost:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
@@ -19,6 +18,7 @@ from torchquorum.errors import RefusedError
 from torchquorum.formats.checkpoint import Reader
 from torchquorum.formats.checkpoint_manifest import Spec, Stored
 from torchquorum.formats.checkpoint_write import BUFFERS, tensor_key
+from torchquorum.formats.storage import locate
 from torchquorum.server.shard import Reply
 from torchquorum.transport.buffers import MODES, Packing
 from torchquorum.transport.channel import Peer
@@ -75,7 +75,7 @@ class BufferHome:
         initial = frame_tensor(frame, packing.size_bytes).clone()
         if path is None:
             return cls(plan, initial, 0, peer_of)
-        with Reader(Path(path)) as reader:
+        with Reader(locate(path)) as reader:
             home = cls(plan, initial, reader.manifest.step, peer_of)
             home._restore(reader)
         return home

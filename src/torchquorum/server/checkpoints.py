@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from torchquorum.formats.checkpoint_manifest import CheckpointError, FileInfo, Manifest, Stored
 from torchquorum.formats.checkpoint_write import begin, part_name
+from torchquorum.formats.storage import Location, locate
 from torchquorum.server.buffers import BufferHome
 from torchquorum.server.leader import Leader
 from torchquorum.server.saver import Published, Saver
@@ -34,7 +34,7 @@ class Saving:
 
     number: int
     version: int
-    partial: Path
+    partial: Location
     keep: int
     begun_at: float
     parts: dict[int, Part] = field(default_factory=dict)
@@ -54,7 +54,7 @@ class Parts:
     def write(self, shard: Shard) -> None:
         """Hands the snapshots that a shard has taken to the saver."""
         for entry, snapshot in shard.taken:
-            self.saver.write(entry.number, Path(entry.partial), self._index, shard.plan.num_shards, snapshot)
+            self.saver.write(entry.number, locate(entry.partial), self._index, shard.plan.num_shards, snapshot)
         shard.taken.clear()
 
     def results(self, shard: Shard | None) -> list[Part | Published]:
@@ -105,7 +105,7 @@ class Checkpoints:
         if state is None and self.saving is None:
             version = self._leader.quorum.version
             try:
-                self.saving = Saving(number, version, begin(Path(folder), version), keep, now)
+                self.saving = Saving(number, version, begin(locate(folder), version), keep, now)
             except CheckpointError as error:
                 self.last = SaveState(number, "failed", version, "", str(error))
                 self._say(f"no checkpoint: {str(error).rstrip('.')}; training goes on")
@@ -211,7 +211,7 @@ class Checkpoints:
             return
         self.saving = None
         self.last = SaveState(saving.number, "done", saving.version, str(result.path), "")
-        self._leader.note("saved", text=Path(result.path).name, values={"step": saving.version})
+        self._leader.note("saved", text=result.path.name, values={"step": saving.version})
         self._say(f"saved {result.path}")
 
     def _fail(self, saving: Saving, error: str) -> None:

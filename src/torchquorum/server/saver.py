@@ -10,7 +10,6 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ import torch
 from torchquorum.errors import TorchQuorumError
 from torchquorum.formats.checkpoint_manifest import FileInfo, Manifest
 from torchquorum.formats.checkpoint_write import BUFFERS, abandon, prune, publish, write_part, write_tensors
+from torchquorum.formats.storage import Location
 from torchquorum.server.snapshot import Snapshot
 
 
@@ -36,7 +36,7 @@ class Published:
     """A checkpoint is complete, or not."""
 
     number: int
-    path: Path | None
+    path: Location | None
     error: str
 
 
@@ -54,7 +54,7 @@ class Saver:
         """Whether a result is still to come."""
         return self._open > 0
 
-    def write(self, number: int, partial: Path, shard: int, num_shards: int, snapshot: Snapshot) -> None:
+    def write(self, number: int, partial: Location, shard: int, num_shards: int, snapshot: Snapshot) -> None:
         """Writes a shard's part; the result is a Written."""
 
         def job() -> Written:
@@ -66,7 +66,7 @@ class Saver:
         self._submit(job)
 
     def publish(
-        self, number: int, partial: Path, manifest: Manifest, keep: int, buffers: Mapping[str, torch.Tensor]
+        self, number: int, partial: Location, manifest: Manifest, keep: int, buffers: Mapping[str, torch.Tensor]
     ) -> None:
         """Writes the buffers, if there are any, and makes the parts a checkpoint; the result is a Published."""
 
@@ -82,7 +82,7 @@ class Saver:
 
         self._submit(job)
 
-    def abandon(self, partial: Path) -> None:
+    def abandon(self, partial: Location) -> None:
         """Removes what was written of a checkpoint that will not be."""
         self._submit(lambda: abandon(partial), answered=False)
 

@@ -13,7 +13,6 @@ import select
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import zmq
 
@@ -21,6 +20,7 @@ from torchquorum.cluster import ClusterSpec, TaskId
 from torchquorum.cluster.secret import OPEN, Access
 from torchquorum.cluster.signals import Signals
 from torchquorum.errors import DeadlineError, RefusedError, TaskLostError
+from torchquorum.formats.storage import locate, write_whole
 from torchquorum.server.service import LEADER, Me, Service
 from torchquorum.server.shard import Reply
 from torchquorum.server.update import warm_up
@@ -264,15 +264,11 @@ class Server:
             return
         body = self.service.status()
         logdir = self.service.leader.plan.logdir
-        for place in filter(None, (self._report, logdir and str(Path(logdir) / "report.json"))):
+        for target in filter(None, (self._report, logdir and str(locate(logdir) / "report.json"))):
             try:
-                path = Path(place)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                partial = path.with_name(path.name + ".partial")
-                partial.write_text(json.dumps(body, indent=2) + "\n")
-                partial.replace(path)
+                write_whole(locate(target), json.dumps(body, indent=2) + "\n")
             except OSError as error:
-                self._say(f"{self.task}: the report {place} could not be written: {error.strerror}")
+                self._say(f"{self.task}: the report {target} could not be written: {error.strerror}")
 
 
 def _open(address: str, listen_fd: int | None, access: Access, say: Callable[[str], None]) -> Listener:

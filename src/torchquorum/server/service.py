@@ -9,13 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torchquorum.transport.messages as m
 from torchquorum.cluster import ClusterSpec, TaskId
 from torchquorum.errors import ConfigError, LostPlaceError, RefusedError
 from torchquorum.formats.ledger import LedgerWriter
+from torchquorum.formats.storage import locate
 from torchquorum.rules.quorum import Key
 from torchquorum.server.board_host import HARMLESS, BoardHost
 from torchquorum.server.buffers import BufferHome, check_same_buffers
@@ -110,6 +110,10 @@ class Service:
                 replies = self._push(peer, message, frames, now, wall)
             case m.Beat():
                 replies = self._beat(peer, message, now)
+            case m.Here():
+                if self.shard is not None and self.shard.knows(message.worker, message.incarnation):
+                    self.shard.heard_from(message.worker, peer, message.request)
+                replies = []
             case m.Probe():
                 replies = self._probe(peer, message, now)
             case m.Have() | m.ShardHello():
@@ -229,7 +233,7 @@ class Service:
         if create.restore is None:
             self.shard = Shard(self.me.index, create.plan, frames[0], frames[1])
         else:
-            self.shard, manifest = Shard.restored(self.me.index, create.plan, Path(create.restore))
+            self.shard, manifest = Shard.restored(self.me.index, create.plan, locate(create.restore))
             positions = manifest.workers
         self.shard.reign = self.reign
         if self.me.index == 0:
@@ -262,7 +266,7 @@ class Service:
         if logdir is None:
             return None
         try:
-            return LedgerWriter(Path(logdir), lambda line: self._say(f"{self.me.task}: {line}"))
+            return LedgerWriter(locate(logdir), lambda line: self._say(f"{self.me.task}: {line}"))
         except OSError as error:
             self._say(f"{self.me.task}: no ledger: {logdir} cannot be written ({error.strerror}); training goes on")
             return None

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from torchquorum.formats.checkpoint import Reader, load_manifest
 from torchquorum.formats.checkpoint_manifest import Manifest
+from torchquorum.formats.storage import Location
 from torchquorum.placement.layout import Layout
 from torchquorum.rules.quorum import Key
 from torchquorum.server.average import Averages
@@ -132,7 +132,7 @@ class Shard:
         self._decided: dict[tuple[int, int], int] = {}
 
     @classmethod
-    def restored(cls, index: int, plan: Plan, path: Path) -> tuple[Shard, Manifest]:
+    def restored(cls, index: int, plan: Plan, path: Location) -> tuple[Shard, Manifest]:
         """Makes a shard from a checkpoint, whatever the number of ps tasks it was saved with."""
         manifest = load_manifest(path)
         with Reader(path, manifest) as reader:

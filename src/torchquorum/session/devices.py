@@ -7,14 +7,13 @@ has one writer: the chief's is placement.txt, that of worker i is placement-work
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from torchquorum.errors import DeviceError
+from torchquorum.formats.storage import Location, locate, write_whole
 from torchquorum.session.config import DeviceOptions
 from torchquorum.session.hooks import Hook
 from torchquorum.worker.cannot_run import SoftMode, explain
@@ -34,7 +33,7 @@ class SessionDevices(Hook):
         self._blocks, self._watching = ExitStack(), False
         self._lines: list[str] = []
         self._mode: LogMode | None = None
-        self._file: Path | None = None
+        self._file: Location | None = None
         limit_gpu_memory(options.memory_fraction)
         if placement is not None:
             place(model, placement, allow_soft_placement=options.soft)
@@ -80,7 +79,7 @@ class SessionDevices(Hook):
         log.variables(session.flat.layout, session.model)
         if session.logdir is not None:
             chief = session.task.is_chief
-            self._file = Path(session.logdir) / (
+            self._file = locate(session.logdir) / (
                 "placement.txt" if chief else f"placement-worker-{session.task.index}.txt"
             )
         self._mode = LogMode(log)
@@ -96,9 +95,6 @@ class SessionDevices(Hook):
         print(text, flush=True)
         if self._file is not None:
             try:
-                self._file.parent.mkdir(parents=True, exist_ok=True)
-                draft = self._file.with_name(f".{self._file.name}.{os.getpid()}")
-                draft.write_text(text + "\n")
-                draft.replace(self._file)
+                write_whole(self._file, text + "\n")
             except OSError as error:
                 tell(f"the placement log is not in {self._file}: {error.strerror or error}", once=str(self._file))

@@ -1,4 +1,4 @@
-"""Hooks that evaluate the model: every so many global steps on the chief, and at each worker's own end.
+"""Hooks that evaluate the model: every so many global steps on the chief, at each worker's own end, on an evaluator always.
 
 Given to `tq.Session(hooks=[...])`; called on the thread of the training loop, which waits for the evaluation. What always
 holds: the user's function gets the model in evaluation mode, without gradients; afterwards the model holds the variables
@@ -76,12 +76,18 @@ class EvaluateHook(Hook):
 
     def after_run(self, session: Session, ran: Ran) -> None:
         """Evaluates if it is time to."""
-        if ran.step.version < self._next or not session.leads:
-            return
+        if ran.step.version >= self._next and session.leads:
+            self._run(session, ran.step.version)
+
+    def after_checkpoint(self, session: Session) -> None:
+        """Evaluates each checkpoint, whatever its step."""
+        self._run(session, session.global_step)
+
+    def _run(self, session: Session, version: int) -> None:
         averaged = self._averaged and session.optimizer.average is not None
         self.step, self.results = run_evaluation(session, self._evaluate, averaged=averaged)
         # With other workers about, the step may have passed over one or more multiples of `every`.
-        self._next = (max(self.step, ran.step.version) // self._every + 1) * self._every
+        self._next = (max(self.step, version) // self._every + 1) * self._every
         which = " using average model" if averaged else ""
         for name, value in self.results.items():
             print(f"After {self.step:d} training step(s),validation {name}{which} is {value:g}.", flush=True)
@@ -100,6 +106,16 @@ class FinalAccuracyHook(Hook):
         self._evaluate, self._averaged = evaluate, averaged
         self.accuracy: float | None = None
 
+    def after_checkpoint(self, session: Session) -> None:
+        """Evaluates a checkpoint, unless an EvaluateHook does; nothing is noted for the report, which is the workers'."""
+        if any(isinstance(hook, EvaluateHook) for hook in session.hooks):
+            return
+        averaged = self._averaged and session.optimizer.average is not None
+        version, results = run_evaluation(session, self._evaluate, averaged=averaged)
+        for name, value in results.items():
+            print(f"checkpoint of step {version}: {name} = {value:g}", flush=True)
+            session.measure(version, **{name if name == "accuracy" else f"validation/{name}": value})
+
     def end(self, session: Session) -> None:
         """Takes the newest version, evaluates it and records the results."""
         averaged = self._averaged and session.optimizer.average is not None
@@ -111,6 +127,6 @@ class FinalAccuracyHook(Hook):
                 f"FinalAccuracyHook: the evaluation returned {', '.join(results) or 'nothing'}; it must return an accuracy"
             )
         self.accuracy = results["accuracy"]
-        print(f"worker={session.task.index}, final accuracy = {self.accuracy}", flush=True)
+        print(f"{session.task.job}={session.task.index}, final accuracy = {self.accuracy}", flush=True)
         session.record(**{name: value for name, value in results.items() if name in ("accuracy", "loss")})
         session.measure(version, accuracy=self.accuracy)

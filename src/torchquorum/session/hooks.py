@@ -2,8 +2,9 @@
 
 A session calls its hooks in the order in which they were given: `begin` before anything is connected,
 `after_create_session` when the variables are there (again after a recovery), `before_run` and `after_run` around every
-`optimizer.step()`, `end` when the block ends without an exception. What always holds: an exception in a hook is the run's
-exception; `end` of every hook is called even if that of an earlier one failed, and the first failure is raised.
+`optimizer.step()`, `end` when the block ends without an exception. On an evaluator, which makes no steps, it calls
+`after_checkpoint` instead. What always holds: an exception in a hook is the run's exception; `end` of every hook is called
+even if that of an earlier one failed, and the first failure is raised.
 """
 
 from __future__ import annotations
@@ -41,6 +42,9 @@ class Hook:
 
     def after_run(self, session: Session, ran: Ran) -> None:
         """A step has been made: the model holds the version that followed."""
+
+    def after_checkpoint(self, session: Session) -> None:
+        """On an evaluator only: a checkpoint of the run has been taken into the model, whose step is `global_step`."""
 
     def end(self, session: Session) -> None:
         """The loop has ended without an exception; the model holds the last version, and the session still works."""

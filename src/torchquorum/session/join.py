@@ -15,11 +15,13 @@ from typing import Any
 
 from torchquorum import env
 from torchquorum.cluster import ClusterSpec, Resolved, TaskId, resolve
-from torchquorum.cluster.program import fill_in, read_program_flags
+from torchquorum.cluster.environment import explain_alone
+from torchquorum.cluster.program import fill_in, own_flags, read_program_flags
 from torchquorum.cluster.secret import OPEN, Access
 from torchquorum.errors import TorchQuorumError
 from torchquorum.server.serve import Server, serve
 from torchquorum.session.config import ConfigProto, read_device_options
+from torchquorum.session.meeting import meet
 from torchquorum.transport.channel import Channel
 from torchquorum.transport.inprocess import InProcessNetwork
 from torchquorum.transport.zmq_channel import ZmqChannel, connector
@@ -34,7 +36,8 @@ class Task:
         cluster: Who exists.
         id: Which task this is; its text is /job:worker/task:0.
         transport: auto, shm or tcp.
-        source: Where this was learnt: flags, launcher, TF_CONFIG, arguments, defaults, or alone.
+        source: Where this was learnt: flags, launcher, TF_CONFIG, CLUSTER_SPEC, torchrun, SLURM_*, arguments, defaults, or
+            alone.
         flags: The values of the program's own flags, if `tq.join(parser=...)` was given its parser.
         connect: Makes a channel to a ps task.
         access: The cluster's secret, if it has one, and whether this task may do without.
@@ -51,7 +54,7 @@ class Task:
 
     @property
     def job(self) -> str:
-        """Returns ps or worker."""
+        """Returns ps, worker or evaluator."""
         return self.id.job
 
     @property
@@ -162,14 +165,25 @@ def join(
     flags = argparse.Namespace()
     if parser is not None:
         flags, defaults = read_program_flags(parser, given)
-    found = resolve(given, cluster, job_name, task_index, transport, defaults, secret_file, insecure)
+    found = resolve(
+        given,
+        cluster,
+        job_name,
+        task_index,
+        transport,
+        defaults,
+        secret_file,
+        insecure,
+        meet=lambda meeting: meet(meeting, say=say),
+        own=own_flags(parser),
+    )
     fill_in(flags, found)
     if found is None or found.task.job != "ps":
-        settle(task=found.task if found else TaskId("worker", 0), soft=options.soft)
+        settle(task=found.task if found and found.task.job == "worker" else TaskId("worker", 0), soft=options.soft)
         limit_gpu_memory(options.memory_fraction)
     if found is None:
         alone = Alone(report)
-        say("torchquorum: no cluster given (flags, launcher or TF_CONFIG): training alone, with a ps in this process")
+        say(f"torchquorum: {explain_alone()}: training alone, with a ps in this process")
         task = Task(cluster=alone.cluster, id=TaskId("worker", 0), source="alone", flags=flags)
         return replace(task, connect=alone.network.connect, alone=alone)
     if argv is None:
@@ -177,6 +191,8 @@ def join(
     if "defaults" in found.source:
         ps, workers = (" ".join(addresses) for addresses in found.cluster.as_dict().values())
         say(f"{found.task}: what no flag says is the program's default: ps at {ps}, workers at {workers}")
+    elif found.source not in ("launcher", "arguments") or "not used" in found.why:
+        say(f"{found.task}: {found.why}")
     if found.task.job == "ps":
         _serve(found, report)
     if found.access.note:

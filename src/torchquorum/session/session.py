@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import nn
 
 from torchquorum import env
 from torchquorum.cluster.signals import Signals
+from torchquorum.cluster.spec import EVALUATOR
 from torchquorum.errors import (
     ConfigError,
     DeadlineError,
@@ -32,11 +33,13 @@ from torchquorum.errors import (
 )
 from torchquorum.formats.checkpoint import CheckpointError, load_manifest, newest_good
 from torchquorum.formats.measures import Measure, append_measures
+from torchquorum.formats.storage import locate
 from torchquorum.session import position
 from torchquorum.session.buffers import RunBuffers
 from torchquorum.session.checkpoint_hook import CheckpointHook
 from torchquorum.session.config import ConfigProto, read_device_options
 from torchquorum.session.devices import SessionDevices
+from torchquorum.session.folder import check_folder
 from torchquorum.session.hooks import Hook, Ran, end_all
 from torchquorum.session.join import Task, say
 from torchquorum.session.position import Resumable
@@ -60,7 +63,8 @@ class Session:
         task: What `tq.join()` returned.
         model: The module to train.
         optimizer: A `tq.Optimizer` over its parameters.
-        logdir: The run's folder, for the ledger and the report; the ps tasks write there.
+        logdir: The run's folder, for checkpoints, the ledger and the report; the ps tasks write there. A path, or an address
+            such as s3://bucket/run1.
         last_step: The global step at which the run is over, exactly; None trains until the loop ends.
         num_steps: The same, counted from the step that the run begins or goes on at; instead of last_step.
         max_seconds: The run is over after this time, for everybody; the chief looks at its clock.
@@ -86,6 +90,14 @@ class Session:
     """
 
     client_class = Client
+
+    def __new__(cls, task: Task, *given: Any, **named: Any) -> Self:
+        """A session of the evaluator follows the run's checkpoints instead."""
+        if cls is Session and task.job == EVALUATOR:
+            from torchquorum.session.evaluator import EvaluatorSession
+
+            return cast(Self, object.__new__(EvaluatorSession))
+        return object.__new__(cls)
 
     def __init__(
         self,
@@ -130,12 +142,11 @@ class Session:
         if liveness_s <= 0:
             raise ConfigError(f"liveness_s={liveness_s}: must be more than 0 seconds")
         self.task, self.model, self.optimizer = task, model, optimizer
-        folder = logdir if logdir is not None else env.logdir()
-        self.logdir = str(Path(folder).absolute()) if folder is not None else None
+        self.logdir = check_folder(task, logdir if logdir is not None else env.logdir())
         self._last_step, self._num_steps, self._max_seconds = last_step, num_steps, max_seconds
         self._liveness_s = liveness_s
         self._began_at = time.monotonic()
-        self._patience = patience or Patience()
+        self.patience = patience or Patience()
         self._client: Client | None = None
         self._beat: Beat | None = None
         self._lead = 0
@@ -215,7 +226,7 @@ class Session:
             secrets.randbits(62) if before is None else before.incarnation,
             self.task.connect,
             transport=self.task.transport,
-            patience=self._patience,
+            patience=self.patience,
             say=say,
         )
         client.while_waiting = self._obey_signals
@@ -270,7 +281,7 @@ class Session:
             self._first_values(flat)
             self._buffers.first_values()
         if self._num_steps is not None and self._last_step is None:
-            self._last_step = self._num_steps + (load_manifest(Path(path)).step if path is not None else 0)
+            self._last_step = self._num_steps + (load_manifest(locate(path)).step if path is not None else 0)
             plan.last_step = self._last_step
         client.create(plan, flat, path, reign=secrets.randbits(62), replace=True)
 
@@ -299,8 +310,8 @@ class Session:
         """
         stopping = self.state is State.STOPPING
         self._go(State.RECOVERING)
-        say(f"{error}\n{self.task}: trying to go on for {self._patience.start_s:.0f} s")
-        deadline = time.monotonic() + self._patience.start_s
+        say(f"{error}\n{self.task}: trying to go on for {self.patience.start_s:.0f} s")
+        deadline = time.monotonic() + self.patience.start_s
         before = self._known()
         while True:
             try:
@@ -369,7 +380,7 @@ class Session:
         if self.logdir is None or not (self._restore or own):
             return None
         try:
-            found, skipped = newest_good(Path(self.logdir))
+            found, skipped = newest_good(locate(self.logdir))
         except CheckpointError as error:
             say(f"{self.task}: {error}")
             return None
@@ -573,7 +584,7 @@ class Session:
             return
         now = time.time()
         try:
-            append_measures(Path(self.logdir), [Measure(n, float(v), step, now) for n, v in values.items()])
+            append_measures(locate(self.logdir), [Measure(n, float(v), step, now) for n, v in values.items()])
         except OSError as error:
             say(f"{self.task}: {', '.join(values)} could not be noted in {self.logdir}: {error.strerror}")
 

@@ -9,21 +9,25 @@ when the run has failed, which no hook is told.
 from __future__ import annotations
 
 import queue
+import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from torchquorum.formats.storage import Location, RemotePath, locate
 from torchquorum.session.summary_asks import MEAN_S, Asks
 
 POLL_S = 0.5
 STATUS_S = 1.0
 CLOSE_S = 10.0
 BINS = 64
+SEND_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +81,7 @@ class SummaryThread:
         say: Callable[[str], None],
     ) -> None:
         self._folder, self._first_step, self._asks = folder, first_step, asks
+        self._spool = Spool(locate(folder))
         self._say = say
         self._queue: queue.SimpleQueue[Moment | Opening | Rewind | None] = queue.SimpleQueue()
         self._rates = StatusRates(batch_size)
@@ -120,6 +125,7 @@ class SummaryThread:
             self._give_up(f"no more summaries: {type(error).__name__}: {error}. Training goes on")
         finally:
             self._asks.close()
+            self._spool.close()
 
     def _give_up(self, line: str) -> None:
         self.failed = True
@@ -138,14 +144,16 @@ class SummaryThread:
                         writer.close()
                         writer = self._open(item.global_step)
                 writer.flush()
+                self._spool.send()
         finally:
             writer.close()
+            self._spool.send(now=True)
 
     def _open(self, first_step: int) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about libraries that are of no use here
             from torch.utils.tensorboard.writer import SummaryWriter
-        return SummaryWriter(self._folder, purge_step=first_step or None)
+        return SummaryWriter(str(self._spool.local), purge_step=first_step or None)
 
     def _next(self) -> Moment | Opening | Rewind | None:
         while True:
@@ -186,6 +194,42 @@ class SummaryThread:
         except Exception as error:  # a model that cannot be traced is a model all the same
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             self._say(f"summaries: no graph of the model: {reason}")
+
+
+class Spool:
+    """The folder that TensorBoard's writer writes to: the run's own, or a local one whose files are sent to a remote run.
+
+    TensorBoard appends, and objects cannot be appended to: a file that has grown is put anew, at most every few seconds.
+    """
+
+    def __init__(self, folder: Location) -> None:
+        self._remote = folder if isinstance(folder, RemotePath) else None
+        self._temporary = (
+            tempfile.TemporaryDirectory(prefix="torchquorum-events-") if self._remote is not None else None
+        )
+        self.local = folder if isinstance(folder, Path) else Path(self._temporary.name if self._temporary else "")
+        self._sent: dict[str, int] = {}
+        self._sent_at = 0.0
+
+    def send(self, *, now: bool = False) -> None:
+        """Sends what has grown; unless `now`, only if the last time is long enough ago.
+
+        Raises:
+            OSError: It cannot be sent.
+        """
+        if self._remote is None or not (now or time.monotonic() - self._sent_at > SEND_EVERY_S):
+            return
+        self._sent_at = time.monotonic()
+        for file in sorted(self.local.iterdir()):
+            size = file.stat().st_size
+            if self._sent.get(file.name) != size:
+                (self._remote / file.name).put(file)
+                self._sent[file.name] = size
+
+    def close(self) -> None:
+        """Removes the local folder, if it was only a spool."""
+        if self._temporary is not None:
+            self._temporary.cleanup()
 
 
 class StatusRates:

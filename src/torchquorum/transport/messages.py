@@ -161,6 +161,14 @@ class Push(Message):
     finite: bool = True
 
 
+class Here(Message):
+    """The worker has changed its connection: what it is told from now on goes where this came from. Not answered."""
+
+    worker: int
+    incarnation: int
+    request: int
+
+
 class Pull(Message):
     """The worker asks for the current version, or for the moving averages at it. Answered by Variables."""
 
@@ -511,6 +519,7 @@ AnyMessage = (
     | Join
     | Push
     | Pull
+    | Here
     | Probe
     | Beat
     | Leave

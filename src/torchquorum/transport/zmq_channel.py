@@ -151,14 +151,21 @@ class ZmqChannel:
         self.socket.close()
 
 
-def connector(cluster: ClusterSpec, access: Access) -> Callable[[str, bytes], ZmqChannel]:
+class ZmqConnector:
+    """How tasks of a cluster are reached, by address and identity: over the network."""
+
+    def __init__(self, cluster: ClusterSpec, access: Access) -> None:
+        self._names = {cluster.address(task): str(task) for job in cluster.jobs for task in cluster.tasks(job)}
+        self._access = access
+
+    def __call__(self, address: str, identity: bytes) -> ZmqChannel:
+        """Connects."""
+        return ZmqChannel(address, identity, self._access, self._names.get(address, "the task"))
+
+
+def connector(cluster: ClusterSpec, access: Access) -> ZmqConnector:
     """Returns how tasks of a cluster are reached: a function of address and identity."""
-    names = {cluster.address(task): str(task) for job in cluster.jobs for task in cluster.tasks(job)}
-
-    def connect(address: str, identity: bytes) -> ZmqChannel:
-        return ZmqChannel(address, identity, access, names.get(address, "the task"))
-
-    return connect
+    return ZmqConnector(cluster, access)
 
 
 class ZmqListener:

@@ -240,6 +240,7 @@ class Client:
                 self._channels[k] = DoorChannel(door)
             elif self._lanes[k]:
                 self._take_lane(k)
+            self._channels[k].send([codec.encode(m.Here(self.index, self.incarnation, self._request))])
 
     def _take_lane(self, k: int) -> None:
         """Goes over to a lane, if it can be had."""

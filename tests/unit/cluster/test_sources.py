@@ -14,7 +14,7 @@ FLAGS = ["--job_name=worker", "--task_index=1", "--ps_hosts=a:1", "--worker_host
 
 @pytest.fixture(autouse=True)
 def _bare_environment(monkeypatch):
-    for name in (env.TASK, env.TF_CONFIG, env.TRANSPORT):
+    for name in (env.TASK, env.TF_CONFIG, env.TRANSPORT, env.CLUSTER_SPEC, "RANK", "WORLD_SIZE", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -218,9 +218,12 @@ class TestTfConfig:
         assert found([]).task == TaskId("worker", 2)
         assert found([]).cluster.num_tasks("worker") == 3
 
-    def test_an_evaluator_is_an_error_for_now(self, set_tf_config):
-        set_tf_config(tf_config(CLUSTER, "evaluator", 0))
-        with pytest.raises(ClusterError, match="evaluator"):
+    @pytest.mark.parametrize("cluster", [CLUSTER, {**CLUSTER, "evaluator": ["e:1"]}])
+    def test_an_evaluator_stands_outside_of_the_cluster_whether_it_is_listed_or_not(self, set_tf_config, cluster):
+        set_tf_config(tf_config(cluster, "evaluator", 0))
+        assert (found([]).task, found([]).cluster) == (TaskId("evaluator", 0), ClusterSpec(CLUSTER))
+        set_tf_config(tf_config(cluster, "evaluator", 1))
+        with pytest.raises(ClusterError, match="there is one evaluator"):
             resolve([])
 
     def test_an_index_may_be_a_text(self, set_tf_config):

@@ -124,8 +124,9 @@ class TestChief:
     def test_an_evaluator_is_left_out(self):
         spec = ClusterSpec({**PLAIN, "evaluator": ["e:1"]})
         assert spec == ClusterSpec(PLAIN)
-        with pytest.raises(ClusterError, match="evaluator.*leave it out"):
-            spec.find_task("evaluator", 0)
+        assert spec.find_task("evaluator", 0) == TaskId("evaluator", 0)
+        with pytest.raises(ClusterError, match="job 'evaluator'"):
+            spec.check_task(TaskId("evaluator", 0))
 
 
 class TestWrongTask:

@@ -4,7 +4,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,7 +20,9 @@ from torchquorum.formats.checkpoint_write import (
     tensor_key,
     write_part,
 )
+from torchquorum.formats.storage import Location
 
+Folder = TypeVar("Folder", bound=Location)
 Tensors = dict[tuple[Any, str, str], torch.Tensor]
 
 
@@ -65,7 +67,7 @@ def cut(tensors: Tensors, num_ps: int) -> list[list[tuple[Stored, torch.Tensor]]
     return parts
 
 
-def save(folder: Path, step: int, tensors: Tensors | None = None, num_ps: int = 3, **more: Any) -> Path:
+def save(folder: Folder, step: int, tensors: Tensors | None = None, num_ps: int = 3, **more: Any) -> Folder:
     partial = begin(folder, step)
     parts = cut(example(step) if tensors is None else tensors, num_ps)
     files = {

@@ -1,0 +1,75 @@
+"""What the things are called that become a checkpoint, and whose they are: the writer's host and process are in the name.
+
+Used by `checkpoint_write` and `checkpoint_remote`. What always holds: names of two writers differ, and of a writer on this
+host it can be told whether it still lives.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import time
+from pathlib import Path
+from typing import TypeVar, cast
+
+import msgspec
+
+from torchquorum.formats.checkpoint_manifest import PREFIX, STEP, Manifest, pack
+from torchquorum.formats.storage import Location
+
+_L = TypeVar("_L", bound=Location)
+
+STALE_S = 3600.0
+_WRITER = r"([0-9a-f]{12})-([1-9][0-9]{0,9})-([0-9a-f]{8})"
+HIDDEN = re.compile(rf"\.{re.escape(PREFIX)}{STEP}\.(partial|removed)-({_WRITER})")
+OWNED = re.compile(rf".*\.({_WRITER})\.safetensors")
+
+
+def hidden(folder: _L, step: int, what: str) -> _L:
+    """Returns a hidden name of this process's own for what becomes, or was, the checkpoint of a step."""
+    name = f".{PREFIX}{step}.{what}-{this_host()}-{os.getpid()}-{secrets.token_hex(4)}"
+    return cast(_L, folder / name)
+
+
+def owned(name: str, writer: str) -> str:
+    """Returns the name of a file with its writer in it: part-00000-of-00001.WRITER.safetensors."""
+    return f"{name.removesuffix('.safetensors')}.{writer}.safetensors"
+
+
+def with_owner(manifest: Manifest, owner: str) -> Manifest:
+    """Returns a manifest whose files have their owner in their names."""
+    renamed = {name: owned(name, owner) for name in manifest.files}
+    return msgspec.structs.replace(
+        manifest,
+        files={renamed[name]: info for name, info in manifest.files.items()},
+        pieces=[msgspec.structs.replace(piece, file=renamed[piece.file]) for piece in manifest.pieces],
+        buffers=[msgspec.structs.replace(piece, file=renamed[piece.file]) for piece in manifest.buffers],
+    )
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Returns a manifest as it stands on disk."""
+    packed = msgspec.structs.replace(
+        manifest, plan=pack(manifest.plan), scalars=pack(manifest.scalars), workers=pack(manifest.workers)
+    )
+    return msgspec.json.format(msgspec.json.encode(packed), indent=1) + b"\n"
+
+
+def this_host() -> str:
+    """Returns an id of what this process's number is valid in: this boot of this machine, and its process namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return hashlib.sha256(f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}".encode()).hexdigest()[:12]
+
+
+def is_abandoned(host: str, process: int, changed_at: float) -> bool:
+    """Whether a writer is known to be dead, or has changed nothing for an hour."""
+    if host == this_host():
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return True
+        except OSError:  # another user's, so it lives
+            pass
+    return time.time() - changed_at > STALE_S

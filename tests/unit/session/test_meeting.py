@@ -1,0 +1,45 @@
+"""Tasks that do not know each other's addresses meet at a real store of torch.distributed."""
+
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from tests.process.tasks import free_ports
+from torchquorum.cluster.finding import Meeting
+from torchquorum.errors import DeadlineError
+from torchquorum.session import meeting as meetings
+from torchquorum.session.meeting import meet
+
+
+def place(rank: int, port: int, *, size: int = 3, prefix: str = "torchquorum/x/0/") -> Meeting:
+    return Meeting(
+        host="127.0.0.1", port=port, prefix=prefix, rank=rank, size=size, num_ps=1, one_host=True, hosted=False
+    )
+
+
+@pytest.fixture(autouse=True)
+def _stores_end_with_the_test():
+    yield
+    meetings._kept.clear()
+
+
+def test_all_tasks_get_the_same_cluster_and_each_the_socket_that_it_announced() -> None:
+    port = free_ports(1)[0]
+    with ThreadPoolExecutor(3) as pool:
+        found = [f.result(60) for f in [pool.submit(meet, place(rank, port)) for rank in range(3)]]
+    assert found[0][0] == found[1][0] == found[2][0]
+    addresses = [a for hosts in found[0][0].as_dict().values() for a in hosts]
+    for address, (_, fd) in zip(addresses, found, strict=True):
+        held = socket.socket(fileno=fd)
+        assert f"127.0.0.1:{held.getsockname()[1]}" == address
+        held.close()
+
+
+def test_whoever_is_missing_is_named_when_the_time_is_up() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(DeadlineError, match="addresses of /job:worker/task:0, /job:worker/task:1 at 127.0.0.1"):
+        meet(place(0, free_ports(1)[0]), wait_s=0.3)
+    meetings._kept.clear()
+    assert len(set(os.listdir("/proc/self/fd")) - before) <= 1

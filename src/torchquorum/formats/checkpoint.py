@@ -108,7 +108,7 @@ def _made_at(path: Location) -> float:
     """
     try:
         return msgspec.json.decode((path / MANIFEST).read_bytes(), type=_Made).created_at
-    except (OSError, msgspec.MsgspecError, ValueError):
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
         return (path / MANIFEST if isinstance(path, RemotePath) else path).stat().st_mtime
 
 

@@ -11,7 +11,7 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 ARGS ?=
-PYTEST_ARGS ?= -n 2 --dist worksteal
+PYTEST_ARGS ?= -n 4 --dist worksteal
 PIP_ARGS ?=
 
 VENV := .venv

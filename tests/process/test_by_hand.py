@@ -73,7 +73,9 @@ def test_tf_config_says_who_a_task_is() -> None:
     try:
         for job, index in (("ps", 0), ("worker", 0), ("worker", 1)):
             config = json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
-            tasks.append(Started([sys.executable, str(ByHand().program), "--steps=20"], {"TF_CONFIG": config}))
+            tasks.append(
+                Started([sys.executable, str(ByHand().program), "--steps=20"], {"TF_CONFIG": config}, forked=True)
+            )
         ends_well(*tasks)
         assert all(task.lines[-1].endswith(": 20") for task in tasks[1:])
     finally:
@@ -234,7 +236,7 @@ def test_a_port_in_use_is_named_with_its_holder() -> None:
     ],
 )
 def test_wrong_flags_end_at_once_with_a_message(arguments: list[str], expected: str) -> None:
-    task = Started([sys.executable, str(ByHand().program), *arguments])
+    task = Started([sys.executable, str(ByHand().program), *arguments], forked=True)
     try:
         assert task.wait() == 1
         assert expected in task.tail() and "Traceback" not in task.tail()

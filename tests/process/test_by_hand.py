@@ -4,7 +4,6 @@ import json
 import signal
 import socket
 import sys
-import time
 
 import pytest
 
@@ -29,8 +28,12 @@ def test_tasks_come_in_any_order_and_all_end_by_themselves(order: list, transpor
     with by_hand() as cluster:
         tasks = {}
         for job, index in order:
-            tasks[job, index] = cluster.start(job, index, "--steps=40", f"--transport={transport}")
-            time.sleep(0.3)  # so that the order is one
+            task = tasks[job, index] = cluster.start(job, index, "--steps=40", f"--transport={transport}")
+            # What it says once it is at its place; a worker that found a ps has nobody to wait for it but the others.
+            if job == "ps":
+                task.until("serving on")
+            elif ("ps", 0) not in tasks:
+                task.until("waiting for")
         ends_well(*tasks.values())
         for index in (0, 1):
             assert f"over {over}" in "\n".join(tasks["worker", index].lines)

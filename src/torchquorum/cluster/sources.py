@@ -211,7 +211,7 @@ def _read_environment() -> _Finding | None:
 def _read_launcher(text: str) -> _Finding:
     try:
         record = msgspec.json.decode(text, type=_LauncherTask)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise ClusterError(
             f"{env.TASK}={_shorten(text)}: must be what torchquorum's launcher writes there ({error}); "
             f"unset {env.TASK} when you start a task by hand"
@@ -231,7 +231,7 @@ def _read_tf_config(text: str) -> _Finding | None:
     text = strip_quotes(text)
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         position = getattr(error, "pos", 0)
         near = text[max(0, position - 20) : position + 20]
         raise ClusterError(

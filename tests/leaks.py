@@ -63,19 +63,22 @@ class Holdings:
         )
 
 
+# Processes that were found to be none of ours, so that a look reads only what is new on the machine.
+_foreign: set[int] = set()
+
+
 def find_processes() -> dict[int, str]:
     """Returns the command lines of the living processes that this one started, directly or not."""
+    there = {int(name) for name in os.listdir(PROC) if name.isdigit()}
+    _foreign.intersection_update(there)
     parents: dict[int, int] = {}
-    for entry in PROC.iterdir():
-        if entry.name.isdigit():
-            try:
-                # The name, in parentheses, may hold anything; after the last one come the state and the parent.
-                state, parent = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
-            except OSError:  # gone meanwhile
-                continue
-            if state not in "ZX":
-                parents[int(entry.name)] = int(parent)
-    ours = {pid for pid in parents if pid != os.getpid() and (_descends(pid, parents) or _carries_mark(pid))}
+    for pid in there - _foreign:
+        # The name, in parentheses, may hold anything; after the last one come the state and the parent.
+        status = _read(pid, "stat").decode(errors="replace").rpartition(")")[2].split()[:2]
+        if len(status) == 2 and status[0] not in "ZX":
+            parents[pid] = int(status[1])
+    ours = {pid for pid in parents if pid != os.getpid() and _is_ours(pid, parents)}
+    _foreign.update(parents.keys() - ours)
     commands = {pid: _read(pid, "cmdline") for pid in ours if pid != zygote_pid()}
     return {
         pid: command.replace(b"\0", b" ").decode(errors="replace").strip()
@@ -146,12 +149,14 @@ def is_held_by_others(segment: str) -> bool:
     return False
 
 
-def _descends(pid: int, parents: dict[int, int]) -> bool:
-    while pid in parents:
-        pid = parents[pid]
-        if pid == os.getpid():
+def _is_ours(pid: int, parents: dict[int, int]) -> bool:
+    """Tells whether a process descends from this one, or from an orphan that carries the mark."""
+    seen = pid
+    while seen in parents:
+        if parents[seen] == os.getpid():
             return True
-    return False
+        seen = parents[seen]
+    return _carries_mark(pid)
 
 
 def _carries_mark(pid: int) -> bool:

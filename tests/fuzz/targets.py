@@ -64,10 +64,11 @@ _folder: Path | None = None
 
 
 def folder() -> Path:
-    """Returns a scratch folder in memory, one per process, removed by whoever removes the temporary files."""
+    """Returns a scratch folder, in memory where there is room for one; who fuzzes removes it."""
     global _folder
     if _folder is None or not _folder.is_dir():
-        _folder = Path(tempfile.mkdtemp(prefix="fuzz-"))
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        _folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir=memory))
     return _folder
 
 

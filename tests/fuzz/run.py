@@ -18,10 +18,12 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tests.fuzz.mutate import Mutator
-from tests.fuzz.targets import Target, folder, make_targets
+
+if TYPE_CHECKING:  # atheris wants to see torchquorum imported
+    from tests.fuzz.targets import Target
 
 CASE_S = 5.0
 MEMORY_BYTES = 2 << 30
@@ -90,6 +92,8 @@ def guided(target: Target, seed: int, seconds: float) -> None:
         if find is not None:
             raise AssertionError(find)
 
+    from tests.fuzz.targets import folder
+
     where = folder() / "corpus"
     where.mkdir(exist_ok=True)
     for number, body in enumerate(target.seeds):
@@ -110,22 +114,25 @@ def main() -> int:
     parser.add_argument("--repeat", metavar="HEX")
     args = parser.parse_args()
     if args.engine == "atheris":
-        import atheris  # type: ignore[import-not-found]
+        import torch  # noqa: F401  (not to be followed, which would take minutes)
+        from atheris import instrument_imports  # type: ignore[import-not-found]
 
-        atheris.instrument_all()
+        with instrument_imports(include=["torchquorum"]):
+            from tests.fuzz import targets
+    else:
+        from tests.fuzz import targets
     signal.signal(signal.SIGALRM, _too_slow)
     try:
-        return _run(args)
+        return _run(args, targets.make_targets())
     finally:
-        shutil.rmtree(folder(), ignore_errors=True)
+        shutil.rmtree(targets.folder(), ignore_errors=True)
 
 
 def _too_slow(*_: Any) -> None:
     raise TooSlow
 
 
-def _run(args: argparse.Namespace) -> int:
-    targets = make_targets()
+def _run(args: argparse.Namespace, targets: dict[str, Target]) -> int:
     chosen = {args.only: targets[args.only]} if args.only else targets
     if args.repeat is not None:
         answer, find = try_one(next(iter(chosen.values())), bytes.fromhex(args.repeat))

@@ -176,17 +176,16 @@ def test_a_killed_worker_over_tcp_is_noticed_within_the_liveness_timeout() -> No
         assert chief.until("accepted True")
 
 
-@pytest.mark.parametrize(
-    ("transport", "said"), [("shm", "has closed the connection"), ("tcp", "has not answered for 2 s")]
-)
-def test_a_dead_ps_is_named_at_once_and_given_up_within_the_deadline(transport: str, said: str) -> None:
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+def test_a_dead_ps_is_named_at_once_and_given_up_within_the_deadline(transport: str) -> None:
     with by_hand() as cluster:
         options = ("--steps=100000", "--pause=0.01", "--silence=2", "--start=6", f"--transport={transport}")
         ps, chief = cluster.start("ps", 0), cluster.start("worker", 0, *options)
         chief.until("local 5 ")
         ps.kill()
-        line = chief.until(said, 6.0)
-        assert "/job:ps/task:0 (localhost:" in line
+        line = chief.until("/job:ps/task:0 (localhost:")
+        # Over TCP the socket that carries the tensors may close before the silence is long enough to be noticed.
+        assert "has closed the connection" in line or (transport == "tcp" and "has not answered for 2 s" in line)
         assert chief.wait() == 1
         assert "waiting for /job:ps/task:0 (localhost:" in chief.tail()
         assert any("and gave up. Check that the task runs" in line for line in chief.lines), chief.tail()

@@ -11,8 +11,13 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 ARGS ?=
-PYTEST_ARGS ?= -n 2 --dist worksteal
+PYTEST_ARGS ?= -n 4 --dist worksteal
 PIP_ARGS ?=
+N ?= 20
+SEED ?= 1
+FUZZ_MINUTES ?= 10
+FUZZ_ARGS ?=
+MUTATE_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -40,6 +45,26 @@ train: $(RUN_STAMP) ## Train MNIST on a local cluster of 1 ps and 2 workers (ARG
 .PHONY: test
 test: $(DEV_STAMP) ## Run the tests (PYTEST_ARGS=...)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.PHONY: flake
+flake: $(DEV_STAMP) ## Run the tests N=20 times in random order beside other load (PYTEST_ARGS=...)
+	$(BIN)/python tools/flake.py --times $(N) --seed $(SEED) -- $(PYTEST_ARGS)
+
+.PHONY: fuzz
+fuzz: $(DEV_STAMP) ## Throw damaged inputs at everything that reads some (FUZZ_MINUTES=10, FUZZ_ARGS=...)
+	PYTHONPATH=src:. $(BIN)/python -m tests.fuzz.run --minutes $(FUZZ_MINUTES) $(FUZZ_ARGS)
+
+.PHONY: coverage
+coverage: $(DEV_STAMP) ## What share of the branches the tests take, with a floor for the core
+	rm -f .coverage .coverage.*
+	$(BIN)/python -m coverage run -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m coverage combine -q
+	$(BIN)/python -m coverage json -q -o .coverage.json
+	$(BIN)/python tools/coverage_floor.py .coverage.json
+
+.PHONY: mutate
+mutate: $(DEV_STAMP) ## Change the rules in one place at a time: do the tests notice?
+	$(BIN)/python tools/mutate.py $(MUTATE_ARGS)
 
 .PHONY: check
 check: check-format check-lint check-types check-layers ## Check format, lint, types and the layers

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -22,6 +21,7 @@ from typing import Any
 from tests.documents import scene
 from tests.documents.commands import read_commands
 from tests.documents.markdown import ROOT, Block, read_blocks
+from tests.process import zygote
 
 LIMIT_S = 120.0
 # A command of the documents trains a fiftieth of its steps here.
@@ -109,11 +109,16 @@ def _play_python(block: Block, names: dict[str, Any]) -> None:
 
 def _play_commands(block: Block) -> None:
     for line, words in read_commands(block):
-        start = [sys.executable, "-m", "torchquorum.cli.main"] if words[0] == "torchquorum" else [sys.executable]
-        command = [*start, *_shorten(words[1:])]
-        done = subprocess.run(command, check=False, timeout=LIMIT_S, stdin=subprocess.DEVNULL)
-        if done.returncode != 0:
-            raise RuntimeError(f"line {line}: {' '.join(words)} ended with {done.returncode}")
+        # As `torchquorum` and `python` would, in forks: new processes would import torch hundreds of times.
+        start = ["-m", "tests.process.forking_launcher"] if words[0] == "torchquorum" else []
+        child = os.fork()
+        if child == 0:
+            zygote.disinherit()
+            scene.lengthen_sessions()
+            zygote.run([sys.executable, *start, *_shorten(words[1:])])
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])  # the document's time limit holds for it
+        if code != 0:
+            raise RuntimeError(f"line {line}: {' '.join(words)} ended with {code}")
 
 
 def _shorten(words: list[str]) -> list[str]:

@@ -50,6 +50,11 @@ def shorten_sessions() -> None:
     tq.Session = ShortSession  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 
+def lengthen_sessions() -> None:
+    """Makes `tq.Session` the real one again, in this process."""
+    tq.Session = Session  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+
+
 def fresh_names(mnist: Any) -> dict[str, Any]:
     """Returns what every block finds anew."""
     model = Model()

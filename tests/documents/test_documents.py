@@ -4,7 +4,6 @@ import ast
 import json
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from urllib.parse import unquote
@@ -23,6 +22,7 @@ from tests.documents.markdown import (
     prose,
     read_blocks,
 )
+from tests.process.zygote import run_python
 
 DOCUMENTS = documents()
 BLOCKS = [block for path in DOCUMENTS for block in read_blocks(path)]
@@ -34,18 +34,11 @@ def name(path: Path) -> str:
 
 
 @pytest.mark.slow
-def test_every_program_and_marked_command_of_the_documents_runs() -> None:
-    paths = [str(path) for path in DOCUMENTS if any(block.is_run for block in read_blocks(path))]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.documents.play", *paths],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=390,
-        check=False,
-    )
+@pytest.mark.parametrize("path", [p for p in DOCUMENTS if any(b.is_run for b in read_blocks(p))], ids=name)
+def test_every_program_and_marked_command_of_a_document_runs(path: Path) -> None:
+    paths = [str(path)]
+    command = [sys.executable, "-m", "tests.documents.play", *paths]
+    done = run_python(command, os.environ, timeout_s=390, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     played = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["document"] for each in played] == paths

@@ -1,10 +1,14 @@
 """The tutorials' placement programs, as a user starts them."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
+
+from tests.process.tasks import DEADLINE_S
+from tests.process.zygote import run_python
 
 FOLDER = Path(__file__).parents[2] / "examples" / "devices"
 MISSING = f"/gpu:{torch.cuda.device_count() + 3}"
@@ -12,7 +16,7 @@ THERE = "/job:worker/task:0/device:CPU:0"
 
 
 def run(program: str, *flags: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, str(FOLDER / program), *flags], capture_output=True, text=True, timeout=150)
+    return run_python([sys.executable, str(FOLDER / program), *flags], os.environ, timeout_s=DEADLINE_S)
 
 
 def test_the_placement_log_has_a_line_per_constant_and_operation() -> None:

@@ -27,7 +27,7 @@ def test_of_two_tasks_the_first_waits_for_the_second_and_runs_what_both_define()
     tasks = []
     try:
         for index in (0, 1):
-            tasks.append(Started([sys.executable, str(HELLO / "two_tasks.py"), str(index), addresses]))
+            tasks.append(Started([sys.executable, str(HELLO / "two_tasks.py"), str(index), addresses], forked=True))
             if index == 0:
                 tasks[0].until("waiting for /job:local/task:1 (localhost:", SLOW_S)
         for index, task in enumerate(tasks):

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.tasks import Started, by_hand
+from tests.process.tasks import FORKING, Started, by_hand
 from torchquorum.formats.checkpoint import list_checkpoints, load_manifest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-RUN = [sys.executable, "-m", "torchquorum.cli.main", "run"]
 OURS = re.compile(r"(/job:(ps|worker)/task:\d+|torchquorum:|\d+ accepted gradients were not used)")
 NUMBER = r"\d+(?:\.\d+)?(?:e[+-]?\d+)?"
 PROGRESS = (
@@ -29,7 +28,7 @@ SINGULAR, PLURAL = PROGRESS.format("global step"), PROGRESS.format("global steps
 @contextmanager
 def launched(program: str, *arguments: str, workers: int = 2) -> Iterator[dict[str, list[str]]]:
     """Runs a program on a local cluster to its good end; gives the lines of each task, such as `worker 0`."""
-    started = Started([*RUN, f"--workers={workers}", str(EXAMPLES / program), *arguments])
+    started = Started([*FORKING, "run", f"--workers={workers}", str(EXAMPLES / program), *arguments], forked=True)
     try:
         assert started.wait() == 0, started.tail()
         lines: dict[str, list[str]] = {}
@@ -72,7 +71,8 @@ def test_async_with_a_supervisor_a_late_worker_joins_and_the_global_step_is_the_
             # As the tutorial writes it, with quotes that a shell may leave and --ps_host for --ps_hosts.
             flags = [f"--job_name='{job}'", f"--task_id={index}", f"--ps_host='{cluster.ps_hosts}'"]
             flags += [f"--worker_hosts='{cluster.worker_hosts}'", "--training_steps=500"]
-            task = Started([sys.executable, str(cluster.program), *flags, f"--model_save_path={tmp_path}"])
+            flags.append(f"--model_save_path={tmp_path}")
+            task = Started([sys.executable, str(cluster.program), *flags], forked=True)
             cluster.started.append(task)
             return task
 

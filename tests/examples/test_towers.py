@@ -24,7 +24,7 @@ def test_the_multi_gpu_program_prints_saves_and_draws(tmp_path: Path) -> None:
             writer.write(tq.Example({"image_raw": image.numpy().tobytes(), "pixels": 784, "label": label}))
     flags = ["--training_steps=30", "--batch_size=20", "--n_gpu=3", f"--model_save_path={tmp_path}"]
     flags.append(f"--data_path={tmp_path / 'output.tfrecords'}")
-    program = Started([sys.executable, str(PROGRAM), *flags])
+    program = Started([sys.executable, str(PROGRAM), *flags], forked=True)
     try:
         assert program.wait() == 0, program.tail()
     finally:

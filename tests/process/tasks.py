@@ -14,8 +14,30 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.process.zygote import Forked, fork_python, run_python
+
 PROGRAM = Path(__file__).parent / "program.py"
+TORCHQUORUM = [sys.executable, "-m", "torchquorum.cli.main"]
+FORKING = [sys.executable, "-m", "tests.process.forking_launcher"]  # the same, whose tasks are forks
 DEADLINE_S = 150.0  # generous: a busy machine is no failure
+
+
+def run(
+    *arguments: str, forked: bool = True, cwd: Path | None = None, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs `torchquorum ...` to its end: forked, or in new processes as a user does."""
+    environment = {**os.environ, **(env or {})}
+    if forked:
+        return run_python([*FORKING, *arguments], environment, timeout_s=DEADLINE_S, cwd=cwd)
+    return subprocess.run(
+        [*TORCHQUORUM, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        cwd=cwd,
+        env=environment,
+        check=False,
+    )
 
 
 def free_ports(count: int) -> list[int]:
@@ -30,16 +52,23 @@ def free_ports(count: int) -> list[int]:
 
 
 class Started:
-    """A process whose output is read as it comes."""
+    """A process whose output is read as it comes.
 
-    def __init__(self, command: Sequence[str], env: dict[str, str] | None = None) -> None:
-        self.process = subprocess.Popen(
-            list(command),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
-        )
+    Args:
+        command: Its command line.
+        env: Variables of its environment beside those of this process.
+        forked: Whether a Python command may be a fork of the zygote; otherwise it is a new process.
+    """
+
+    def __init__(self, command: Sequence[str], env: dict[str, str] | None = None, *, forked: bool = False) -> None:
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
+        self.process: Forked | subprocess.Popen[str]
+        if forked:
+            self.process = fork_python(command, environment)
+        else:
+            self.process = subprocess.Popen(
+                list(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+            )
         self.lines: list[str] = []
         self._queue: queue.Queue[str | None] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -109,8 +138,8 @@ class ByHand:
         return [sys.executable, str(self.program), *flags, f"--worker_hosts={self.worker_hosts}", *arguments]
 
     def start(self, job: str, index: int, *arguments: str, prefix: Sequence[str] = ()) -> Started:
-        """Starts a task."""
-        task = Started([*prefix, *self.command(job, index, *arguments)])
+        """Starts a task, as a fork of the zygote unless there is a command in front of it."""
+        task = Started([*prefix, *self.command(job, index, *arguments)], forked=not prefix)
         self.started.append(task)
         return task
 

@@ -3,8 +3,6 @@
 import json
 import signal
 import socket
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -15,9 +13,9 @@ from typing import Any
 import pytest
 
 from tests.process.browser import Browser, browser  # noqa: F401  (a fixture)
-from tests.process.tasks import Started, free_ports
+from tests.process.tasks import TORCHQUORUM, Started, free_ports
+from tests.process.tasks import run as torchquorum
 
-TORCHQUORUM = [sys.executable, "-m", "torchquorum.cli.main"]
 PROGRAM = """
 import sys
 import torch
@@ -59,8 +57,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("board")
     script = folder / "train.py"
     script.write_text(PROGRAM)
-    command = [*TORCHQUORUM, "run", "--workers=2", str(script), str(folder / "run"), str(STEPS)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = torchquorum("run", "--workers=2", str(script), str(folder / "run"), str(STEPS))
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"After {STEPS} training step(s),validation accuracy using average model is 0.9" in done.stdout
     return folder / "run"
@@ -109,12 +106,8 @@ def test_the_board_serves_what_the_run_wrote_and_ends_on_ctrl_c(run: Path) -> No
         assert started.lines[-1] == "TensorBoard has ended" and "Traceback" not in started.tail()
 
 
-def board(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*TORCHQUORUM, "board", *arguments], capture_output=True, text=True, timeout=60, check=False)
-
-
 def test_a_folder_without_events_gets_a_clear_message(tmp_path: Path) -> None:
-    empty, nowhere = board(str(tmp_path)), board(str(tmp_path / "nowhere"))
+    empty, nowhere = torchquorum("board", str(tmp_path)), torchquorum("board", str(tmp_path / "nowhere"))
     assert empty.returncode == nowhere.returncode == 2
     assert "no TensorBoard events in there" in empty.stderr and "tq.SummaryHook()" in empty.stderr
     assert "there is no such folder" in nowhere.stderr
@@ -126,7 +119,7 @@ def test_a_port_in_use_is_named_with_its_holder(run: Path) -> None:
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", port))
         holder.listen()
-        done = board(str(run), f"--port={port}", "--host=127.0.0.1", "--no-open")
+        done = torchquorum("board", str(run), f"--port={port}", "--host=127.0.0.1", "--no-open")
     assert done.returncode == 2
     assert f"127.0.0.1:{port} is in use, held by process" in done.stderr and "--port 0" in done.stderr
 

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,19 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.process.tasks import PROGRAM, Started, by_hand
+from tests.process.tasks import DEADLINE_S, FORKING, PROGRAM, TORCHQUORUM, Started, by_hand, run
+from tests.process.zygote import run_python
 from torchquorum.formats.ledger import read_ledger
 from torchquorum.jobs.models import make_model
 
-TORCHQUORUM = [sys.executable, "-m", "torchquorum.cli.main"]
 REPORT = {
     "rule", "ps", "workers", "transport", "updates", "batches", "seconds", "batches_per_s", "loss", "accuracy",
     "refused", "staleness_mean", "staleness_max", "start_up_s", "per_worker",
 }  # fmt: skip
-
-
-def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*TORCHQUORUM, *arguments], capture_output=True, text=True, timeout=100, cwd=cwd, check=False)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +33,8 @@ def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess
 )
 def test_train_learns_and_reports(options: list[str], rule: str, transport: str, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    done = run("train", "--steps=150", f"--report={report}", f"--logdir={tmp_path / 'run'}", *options)
+    forked = transport == "tcp" or "--ps=2" in options  # the others as a user starts them
+    done = run("train", "--steps=150", f"--report={report}", f"--logdir={tmp_path / 'run'}", *options, forked=forked)
     assert done.returncode == 0, done.stdout + done.stderr
     body = json.loads(report.read_text())
     assert set(body) >= REPORT
@@ -57,7 +53,8 @@ def test_train_learns_and_reports(options: list[str], rule: str, transport: str,
 
 def test_run_starts_anybodys_script_with_its_own_arguments(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    done = run("run", "--ps", "2", "--workers=3", f"--report={report}", str(PROGRAM), "--steps=30", "--rule", "async")
+    program = [str(PROGRAM), "--steps=30", "--rule", "async"]
+    done = run("run", "--ps", "2", "--workers=3", f"--report={report}", *program, forked=False)
     assert done.returncode == 0, done.stdout + done.stderr
     for index in range(3):
         assert f"[worker {index}] done at 30" in done.stdout
@@ -73,10 +70,8 @@ def test_run_fails_when_the_script_does(tmp_path: Path) -> None:
 @pytest.mark.parametrize("example", ["train_quorum.py", "train_torch.py"])
 def test_the_examples_train(example: str, tmp_path: Path) -> None:
     script = Path(__file__).parents[2] / "examples" / "mnist" / example
-    command = [sys.executable, str(script)] if "torch" in example else [*TORCHQUORUM, "run", str(script)]
-    done = subprocess.run(
-        [*command, "--steps", "120"], capture_output=True, text=True, timeout=100, cwd=tmp_path, check=False
-    )
+    command = [sys.executable, str(script)] if "torch" in example else [*FORKING, "run", str(script)]
+    done = run_python([*command, "--steps", "120"], os.environ, timeout_s=DEADLINE_S, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "accuracy" in done.stdout
 
@@ -115,7 +110,7 @@ def test_interrupting_the_launcher_ends_every_task() -> None:
 
 
 def test_interrupting_the_launcher_before_the_run_began_ends_every_task_in_seconds() -> None:
-    started = Started([*TORCHQUORUM, "run", str(PROGRAM), "--steps=1000000", "--chief-late=600"])
+    started = Started([*FORKING, "run", str(PROGRAM), "--steps=1000000", "--chief-late=600"], forked=True)
     try:
         started.until("[worker 0] coming 600 s late")
         started.process.send_signal(signal.SIGINT)
@@ -131,7 +126,7 @@ def test_killing_the_launcher_leaves_no_task_behind() -> None:
         children = _children(started.process.pid)
         assert len(children) == 3
         started.kill()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + DEADLINE_S
         while any(_alive(pid) for pid in children) and time.monotonic() < deadline:
             time.sleep(0.05)
         assert not any(_alive(pid) for pid in children)
@@ -169,7 +164,7 @@ def _alive(pid: int) -> bool:
     ],
 )
 def test_mistakes_get_a_message_and_no_traceback(arguments: list[str], expected: str) -> None:
-    done = run(*arguments)
+    done = run(*arguments, forked=arguments != ["trian"])
     assert done.returncode == 2
     shown = done.stdout + done.stderr
     assert expected in shown and "Traceback" not in shown
@@ -208,7 +203,7 @@ def test_a_chief_that_fails_before_it_has_made_the_variables_ends_the_run(tmp_pa
         "with tq.Session(task, model, tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))):\n"
         "    pass\n"
     )
-    started = Started([*TORCHQUORUM, "run", str(script)])
+    started = Started([*FORKING, "run", str(script)], forked=True)
     try:
         assert started.wait() == 1, started.tail()
         assert any("the chief has failed: ending the other tasks" in line for line in started.lines), started.tail()

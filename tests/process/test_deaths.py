@@ -2,17 +2,14 @@
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.process.tasks import PROGRAM, Started, by_hand
+from tests.process.tasks import FORKING, PROGRAM, TORCHQUORUM, Started, by_hand
 from torchquorum.formats.checkpoint import list_checkpoints
-
-TORCHQUORUM = [sys.executable, "-m", "torchquorum.cli.main"]
 
 
 def ends_well(*tasks: Started) -> None:
@@ -139,8 +136,8 @@ def test_the_launcher_restarts_what_is_killed_and_the_run_ends_well(tmp_path: Pa
 
 
 def test_ctrl_c_saves_and_ends_every_task_within_seconds(tmp_path: Path) -> None:
-    command = [*TORCHQUORUM, "run", str(PROGRAM), "--steps=100000", "--pause=0.01", f"--logdir={tmp_path}"]
-    started = Started(command)
+    command = [*FORKING, "run", str(PROGRAM), "--steps=100000", "--pause=0.01", f"--logdir={tmp_path}"]
+    started = Started(command, forked=True)
     try:
         started.until("[worker 1] local 20 ")
         started.process.send_signal(signal.SIGINT)

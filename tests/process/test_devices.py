@@ -1,21 +1,15 @@
 """`torchquorum train` with devices, as a user runs it."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-TRAIN = [sys.executable, "-m", "torchquorum.cli.main", "train"]
-
-
-def train(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*TRAIN, *arguments], capture_output=True, text=True, timeout=100, check=False)
+from tests.process.tasks import run
 
 
 def test_train_says_where_everything_runs_and_takes_the_cpu_for_a_missing_gpu(tmp_path: Path) -> None:
-    done = train(
-        "--steps=20", "--ps=2", f"--logdir={tmp_path}", "--device=/gpu:99", "--allow-soft-placement",
+    done = run(
+        "train", "--steps=20", "--ps=2", f"--logdir={tmp_path}", "--device=/gpu:99", "--allow-soft-placement",
         "--log_device_placement", "--gpu-memory-fraction=0.2",
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -40,5 +34,5 @@ def test_train_says_where_everything_runs_and_takes_the_cpu_for_a_missing_gpu(tm
     ],
 )
 def test_train_refuses_a_device_that_makes_no_sense_before_anything_starts(option: str, expected: str) -> None:
-    done = train(option)
+    done = run("train", option)
     assert done.returncode != 0 and expected in done.stderr and "Traceback" not in done.stderr, done.stderr

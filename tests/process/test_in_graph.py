@@ -20,14 +20,14 @@ JOIN = [sys.executable, "-m", "torchquorum.cli.main", "join"]
 def join(cluster: ByHand, job: str, index: int) -> Started:
     """Starts a task that has no program of its own."""
     flags = cluster.command(job, index)[2:]
-    task = Started([*JOIN, *flags])
+    task = Started([*JOIN, *flags], forked=True)
     cluster.started.append(task)
     return task
 
 
 def client(cluster: ByHand, *arguments: str, program: Path = CLIENT) -> Started:
     hosts = [f"--ps_hosts={cluster.ps_hosts}", f"--worker_hosts={cluster.worker_hosts}"]
-    task = Started([sys.executable, str(program), *hosts, *arguments])
+    task = Started([sys.executable, str(program), *hosts, *arguments], forked=True)
     cluster.started.append(task)
     return task
 
@@ -134,7 +134,7 @@ def test_join_says_what_is_wrong_with_its_flags_or_its_port() -> None:
             ([*flags, "--device=cuda:7"], "was put on /job:worker/task:0/device:CUDA:7, but there is no such device"),
             (flags, "the port is in use"),
         ]:
-            task = Started([*JOIN, *arguments])
+            task = Started([*JOIN, *arguments], forked=bool(arguments))
             try:
                 assert task.wait(SLOW_S) == 2 and says in task.tail(), task.tail()
             finally:

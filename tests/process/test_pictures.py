@@ -15,13 +15,7 @@ import pytest
 from PIL import Image
 
 from tests.process.browser import Browser, browser  # noqa: F401  (a fixture)
-from tests.process.tasks import Started, by_hand, free_ports
-
-TORCHQUORUM = [sys.executable, "-m", "torchquorum.cli.main"]
-
-
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([*TORCHQUORUM, *arguments], capture_output=True, text=True, timeout=300, check=False)
+from tests.process.tasks import TORCHQUORUM, Started, by_hand, free_ports, run
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +152,8 @@ def test_status_watches_a_cluster_from_outside_until_it_is_gone() -> None:
         chief = cluster.start("worker", 0, "--steps=100000", "--pause=0.01")
         chief.until("local 5 ")
         host, port = cluster.ps_hosts.split(":")
-        watching = Started([*TORCHQUORUM, "status", f"'{host}:", port, "--watch", "--every=0.2", "--timeout=2"])
+        command = [*TORCHQUORUM, "status", f"'{host}:", port, "--watch", "--every=0.2", "--timeout=2"]
+        watching = Started(command, forked=True)
         try:
             watching.until("global step")
             watching.until("live workers 1 of 2")
@@ -205,14 +200,7 @@ def test_the_doctor_fails_for_a_run_folder_that_is_a_file_and_reads_tf_config(tm
         "cluster": {"ps": [f"127.0.0.1:{nobody}"], "worker": ["127.0.0.1:9"]},
         "task": {"type": "worker", "index": 0},
     }
-    done = subprocess.run(
-        [*TORCHQUORUM, "doctor", f"--logdir={tmp_path / 'file' / 'run'}"],
-        env={**os.environ, "TF_CONFIG": json.dumps(config)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run("doctor", f"--logdir={tmp_path / 'file' / 'run'}", forked=False, env={"TF_CONFIG": json.dumps(config)})
     assert done.returncode == 1
     assert "is not a folder" in done.stdout and "connection refused" in done.stdout
     assert "stand in the way of training" in done.stdout and "Traceback" not in done.stderr

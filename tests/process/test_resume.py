@@ -2,20 +2,18 @@
 
 import re
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.process.tasks import Started, by_hand
+from tests.process.tasks import FORKING, Started, by_hand
 
 PROGRAM = Path(__file__).parent / "learns.py"
-TORCHQUORUM = [sys.executable, "-m", "torchquorum.cli.main"]
 
 
 def launch(folder: Path, *arguments: str, ps: int = 1) -> Started:
-    command = [*TORCHQUORUM, "run", f"--ps={ps}", "--workers=2", str(PROGRAM), f"--logdir={folder}", *arguments]
-    return Started(command)
+    command = [*FORKING, "run", f"--ps={ps}", "--workers=2", str(PROGRAM), f"--logdir={folder}", *arguments]
+    return Started(command, forked=True)
 
 
 def digests(run: Started) -> set[str]:

@@ -107,7 +107,7 @@ def explain_alone() -> str:
 def _read_launcher(text: str) -> Finding:
     try:
         record = msgspec.json.decode(text, type=LauncherTask)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise ClusterError(
             f"{env.TASK}={shorten(text)}: must be what torchquorum's launcher writes there ({error}); "
             f"unset {env.TASK} when you start a task by hand"

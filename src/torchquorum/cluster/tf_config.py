@@ -40,7 +40,7 @@ def read_tf_config(text: str) -> Finding:
     text = strip_quotes(text)
     try:
         config = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         position = getattr(error, "pos", 0)
         near = text[max(0, position - 20) : position + 20]
         raise ClusterError(
@@ -77,7 +77,7 @@ def _read_jobs(text: str) -> dict[str, Any]:
         return {job.strip(): [a for a in hosts.split(";") if a.strip()] for job, _, hosts in parts}
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         try:
             found = ast.literal_eval(text)  # a dict as Python writes it, in single quotes
         except (ValueError, SyntaxError, MemoryError, RecursionError):

@@ -292,6 +292,12 @@ class _Reader:
             raise DeadlineError(_stuck([self.thread.name], timeout_s))
 
 
+def _stop_reader(reader: weakref.ref[_Reader]) -> None:
+    living = reader()  # while its thread runs, the thread holds it
+    if living is not None:
+        living.stop()
+
+
 class Prefetcher(Generic[_T]):
     """An iterator whose batches are read ahead by a thread of its own. Used by one thread, that of the loop.
 
@@ -349,7 +355,9 @@ class Prefetcher(Generic[_T]):
             return self._reader.thread
         self._coordinator = coordinator or self._coordinator or Coordinator()
         self._reader = _Reader(self._source, self._depth, self._coordinator)
-        weakref.finalize(self, self._reader.stop)  # a prefetcher that is forgotten leaves no thread behind
+        # A prefetcher that is forgotten leaves no thread behind. What waits for that holds the reader weakly: a failed
+        # reader's error leads, by its traceback, back to the prefetcher, which would then never be forgotten.
+        weakref.finalize(self, _stop_reader, weakref.ref(self._reader))
         return self._reader.thread
 
     @property

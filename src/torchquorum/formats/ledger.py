@@ -160,7 +160,7 @@ def read_records(path: Path, damaged: Callable[[int], None] | None = None) -> It
                 continue  # still being written, or torn by a kill
             try:
                 yield (_event_decoder if line.startswith(_EVENT) else _decoder).decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 if damaged is None:
                     raise
                 damaged(number)

@@ -61,6 +61,6 @@ def read_measures(folder: Path) -> list[Measure]:
     for line in lines:
         try:
             found.append(_decoder.decode(line))
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue
     return found

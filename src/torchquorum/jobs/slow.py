@@ -14,7 +14,7 @@ import time
 from torchquorum.errors import ConfigError
 
 MOST = 1000.0
-_FORM = re.compile(r"(?:worker)?[\s_#]*(?P<index>[0-9]+)\s*[:=]\s*(?P<factor>[0-9]*\.?[0-9]+)\s*x?", re.IGNORECASE)
+_FORM = re.compile(r"(?:worker)?[\s_#]*(?P<index>[0-9]{1,9})\s*[:=]\s*(?P<factor>[0-9]*\.?[0-9]+)\s*x?", re.IGNORECASE)
 
 
 def parse_slow(text: str, num_workers: int | None = None) -> dict[int, float]:

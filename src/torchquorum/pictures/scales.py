@@ -48,10 +48,10 @@ def bounds(kind: str, values: Sequence[float], *, from_zero: bool = False) -> tu
         low = max(low, high * 1e-6, 1e-9)
         return low * 0.9, max(high * 1.1, low * 1.5)
     if kind == "share":
-        under = [s for s in _SHARES if s <= low]
+        under = [s for s in _SHARES[:-1] if s <= low]  # the last is for the top alone
         over = [s for s in _SHARES if s >= min(high, _SHARES[-1])]
         bottom, top = (under[-1] if under else 0.0), (over[0] if over else _SHARES[-1])
-        return bottom, top if top > bottom else _SHARES[min(len(_SHARES) - 1, _SHARES.index(bottom) + 1)]
+        return bottom, top if top > bottom else _SHARES[_SHARES.index(bottom) + 1]
     low = 0.0 if from_zero and low >= 0 else low
     if high <= low:
         high = low + (abs(low) * 0.1 or 1.0)

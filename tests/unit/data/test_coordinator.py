@@ -1,6 +1,7 @@
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -198,6 +199,20 @@ def test_a_prefetcher_that_is_forgotten_leaves_no_thread() -> None:
     del batches
     gc.collect()
     assert eventually(lambda: not readers())
+
+
+def test_a_prefetcher_whose_reader_failed_is_forgotten_with_all_that_it_held() -> None:
+    class Source:
+        def __iter__(self) -> Iterator[int]:
+            return failing(2)
+
+    source = Source()
+    held, batches = weakref.ref(source), tq.Prefetcher(source)
+    with pytest.raises(ValueError, match="the disk is gone"):
+        list(batches)
+    del source, batches
+    gc.collect()
+    assert held() is None
 
 
 def test_a_reader_that_runs_cannot_be_given_to_another_coordinator() -> None:

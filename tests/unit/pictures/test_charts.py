@@ -7,7 +7,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -25,6 +25,7 @@ from torchquorum.pictures.svg import to_svg
 X, Y = Axis(name="time", unit="s", from_zero=True), Axis(name="loss")
 
 
+@example("share", [0.99999], 1.0)
 @given(
     st.sampled_from(["linear", "log", "share"]),
     st.lists(st.floats(1e-6, 0.99999), min_size=1, max_size=20),

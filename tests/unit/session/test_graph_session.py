@@ -206,7 +206,7 @@ def test_with_nobody_there_the_client_says_so_and_gives_up() -> None:
 def test_a_client_that_was_lost_can_be_replaced_by_one_with_the_same_graph() -> None:
     _, graph, optimizer = make(tq.Async())
     with graph_cluster() as cluster:
-        first = session(cluster, graph, optimizer).__enter__()
+        first = session(cluster, graph, optimizer, liveness_s=1.5).__enter__()
         assert [r.step for r in first.run([BATCH] * 3)] == [1, 2, 3]
         assert first._dispatcher is not None
         first._dispatcher.close()  # as if its process had been killed
@@ -246,7 +246,10 @@ def test_a_second_client_is_told_that_the_task_is_busy(monkeypatch: pytest.Monke
     with graph_cluster() as cluster, session(cluster, graph, optimizer) as run:
         assert run.submit(*BATCH).result().accepted
         _, second, other = make(tq.Async())
-        with pytest.raises(TorchQuorumError, match=r"is busy with the run of client"), session(cluster, second, other):
+        with (
+            pytest.raises(TorchQuorumError, match=r"is busy with the run of client"),
+            session(cluster, second, other, liveness_s=1.5),
+        ):
             pass
         assert run.submit(*BATCH).result().accepted
 

@@ -1,0 +1,268 @@
+"""What is fuzzed: every place where bytes or words of somebody else come in, and the errors that each may answer with.
+
+`run.py` and `test_fuzz.py` call it. A target takes bytes; whatever it raises beyond its allowed errors is a find. What
+always holds: a target needs no stored corpus, its first inputs are made here by our own writers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import tempfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+import torch
+from msgspec import inspect
+
+from tests.unit.formats import checkpoints
+from torchquorum.cluster import ClusterSpec, TaskId
+from torchquorum.cluster.flags import parse_flags
+from torchquorum.cluster.sources import _read_launcher, _read_tf_config, launcher_task
+from torchquorum.data.idx import read_idx
+from torchquorum.errors import ClusterError, ConfigError, DataError, DeviceError, FlagError
+from torchquorum.formats.checkpoint import Reader
+from torchquorum.formats.checkpoint_manifest import MANIFEST, CheckpointError
+from torchquorum.formats.compression import parse_compression
+from torchquorum.formats.crc32c import _crc32c_loop, _crc32c_numpy, crc32c
+from torchquorum.formats.example import Example
+from torchquorum.formats.ledger import Entry, Event, read_records
+from torchquorum.formats.measures import read_measures
+from torchquorum.formats.tfrecord import read_records as read_tfrecords
+from torchquorum.formats.tfrecord_write import frame
+from torchquorum.jobs.slow import parse_slow
+from torchquorum.rules.presets import parse_rule
+from torchquorum.transport import codec, door, tensors
+from torchquorum.transport import graph_messages as g
+from torchquorum.transport import messages as m
+from torchquorum.transport.codec import WireError
+from torchquorum.worker import devices
+
+
+@dataclass(frozen=True)
+class Target:
+    """A function of bytes.
+
+    Attributes:
+        call: Does with the bytes what the program would.
+        allowed: What it may raise.
+        seeds: Good inputs to begin with.
+    """
+
+    call: Callable[[bytes], object]
+    allowed: tuple[type[Exception], ...]
+    seeds: tuple[bytes, ...]
+
+
+_folder: Path | None = None
+
+
+def folder() -> Path:
+    """Returns a scratch folder, in memory where there is room for one; who fuzzes removes it."""
+    global _folder
+    if _folder is None or not _folder.is_dir():
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+        _folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir=memory))
+    return _folder
+
+
+def _file(name: str, body: bytes) -> Path:
+    path = folder() / name
+    path.write_bytes(body)
+    return path
+
+
+def _text(body: bytes) -> str:
+    return body.decode("utf-8", errors="surrogateescape")
+
+
+# -- the wire -------------------------------------------------------------------------------------------------------------
+
+
+def _codec(body: bytes) -> None:
+    message = codec.decode(body)
+    again = codec.encode(message)  # what was understood can be said again
+    assert codec.encode(codec.decode(again)) == again
+
+
+def _graph(body: bytes) -> None:
+    frames = door._unpack(body)
+    message, rest = g.split(frames)
+    specs = getattr(message, "tensors", None)
+    if isinstance(specs, list) and all(isinstance(s, g.TensorSpec) for s in specs):
+        tensors.unpack(specs, rest)
+
+
+def _sample(kind: inspect.Type) -> Any:
+    """Returns a value of a type, as plain as can be."""
+    match kind:
+        case inspect.StructType() | inspect.DataclassType():
+            return kind.cls(**{f.name: _sample(f.type) for f in kind.fields})
+        case inspect.UnionType():
+            return _sample(next(t for t in kind.types if not isinstance(t, inspect.NoneType)))
+        case inspect.ListType() | inspect.CollectionType():
+            return [_sample(kind.item_type)]
+        case inspect.VarTupleType():
+            return (_sample(kind.item_type),)
+        case inspect.TupleType():
+            return tuple(_sample(t) for t in kind.item_types)
+        case inspect.LiteralType():
+            return kind.values[0]
+    plain: dict[type, Any] = {
+        inspect.IntType: 3, inspect.FloatType: 0.5, inspect.BoolType: True, inspect.StrType: "float32", inspect.DictType: {},
+    }  # fmt: skip
+    return plain.get(type(kind))
+
+
+def _messages(kinds: Any) -> list[bytes]:
+    """Returns one message of each kind whose checks a plain one passes."""
+    made = []
+    for kind in get_args(kinds):
+        with contextlib.suppress(Exception):
+            message = codec.encode(_sample(inspect.type_info(kind)))
+            codec.decode_as(msgspec.msgpack.Decoder(kinds), message)
+            made.append(message)
+    assert len(made) > len(get_args(kinds)) / 2, "most kinds of messages are to be tried"
+    return made
+
+
+def _graph_messages() -> tuple[bytes, ...]:
+    _, frames = tensors.pack([torch.arange(3.0)], copy=True)
+    return tuple(door._pack([message, *frames]) for message in _messages(g.AnyGraphMessage))
+
+
+# -- files ----------------------------------------------------------------------------------------------------------------
+
+
+def _tfrecord(body: bytes) -> None:
+    for _ in read_tfrecords(_file("records", body)):
+        pass
+
+
+def _idx(body: bytes) -> None:
+    read_idx(_file("file.idx.gz" if body[:2] == b"\x1f\x8b" else "file.idx", body))
+
+
+def _ledger(body: bytes) -> None:
+    path = _file("ledger.jsonl", body)
+    numbers: list[int] = []
+    records = list(read_records(path, numbers.append))
+    assert len(records) + len(numbers) <= body.count(b"\n")
+    read_measures(folder())
+
+
+def _measures(body: bytes) -> None:
+    _file("measures.jsonl", body)
+    read_measures(folder())
+
+
+def _checkpoint(body: bytes) -> None:
+    """The first byte says which file is damaged, the rest is its content."""
+    path = _pristine()
+    files = sorted(p.name for p in path.iterdir())
+    name = files[body[0] % len(files)] if body else MANIFEST
+    kept = (path / name).read_bytes()
+    try:
+        (path / name).write_bytes(body[1:])
+        with Reader(path) as reader:
+            for variable in reader.variables():
+                reader.read("variable", variable)
+    finally:
+        (path / name).write_bytes(kept)
+
+
+_checkpoint_at: Path | None = None
+
+
+def _pristine() -> Path:
+    global _checkpoint_at
+    if _checkpoint_at is None or not _checkpoint_at.is_dir():
+        _checkpoint_at = checkpoints.save(folder(), 7, num_ps=2)
+    return _checkpoint_at
+
+
+def _checkpoint_seeds() -> tuple[bytes, ...]:
+    path = _pristine()
+    return tuple(bytes([n]) + (path / p).read_bytes() for n, p in enumerate(sorted(os.listdir(path))))
+
+
+def _example(body: bytes) -> None:
+    example = Example.FromString(body)
+    again = Example.FromString(example.SerializeToString())
+    assert again.SerializeToString() == example.SerializeToString()
+
+
+def _crc(body: bytes) -> None:
+    assert crc32c(body) == _crc32c_numpy(body) == _crc32c_loop(body[:4096]) or len(body) > 4096
+
+
+# -- words ----------------------------------------------------------------------------------------------------------------
+
+
+def _flags(body: bytes) -> None:
+    parse_flags(_text(body).split("\0"))
+
+
+def _cluster(body: bytes) -> None:
+    text = _text(body)
+    spec = ClusterSpec({"ps": text.split("\0")[0], "worker": text.split("\0")[-1]})
+    ClusterSpec(spec.as_dict())
+
+
+def _environment(body: bytes) -> None:
+    (_read_launcher if body[:1] == b"L" else _read_tf_config)(_text(body[1:]))
+
+
+def _words(body: bytes) -> None:
+    kind, text = body[:1], _text(body[1:])
+    readers: list[Callable[[str], object]] = [parse_rule, parse_slow, parse_compression, devices.parse, TaskId.parse]
+    readers[(kind or b"\0")[0] % len(readers)](text)
+
+
+SPEC = ClusterSpec({"ps": ["localhost:1"], "worker": ["localhost:2", "[::1]:3"]})
+TF_CONFIG = json.dumps({"cluster": SPEC.as_dict(), "task": {"type": "worker", "index": 1}}).encode()
+RECORDS = b"".join(frame(Example({"n": n, "x": [0.5, n], "b": b"abc"}).SerializeToString()) for n in range(3))
+IDX = b"\0\0\x08\x03\0\0\0\x02\0\0\0\x02\0\0\0\x03" + bytes(range(12))
+
+
+def make_targets() -> dict[str, Target]:
+    """Returns every target by its name."""
+    words = [
+        b"\0sync:2of3", b"\0bounded:3", b"\0buffered:2", b"\1worker1:3x,2:1.5", b"\2gzip",
+        b"\3/job:worker/task:0/gpu:1", b"\4/job:ps/task:3",
+    ]  # fmt: skip
+    return {
+        "codec": Target(_codec, (WireError,), tuple(_messages(m.AnyMessage))),
+        "graph messages": Target(_graph, (WireError,), _graph_messages()),
+        "tfrecord": Target(_tfrecord, (DataError,), (RECORDS, gzip.compress(RECORDS, mtime=0), zlib.compress(RECORDS))),
+        "example": Target(_example, (DataError,), (Example({"n": [1, 2], "x": 0.5, "b": b"a"}).SerializeToString(),)),
+        "crc32c": Target(_crc, (), (b"123456789", bytes(300))),
+        "checkpoint": Target(_checkpoint, (CheckpointError,), _checkpoint_seeds()),
+        "idx": Target(_idx, (DataError,), (IDX, gzip.compress(IDX, mtime=0))),
+        "ledger": Target(_ledger, (), (b"".join(_ledger_lines()),)),
+        "measures": Target(_measures, (), (b'{"step":1,"name":"loss","value":0.5}\n',)),
+        "flags": Target(
+            _flags,
+            (FlagError, ClusterError),
+            (b"--job_name=ps\0--task_id=0\0--ps_hosts=a:1,b:2\0--x", b"--task_index\x003"),
+        ),
+        "cluster": Target(_cluster, (ClusterError,), (b"a:1,b:2\0[::1]:3,c.d:65535", b"['h:1', 'i:2']\0j:3")),
+        "environment": Target(
+            _environment, (FlagError, ClusterError, ConfigError), (b"T" + TF_CONFIG, b"L" + _launcher_text())
+        ),
+        "words": Target(_words, (ConfigError, ClusterError, FlagError, DeviceError), tuple(words)),
+    }
+
+
+def _launcher_text() -> bytes:
+    return launcher_task(SPEC, TaskId("ps", 0), "tcp", 5).encode()
+
+
+def _ledger_lines() -> list[bytes]:
+    return [msgspec.json.encode(_sample(inspect.type_info(kind))) + b"\n" for kind in (Entry, Event)]

@@ -23,8 +23,10 @@ from msgspec import inspect
 
 from tests.unit.formats import checkpoints
 from torchquorum.cluster import ClusterSpec, TaskId
+from torchquorum.cluster.environment import _read_launcher
 from torchquorum.cluster.flags import parse_flags
-from torchquorum.cluster.sources import _read_launcher, _read_tf_config, launcher_task
+from torchquorum.cluster.sources import launcher_task
+from torchquorum.cluster.tf_config import read_tf_config
 from torchquorum.data.idx import read_idx
 from torchquorum.errors import ClusterError, ConfigError, DataError, DeviceError, FlagError
 from torchquorum.formats.checkpoint import Reader
@@ -216,7 +218,7 @@ def _cluster(body: bytes) -> None:
 
 
 def _environment(body: bytes) -> None:
-    (_read_launcher if body[:1] == b"L" else _read_tf_config)(_text(body[1:]))
+    (_read_launcher if body[:1] == b"L" else read_tf_config)(_text(body[1:]))
 
 
 def _words(body: bytes) -> None:

@@ -23,6 +23,8 @@ from torchquorum.formats.segments import fetch_run
 from torchquorum.formats.storage import RemotePath, absolute, locate, write_whole
 from torchquorum.pictures.history import read_history
 
+pytestmark = pytest.mark.library_keeps_sockets
+
 
 class Killed(BaseException):
     """The process is gone: nothing more of it happens."""

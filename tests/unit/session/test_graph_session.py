@@ -212,7 +212,7 @@ def test_a_client_that_was_lost_can_be_replaced_by_one_with_the_same_graph() -> 
         first._dispatcher.close()  # as if its process had been killed
         first._signals.remove()
         _, graph, optimizer = make(tq.Async())
-        with session(cluster, graph, optimizer) as second:
+        with session(cluster, graph, optimizer, liveness_s=1.5) as second:
             assert [r.step for r in second.run([BATCH] * 3)] == [4, 5, 6]
 
 

@@ -12,6 +12,8 @@ from torchquorum.errors import DeadlineError
 from torchquorum.session import meeting as meetings
 from torchquorum.session.meeting import meet
 
+pytestmark = pytest.mark.library_keeps_sockets
+
 
 def place(rank: int, port: int, *, size: int = 3, prefix: str = "torchquorum/x/0/") -> Meeting:
     return Meeting(

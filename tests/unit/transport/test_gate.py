@@ -135,7 +135,7 @@ def test_a_socket_of_the_launcher_is_judged_by_where_it_is_bound() -> None:
         made.bind(("0.0.0.0", 0))
         made.listen()
         with pytest.raises(SecretError, match="without a secret"):
-            ZmqListener(f"localhost:{made.getsockname()[1]}", os.dup(made.fileno()))
+            ZmqListener(f"localhost:{made.getsockname()[1]}", made.fileno())
 
 
 @pytest.mark.parametrize(

@@ -37,10 +37,9 @@ class Case:
 
     def vectors(self) -> dict[str, int]:
         """Returns how many vectors of the model's size a ps may hold, by what for."""
-        over_tcp = self.workers if self.transport == "tcp" else 0
         return {
-            "published versions": self.workers + 2 + over_tcp,
-            "gradients on their way": over_tcp,
+            "published versions": self.workers + 3,
+            "gradients on their way": self.workers if self.transport == "tcp" else 0,
             "the mean": 1,
             "optimizer state": STATES[self.optimizer],
             "moving averages": int(self.average),
@@ -67,14 +66,14 @@ def held_mb(pid: int) -> dict[str, float]:
     """Returns what a process holds for itself: pages of its own, pages of files, and shared memory that it made."""
     status = Path(f"/proc/{pid}/status").read_text()
     own, files = (int(re.findall(rf"{name}:\s+(\d+) kB", status)[0]) * 1024 / MB for name in ("RssAnon", "RssFile"))
-    shared = 0.0
+    made: dict[int, int] = {}  # by inode: a mapping has a descriptor of its own
     for place in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            if "memfd:torchquorum" in str(place.readlink()):
-                shared += place.stat().st_blocks * 512 / MB
+            if re.search("memfd:torchquorum-(versions|board)", str(place.readlink())):  # gradients are the workers'
+                made[place.stat().st_ino] = place.stat().st_blocks * 512
         except OSError:
             continue  # closed meanwhile
-    return {"own": own, "files": files, "shared": shared}
+    return {"own": own, "files": files, "shared": sum(made.values()) / MB}
 
 
 def run(case: Case) -> dict[str, Any]:

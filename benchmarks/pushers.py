@@ -5,18 +5,16 @@ worker that pauses stands for one whose batch is computed elsewhere, by a GPU fo
 """
 
 import multiprocessing
-import sys
 import time
 from dataclasses import dataclass
 from multiprocessing.synchronize import Barrier
-from pathlib import Path
 from typing import Any
 
+import results
 import torch
 from family import family_cpu_seconds
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
 import torchquorum as tq
 
 WARM_UP_S = 0.3
@@ -105,6 +103,11 @@ def run(push: Push) -> dict[str, Any]:
 
 COLUMNS = ["pushes_per_s", "mb_per_s", "cpu_ms_per_push", "p50_ms", "p95_ms", "p99_ms"]
 HEAD = ["pushes/s", "MB/s both ways", "CPU ms/push", "p50 ms", "p95 ms", "p99 ms"]
+
+
+def median_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Returns one row of several of the same push: the medians of its figures."""
+    return {**rows[0], **{c: results.middle((row[c] for row in rows), 3) for c in COLUMNS}}
 
 
 def cells(row: dict[str, Any]) -> list[str]:

@@ -29,9 +29,7 @@ def points(curve: str, seconds: float) -> list[Push]:
     """Returns what is measured for one curve, over both transports."""
     ways = ("shm", "tcp")
     if curve == "workers":
-        return [
-            Push(MLP, n, transport=way, seconds=seconds, pause_s=PAUSE_S) for n in WORKERS for way in ways
-        ]
+        return [Push(MLP, n, transport=way, seconds=seconds, pause_s=PAUSE_S) for n in WORKERS for way in ways]
     if curve == "parameters":
         return [Push(numel, 2, transport=way, seconds=seconds) for numel in PARAMETERS for way in ways]
     return [Push(PS_NUMEL, 2, ps=n, transport=way, seconds=seconds) for n in PS for way in ways]

@@ -20,7 +20,7 @@ MLP = 397_510
 PAUSE_S = 0.02
 WORKERS = (1, 2, 4, 8, 16, 32)
 PARAMETERS = (1_000, 10_000, 100_000, 1_000_000, 10_000_000, 25_000_000)
-PS = (1, 2, 3, 4)
+PS = (1, 2, 4)
 PS_NUMEL = 10_000_000
 CURVES = ("workers", "parameters", "ps")
 

@@ -1,6 +1,6 @@
 """Everything that is measured, one part after the other: `make bench`.
 
-    python benchmarks/bench.py [--only speed,bandwidth,load,scaling,startup,memory] [--tensorflow PYTHON] [--quick]
+    python benchmarks/bench.py [--only speed,bandwidth,load,scaling,decisions,startup,memory] [--tensorflow PYTHON] [--quick]
 
 Prints a table for each part and which floors it met, and writes a JSON file for each into benchmarks/results/. Takes about
 seven minutes on a machine that has nothing else to do. `make bench-docs` then brings docs/speed.md and its pictures up to date.
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import bandwidth
+import decisions
 import load
 import memory
 import results
@@ -38,6 +39,7 @@ def parts(args: argparse.Namespace) -> dict[str, Part]:
         "bandwidth": (lambda: bandwidth.measure(numel, 3 * rounds), bandwidth.show),
         "load": (lambda: load.measure(short, workers, huge=numel, rounds=min(rounds, 2)), load.show),
         "scaling": (lambda: scaling.measure(short), scaling.show),
+        "decisions": (lambda: decisions.measure(rounds), decisions.show),
         "startup": (lambda: startup.measure(rounds), startup.show),
         "memory": (lambda: memory.measure(memory.CASES[:1] if args.quick else memory.CASES), memory.show),
     }

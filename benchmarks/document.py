@@ -135,6 +135,13 @@ def memory(body: dict[str, Any]) -> str:
     return f"{markdown(head, rows)}\n\n{floors(body)}\n\nMeasured {measured(body)}.\n"
 
 
+def decisions(body: dict[str, Any]) -> str:
+    """Returns the table of decisions."""
+    rows = [[f"{r['workers']:,}", f"{r['async_us']:.1f}", f"{r['sync_us']:.1f}"] for r in body["rows"]]
+    head = ["workers", "Async: CPU microseconds per gradient", "Sync"]
+    return f"{markdown(head, rows)}\n\nMeasured {measured(body)}.\n"
+
+
 def scaling(body: dict[str, Any]) -> str:
     """Returns the figures behind the curves."""
     tables = []
@@ -208,7 +215,7 @@ def standalone(scene: Scene) -> str:
 
 def main() -> int:
     """Fills the pages and draws; says what is missing."""
-    makers = {f.__name__: f for f in (speed, short, bandwidth, load, startup, memory, scaling)}
+    makers = {f.__name__: f for f in (speed, short, bandwidth, load, decisions, startup, memory, scaling)}
     bodies = {kind: results.newest(kind) for kind in results.KINDS}
     bodies["short"] = bodies["speed"]
     missing = [kind for kind, body in bodies.items() if body is None]

@@ -19,7 +19,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 FOLDER = HERE / "results"
-KINDS = ("speed", "bandwidth", "load", "scaling", "startup", "memory")
+KINDS = ("speed", "bandwidth", "load", "scaling", "decisions", "startup", "memory")
 
 
 @dataclass(frozen=True)

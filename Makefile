@@ -2,6 +2,8 @@
 #
 #   ARGS         what follows `torchquorum train`      make train ARGS="--model cnn"
 #   PYTEST_ARGS  what follows `pytest`                 make test PYTEST_ARGS="tests/unit -x"
+#   BENCH_ARGS   what follows `benchmarks/bench.py`    make bench BENCH_ARGS="--only speed --rounds 5"
+#   TF_PYTHON    a Python that has tensorflow          make bench TF_PYTHON=tf/bin/python
 #   PIP_ARGS     what follows `pip install`            make train PIP_ARGS="--find-links wheels"
 #   PYTHON       the Python that builds .venv          make train PYTHON=python3.12
 
@@ -18,6 +20,8 @@ SEED ?= 1
 FUZZ_MINUTES ?= 10
 FUZZ_ARGS ?=
 MUTATE_ARGS ?=
+BENCH_ARGS ?=
+TF_PYTHON ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -89,6 +93,14 @@ check-layers: $(DEV_STAMP) ## Do the folders import downwards only?
 format: $(DEV_STAMP) ## Format the code and repair what the linter can
 	$(BIN)/ruff check --fix-only --quiet .
 	$(BIN)/ruff format .
+
+.PHONY: bench
+bench: $(RUN_STAMP) ## Measure speed, bandwidth, load, scaling, start-up and memory (BENCH_ARGS=... TF_PYTHON=...)
+	@$(BIN)/python benchmarks/bench.py --tensorflow "$(TF_PYTHON)" $(BENCH_ARGS)
+
+.PHONY: bench-docs
+bench-docs: $(RUN_STAMP) ## Bring the tables and pictures of docs/speed.md up to date with the newest figures
+	@$(BIN)/python benchmarks/document.py
 
 .PHONY: clean
 clean: ## Remove .venv, caches and build artefacts; runs/ is kept

@@ -26,6 +26,7 @@ from torchquorum.cluster import TaskId
 from torchquorum.errors import ConfigError, TorchQuorumError
 from torchquorum.launcher.local import LocalCluster, Options, die_with_parent
 from torchquorum.launcher.progress import ProgressLine
+from torchquorum.server.update import warm_up
 
 MAX_RESULT_BYTES = 1 << 30
 LAST_LINES = 30
@@ -75,6 +76,7 @@ def launch(
         ConfigError: This process cannot be forked: it has used CUDA.
     """
     _check(function, arguments, keywords)
+    warm_up()  # once here instead of in every fork
     shown = Output(output, quiet=quiet)
     options = Options(
         command=(),

@@ -66,11 +66,9 @@ def line_chart(title: str, series: Sequence[Series], x: Axis, y: Axis, *, empty:
     marks = scales.ticks(vertical, 6)
     left = 14 + max(text_width(scales.label(m, y.kind), SIZE) for m in marks) + 4
     first, last = min(xs), max(xs)
-    horizontal = Scale(min(first, 0.0) if x.from_zero else first, last if last > first else first + 1, left, right)
-    scene.axes = (
-        Scale(horizontal.low, horizontal.high, left, right, "linear", x.unit or x.name),
-        vertical,
-    )
+    start, end = min(first, 0.0) if x.from_zero else first, last if last > first else first + 1
+    horizontal = Scale(start, end, left, right, x.kind, x.unit or x.name)
+    scene.axes = (horizontal, vertical)
     _axes(scene, horizontal, vertical, marks, x, y)
     for s in shown:
         _draw(scene, s, horizontal, vertical)

@@ -106,7 +106,9 @@ class Leader:
         known = self.quorum.workers.get(key.worker)
         if known is not None and known.incarnation == key.incarnation and key.local_step <= known.local_step:
             return  # it has been decided on: what its worker was told, or waits for, stands
-        arrival = self._arrivals.setdefault(key, Arrival())
+        arrival = self._arrivals.get(key)
+        if arrival is None:
+            arrival = self._arrivals[key] = Arrival()
         arrival.shards.add(shard)
         if push is not None:
             arrival.version, arrival.loss, arrival.finite = push.version, push.loss, push.finite

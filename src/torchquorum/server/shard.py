@@ -389,7 +389,7 @@ class Shard:
             for key in keys:
                 self._decide(key)
             self.update.made_elsewhere()
-            self.versions.publish(self.made.pop(version), version)
+            self.versions.adopt(self.made.pop(version), version)
             return
         parts = [self._gradients.pop(key) for key in keys]
         for key in keys:

@@ -90,7 +90,10 @@ class Tally:
 
     def worker(self, index: int) -> WorkerTally:
         """Returns the counts of a worker, which begin with its first mention."""
-        return self.workers.setdefault(index, WorkerTally())
+        found = self.workers.get(index)
+        if found is None:
+            found = self.workers[index] = WorkerTally()
+        return found
 
     def updated(self, at: float) -> None:
         """Counts one update."""

@@ -74,6 +74,10 @@ class Versions:
         self.slots.mark(slot, version)
         self.current, self.version = slot, version
 
+    def adopt(self, slot: int, version: int) -> None:
+        """Takes up a version that a worker has made and marked; its slot may hold a later one by now."""
+        self.current, self.version = slot, version
+
     def close(self) -> None:
         """Gives the memory up."""
         self.slots.close()

@@ -3,6 +3,7 @@
 import importlib
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,7 @@ PROGRAMS = ("bench", "speed", "bandwidth", "load", "scaling", "decisions", "star
 
 
 @pytest.fixture
-def programs(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+def programs(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ModuleType]]:
     """The programs of benchmarks/, imported as they import each other."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     before = set(sys.modules)

@@ -4,6 +4,8 @@
 #   PYTEST_ARGS  what follows `pytest`                 make test PYTEST_ARGS="tests/unit -x"
 #   BENCH_ARGS   what follows `benchmarks/bench.py`    make bench BENCH_ARGS="--only speed --rounds 5"
 #   TF_PYTHON    a Python that has tensorflow          make bench TF_PYTHON=tf/bin/python
+#   CHAOS_ARGS   what follows the fault matrix         make chaos CHAOS_ARGS="-k 'worker and SIGSTOP'"
+#   SOAK_ARGS    what follows the soak test            make soak SOAK_ARGS="--updates 100000"
 #   PIP_ARGS     what follows `pip install`            make train PIP_ARGS="--find-links wheels"
 #   PYTHON       the Python that builds .venv          make train PYTHON=python3.12
 
@@ -22,6 +24,8 @@ FUZZ_ARGS ?=
 MUTATE_ARGS ?=
 BENCH_ARGS ?=
 TF_PYTHON ?=
+CHAOS_ARGS ?=
+SOAK_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -69,6 +73,14 @@ coverage: $(DEV_STAMP) ## What share of the branches the tests take, with a floo
 .PHONY: mutate
 mutate: $(DEV_STAMP) ## Change the rules in one place at a time: do the tests notice?
 	$(BIN)/python tools/mutate.py $(MUTATE_ARGS)
+
+.PHONY: chaos
+chaos: $(DEV_STAMP) ## Run the fault matrix: every fault, task, rule and moment (CHAOS_ARGS="-k 'ps and sync'")
+	$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
+
+.PHONY: soak
+soak: $(DEV_STAMP) ## A million updates while workers are killed; the ps must not grow (SOAK_ARGS=...)
+	$(BIN)/python -m benchmarks.soak $(SOAK_ARGS)
 
 .PHONY: check
 check: check-format check-lint check-types check-layers ## Check format, lint, types and the layers

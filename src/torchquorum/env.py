@@ -16,6 +16,7 @@ TASK = "TORCHQUORUM_TASK"
 TRANSPORT = "TORCHQUORUM_TRANSPORT"
 REPORT = "TORCHQUORUM_REPORT"
 LOGDIR = "TORCHQUORUM_LOGDIR"
+DURABLE = "TORCHQUORUM_DURABLE"
 STARTED_AT = "TORCHQUORUM_STARTED_AT"
 SECRET = "TORCHQUORUM_SECRET"
 SECRET_FILE = "TORCHQUORUM_SECRET_FILE"
@@ -69,6 +70,11 @@ def report() -> str | None:
 def logdir() -> str | None:
     """Return the folder of the run, or None."""
     return _read(LOGDIR)
+
+
+def durable() -> str | None:
+    """Return how the run's updates are to be journalled, unchecked, or None."""
+    return _read(DURABLE)
 
 
 def started_at() -> float | None:

@@ -36,6 +36,10 @@ class LostVariablesError(TorchQuorumError):
     """A ps was restarted and there is no checkpoint to restore its variables from."""
 
 
+class SavedElsewhereError(TorchQuorumError):
+    """The run is over and its last step saved, without this task, which had been taken for dead."""
+
+
 class TaskLostError(TorchQuorumError):
     """A task stopped answering."""
 

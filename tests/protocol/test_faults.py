@@ -39,13 +39,20 @@ FAULTS = {
     "cut": Faults(cut_at=14, cut_for=12),
     "all": Faults(drop=0.08, duplicate=0.15, delay=0.15, delay_s=0.015, cut_at=20, cut_for=8),
 }
-PLACES = {"1 shm": (1, "shm"), "1 frames": (1, "tcp"), "2 shm": (2, "shm"), "2 frames": (2, "tcp")}
-# Every preset meets every fault once with one shard and once with two, the transports taking turns.
+PLACES = {
+    "1 shm": (1, "shm"),
+    "1 frames": (1, "tcp"),
+    "2 shm": (2, "shm"),
+    "2 frames": (2, "tcp"),
+    "3 shm": (3, "shm"),
+    "3 frames": (3, "tcp"),
+}
+# Every preset meets every fault once with one shard and once with two, all at once also with three; transports take turns.
 CASES = [
     (preset, fault, f"{shards} {('shm', 'frames')[(p + f + shards) % 2]}")
     for p, preset in enumerate(PRESETS)
     for f, fault in enumerate(FAULTS)
-    for shards in (1, 2)
+    for shards in ((1, 2, 3) if fault == "all" else (1, 2))
 ]
 
 

@@ -13,6 +13,7 @@ from tests.protocol.by_hand import VARIABLES, Ps, by_peer, layout_of, make_plan,
 from torchquorum.formats.ledger import read_ledger
 from torchquorum.placement.layout import Variable
 from torchquorum.server.service import IDLE_S, LATE_S
+from torchquorum.server.shard import Reply
 from torchquorum.transport import codec
 from torchquorum.transport.slots import Slots
 
@@ -168,6 +169,11 @@ def test_a_push_before_any_variables_is_refused(ps: Ps) -> None:
     assert "has not created them" in only(ps.push(0, 1, 0), m.Fault).text
 
 
+@pytest.mark.parametrize("message", [m.Save(0, 1, 5, "/nowhere", 5), m.Stop(0, 1)])
+def test_a_chief_that_asks_a_restarted_ps_hears_that_the_variables_are_lost(ps: Ps, message: m.Message) -> None:
+    assert only(ps.send(name(0), message), m.Fault).kind == "LostPlaceError"
+
+
 def test_a_push_or_pull_before_the_join_is_refused(ps: Ps) -> None:
     ps.create()
     before = ps.state()
@@ -281,6 +287,20 @@ def test_a_late_duplicate_of_a_buffered_gradient_does_not_disturb_the_next(ps: P
 
 
 # -- waiting --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_gradient_that_comes_again_under_a_later_request_is_answered_under_that_one(running: Ps) -> None:
+    def again(request: int) -> list[Reply]:
+        return running.send(name(0), m.Push(0, 1, request, 1, 0, -1, [], 0.5), running.gradient())
+
+    running.push(0, 1, 0)  # its worker loses the connection while it waits for the round, and takes it up again
+    assert again(7) == []
+    released = [r.message for r in running.push(1, 1, 0) if isinstance(r.message, m.Variables)]
+    assert sorted(v.request for v in released) == [2, 7]
+    [reply] = again(8)  # lost once more, after the round: it is told what it was told before, and nothing is applied
+    assert isinstance(reply.message, m.Variables) and reply.message.request == 8 and reply.message.version == 1
+    assert reply.message.outcome is not None and reply.message.outcome.accepted
+    assert running.service.tally.updates == 1
 
 
 def test_a_probe_while_held_names_the_missing_workers(running: Ps) -> None:

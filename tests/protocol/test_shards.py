@@ -175,6 +175,20 @@ def test_a_dead_workers_half_gradient_does_not_stop_the_others(make: Callable[..
     assert shards.versions == [1, 1]
 
 
+def test_what_a_dead_worker_left_on_some_shards_is_gone_when_its_successor_comes(make: Callable[..., Shards]) -> None:
+    shards = make(rule=tq.Async())
+    shards.join(0)
+    for life in range(1, 6):
+        shards.take(1, shards.ps[1].push(0, 1, 0, incarnation=life))  # the other half never comes
+        shards.lose()
+        for ps in shards.ps:
+            shards.take(ps.index, ps.join(0, incarnation=life + 1))
+        shards.settle()
+        shards.beat(1)
+        shards.settle()
+        assert all(ps.service.shard is not None and not ps.service.shard._gradients for ps in shards.ps)
+
+
 def test_a_lost_log_is_repaired_by_the_next_heartbeat(make: Callable[..., Shards]) -> None:
     shards = make(rule=tq.Async())
     shards.join(0)
@@ -317,7 +331,7 @@ def test_a_worker_whose_join_a_shard_missed_gets_its_answer_when_it_joins_there_
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("rule", [tq.Sync(), tq.Async(), tq.Buffered(3), tq.Bounded(1)], ids=str)
+@pytest.mark.parametrize("rule", [tq.Sync(), tq.Sync(aggregate=1), tq.Async(), tq.Buffered(3), tq.Bounded(1)], ids=str)
 def test_lost_doubled_and_reordered_messages_between_shards_change_no_outcome(
     make: Callable[..., Shards], rule: tq.Rule, seed: int
 ) -> None:

@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from torchquorum.cli.shape import Command, Named, option
+from torchquorum.cli.shape import Command, Named, durable_option, option
 from torchquorum.cli.view import View
 from torchquorum.cluster import TaskId
 from torchquorum.cluster.flags import TRANSPORTS
@@ -29,6 +29,7 @@ COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 @option("--transport", type=Named(*TRANSPORTS), default="auto", help="auto, shm or tcp")
 @option("--threads", type=int, metavar="N", help="of an operation, per task; the cores are shared out if not given")
 @option("--logdir", metavar="DIR", help="the run's folder, for scripts that name none")
+@durable_option("--durable")
 @option("--report", metavar="FILE", help="write the report as JSON to this file")
 @option("--secret-file", metavar="FILE", help="the tasks talk encrypted, with the secret in this file")
 @option("--max-restarts", default=3, metavar="N", help="times a task that a signal ended is started again")

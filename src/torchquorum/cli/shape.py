@@ -41,6 +41,7 @@ class Option(click.Option):
         shown = short + name + (f"/{self.secondary_opts[0]}" if self.secondary_opts else "")
         if not self.is_flag and not self.count:
             shown += f" {self.make_metavar(ctx)}"
+            shown = shown.rstrip()
         default = self.get_default(ctx, call=False)
         tail = f" [{default:g}]" if isinstance(default, float) else f" [{default}]"
         worth_it = self.show_default and not self.is_flag and isinstance(default, int | float | str) and default != ""
@@ -48,6 +49,27 @@ class Option(click.Option):
 
 
 option = partial(click.option, cls=Option, show_default=True)
+
+
+DURABLE = ("write", "fsync")
+
+
+def durable_option(name: str, **more: Any) -> Callable[[Any], Any]:
+    """The option `--durable`, alone or with a value after an equals sign: what follows it may be a script's name."""
+    text = "lose no update with a ps; =fsync: nor with power"
+    return option(name, type=Named(*DURABLE), metavar="", help=text, **more)
+
+
+def spell_durable(args: list[str]) -> list[str]:
+    """Gives `--durable` its value, so that it does not take a script's name for one; a script's own options are its own."""
+    script = next((i for i, word in enumerate(args) if word.endswith(".py")), len(args))
+    spelt: list[str] = []
+    for word, following in zip(args[:script], [*args[1:], ""], strict=False):
+        if word == "--durable":
+            spelt.append(f"--durable={following if following in DURABLE else DURABLE[0]}")
+        elif not (word in DURABLE and spelt and spelt[-1] == f"--durable={word}"):
+            spelt.append(word)
+    return spelt + args[script:]
 
 
 class Command(click.Command):
@@ -67,6 +89,8 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Reads the arguments; for an option that does not exist, names the nearest."""
+        if any(param.name == "durable" for param in self.params):
+            args = spell_durable(args)
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:

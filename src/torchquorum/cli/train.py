@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from torchquorum.cli.shape import Checked, ClusterCommand, Named, option
+from torchquorum.cli.scratch import scratch_folder
+from torchquorum.cli.shape import Checked, ClusterCommand, Named, durable_option, option
 from torchquorum.cli.view import View
 from torchquorum.cluster import TaskId
 from torchquorum.cluster.flags import TRANSPORTS
@@ -86,6 +86,7 @@ HAND = "One task of a cluster started by hand"
 @option("--secret-file", metavar="FILE", section=CLUSTER, help="talk encrypted, with the secret in this file")
 @option("--insecure", is_flag=True, section=HAND, help="a ps may listen for other hosts without a secret")
 @option("--logdir", metavar="DIR", section=CLUSTER, help="the run's folder; runs/mnist-DATE if not given")
+@durable_option("--durable", section=CLUSTER)
 @option("--report", metavar="FILE", section=CLUSTER, help="write the report as JSON to this file")
 @option("--quiet", is_flag=True, section=CLUSTER, help="print only the result")
 @option("--job-name", metavar="JOB", section=HAND, help="ps or worker")
@@ -151,7 +152,7 @@ def run_job(options: MnistOptions, cluster: Options, view: View) -> int:
 
 def _cluster(options: MnistOptions, cluster: Options, report: str | None, quiet: bool) -> int:
     console = Console(highlight=False)
-    with tempfile.TemporaryDirectory(prefix="torchquorum-") as folder:
+    with scratch_folder() as folder:
         where = Path(report) if report else Path(folder) / "report.json"
         cluster.report = str(where.absolute())
         if not quiet:

@@ -123,6 +123,7 @@ class Manifest(msgspec.Struct, kw_only=True):
         created_at: When it was made, in seconds since the epoch.
         torchquorum: The release that wrote it.
         num_ps: The number of ps tasks that wrote it; readers need not care.
+        reign: The creation of the variables in which it was made; the journal's files name theirs.
         plan: Rule, optimizer, schedule: as the caller gave it, in JSON's types.
         scalars: Optimizer and schedule state that is no tensor, in JSON's types.
         pieces: Where every tensor lies, but for the buffers.
@@ -136,6 +137,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     created_at: float = msgspec.field(default_factory=time.time)
     torchquorum: str = msgspec.field(default_factory=release)
     num_ps: Count
+    reign: Count = 0
     plan: dict[str, Any] = {}
     scalars: dict[str, Any] = {}
     pieces: list[Stored]

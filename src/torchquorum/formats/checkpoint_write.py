@@ -215,16 +215,22 @@ def prune(folder: Location, keep: int = KEEP) -> list[Location]:
     with _reporting(f"removing old checkpoints in {folder}", note=""):
         if isinstance(folder, RemotePath):
             return _prune_remote(folder, [path for path in old if isinstance(path, RemotePath)])
-        left = [path for path in folder.iterdir() if _is_left_behind(path)] if folder.is_dir() else []
         for path in old:
             # A rename first: a checkpoint that is half gone must not have a name that readers look for.
             aside = hidden(folder, int(path.name.removeprefix(PREFIX)), "removed")
             assert isinstance(path, Path)
             path.rename(aside)
             _remove(aside)
-        for path in left:
-            _remove(path)
+        left = clear_left_behind(folder)
     return [*old, *left]
+
+
+def clear_left_behind(folder: Path) -> list[Path]:
+    """Removes what writers that died left of checkpoints in a run's folder, and nothing of one that lives; returns it."""
+    left = [path for path in folder.iterdir() if _is_left_behind(path)] if folder.is_dir() else []
+    for path in left:
+        _remove(path)
+    return left
 
 
 def _prune_remote(folder: RemotePath, old: list[RemotePath]) -> list[Location]:

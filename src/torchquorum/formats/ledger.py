@@ -8,6 +8,7 @@ line that begins with "event" is no gradient.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,15 @@ class LedgerWriter:
             except OSError as error:
                 self._end(error)
 
+    def sync(self) -> None:
+        """Flushes, and waits until the disk has it."""
+        self.flush()
+        if not self._file.closed and not isinstance(self._file, SegmentWriter):
+            try:
+                os.fdatasync(self._file.fileno())
+            except OSError as error:
+                self._end(error)
+
     def close(self) -> None:
         """Flushes and closes."""
         self.flush()
@@ -121,6 +131,19 @@ class LedgerWriter:
         with contextlib.suppress(OSError):  # it closes, and fails once more to write what it holds
             self._file.close()
         self._say(f"the ledger {self._path} ends here: it cannot be written ({error.strerror}); training goes on")
+
+
+def sync_ledger(folder: Path) -> None:
+    """Waits until the disk has the ledger of a run, so that a checkpoint that is about to be published is not ahead of it."""
+    try:
+        fd = os.open(folder / NAME, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return  # there is none: the run goes on without
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _mend(path: Path) -> None:

@@ -44,6 +44,7 @@ class MnistOptions:
         placement: round_robin or greedy.
         slice_bytes: Variables of more bytes are sliced over the ps tasks.
         logdir: The run's folder.
+        durable: How updates are journalled: write or fsync; None for not at all.
         device: Where the workers compute, such as cuda:0 or /gpu:0; None for the CPU.
         log_device_placement: Print where every variable lives and every operation of the first step runs.
         allow_soft_placement: Use the CPU for a device that is not there or cannot run an operation.
@@ -69,6 +70,7 @@ class MnistOptions:
     placement: str = "round_robin"
     slice_bytes: int | None = None
     logdir: str | None = None
+    durable: str | None = None
     device: str | None = None
     log_device_placement: bool = False
     allow_soft_placement: bool = False
@@ -160,6 +162,7 @@ def train(options: MnistOptions, argv: list[str] | None = None, report: str | No
         last_step=options.steps,
         max_seconds=options.seconds,
         data=batches,
+        durable=options.durable,
         # On a local cluster all workers come, so the run is the same every time; by hand they may come minutes late.
         wait_for_workers=task.num_workers if task.source == "launcher" else 1,
         placement=options.device,

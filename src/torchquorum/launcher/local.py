@@ -49,6 +49,7 @@ class Options:
         logdir: The run's folder, for programs that name none.
         max_restarts: How often each task may be started again after a signal ended it.
         secret_file: The file with the secret for the tasks, which are given its path by their environment.
+        durable: How updates are journalled: write or fsync; None leaves that to the program.
     """
 
     command: Sequence[str]
@@ -60,6 +61,7 @@ class Options:
     logdir: str | None = None
     max_restarts: int = 3
     secret_file: str | None = None
+    durable: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("ps", "workers"):
@@ -151,6 +153,7 @@ class LocalCluster:
             env.STARTED_AT: repr(self.started_at),
             env.REPORT: self.options.report,
             env.LOGDIR: self.options.logdir,
+            **({env.DURABLE: self.options.durable} if self.options.durable else {}),
             env.TF_CONFIG: None,
             "PYTHONUNBUFFERED": "1",
         }

@@ -25,6 +25,11 @@ from torchquorum.rules.presets import Rule
 LIVENESS_S = 5.0
 
 
+def remembered_lives(num_workers: int) -> int:
+    """Returns how many earlier incarnations are remembered, over all workers: a run of weeks must not fill the memory."""
+    return max(1024, 4 * num_workers)
+
+
 class Reason(StrEnum):
     """Why a gradient was accepted or refused; these words stand in the ledger."""
 
@@ -205,6 +210,8 @@ class Quorum:
         if known is not None:
             self._mark(worker, alive=False, held=False)
             self.replaced[worker, known.incarnation] = known.local_step
+            while len(self.replaced) > remembered_lives(self.num_workers):
+                del self.replaced[next(iter(self.replaced))]
         self.workers[worker] = Worker(
             incarnation=incarnation, last_seen=now, clock=self._level(), gave_at=known.gave_at if known else -1
         )

@@ -14,6 +14,8 @@ ROUNDS_IN = ("float32", "float64")
 
 def may_have_board(plan: Plan) -> bool:
     """Whether a run can use a board at all."""
+    if plan.durable:
+        return False  # the ps writes an update down before anybody has it, so it makes the update itself
     return supported() and plan.num_shards == 1 and plan.average is None and mode_of(plan) is not None
 
 

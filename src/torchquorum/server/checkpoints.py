@@ -15,6 +15,7 @@ import msgspec
 
 from torchquorum.formats.checkpoint_manifest import CheckpointError, FileInfo, Manifest, Stored
 from torchquorum.formats.checkpoint_write import begin, part_name
+from torchquorum.formats.journal import JournalError
 from torchquorum.formats.storage import Location, locate
 from torchquorum.server.buffers import BufferHome
 from torchquorum.server.leader import Leader
@@ -25,6 +26,7 @@ from torchquorum.transport.messages import Part, SaveState
 POSITIONS_S = 5.0
 STAND_IN_S = 60.0
 UNASKED = -1000
+FIRST = -2
 REMEMBERED_POSITIONS = 4
 
 
@@ -86,8 +88,10 @@ class Checkpoints:
         self._began_at = leader.quorum.version  # of this there is a checkpoint, or nothing worth one
         self._positions: dict[int, dict[int, dict[str, Any]]] = {}
         self.restored: dict[str, dict[str, Any]] = {}
+        self.reign = 0
         self._stood_in_at: float | None = None
         self._next: tuple[int, str, int] | None = None
+        self.first_is_due = False
 
     @property
     def busy(self) -> bool:
@@ -107,6 +111,7 @@ class Checkpoints:
             try:
                 self.saving = Saving(number, version, begin(locate(folder), version), keep, now)
             except CheckpointError as error:
+                self._check_first(str(error))
                 self.last = SaveState(number, "failed", version, "", str(error))
                 self._say(f"no checkpoint: {str(error).rstrip('.')}; training goes on")
                 return self.last
@@ -120,12 +125,18 @@ class Checkpoints:
             return SaveState(number, "running", self.saving.version, "", "")
         return self.last if self.last.number == number else None
 
+    def stands_in_now(self, now: float) -> bool:
+        """Whether `stand_in_for_chief` is about to save: no worker may be making updates by itself then."""
+        chief = self._leader.quorum.workers.get(0)
+        dead = chief is not None and not chief.alive and not chief.left
+        return dead and (self._stood_in_at is None or now - self._stood_in_at > STAND_IN_S)
+
     def stand_in_for_chief(self, now: float) -> None:
         """While the chief is dead nobody asks for checkpoints, so shard 0 makes them itself."""
         chief = self._leader.quorum.workers.get(0)
         if chief is None or chief.alive or chief.left:
             self._stood_in_at = None
-        elif self._stood_in_at is None or now - self._stood_in_at > STAND_IN_S:
+        elif self.stands_in_now(now):
             self._stood_in_at = now
             self.save_unasked(now)
 
@@ -195,11 +206,29 @@ class Checkpoints:
         if missing and now - saving.begun_at < POSITIONS_S:
             return
         saving.publishing = True
+        self._leader.flush()  # a checkpoint never holds updates that the ledger does not know after a crash
         manifest, buffers = self._manifest(saving), {}
         if self._buffers is not None:
             exact = self._plan.rule.once_per_round
             manifest.buffers, buffers = self._buffers.save(saving.version, self._leader.quorum.alive, exact=exact)
         self._saver.publish(saving.number, saving.partial, manifest, saving.keep, buffers)
+
+    def save_first(self, now: float) -> None:
+        """A journal has to go on from something: saves the variables as they were created; until then nobody is let in."""
+        assert self._plan.logdir is not None
+        self.first_is_due = True
+        self.save(FIRST, self._plan.logdir, self._plan.keep, now)
+
+    def give_up(self) -> None:
+        """The variables go: so does what was written of a checkpoint, which nobody will publish any more."""
+        if self.saving is not None and not self.saving.publishing:
+            self._saver.abandon(self.saving.partial)
+        self.saving = None
+
+    def fail(self, why: str) -> None:
+        """Gives the checkpoint in the making up."""
+        if self.saving is not None and not self.saving.publishing:
+            self._fail(self.saving, why)
 
     def published(self, result: Published) -> None:
         """A checkpoint is complete, or failed."""
@@ -209,7 +238,7 @@ class Checkpoints:
         if result.path is None:
             self._fail(saving, result.error)
             return
-        self.saving = None
+        self.saving, self.first_is_due = None, False
         self.last = SaveState(saving.number, "done", saving.version, str(result.path), "")
         self._leader.note("saved", text=result.path.name, values={"step": saving.version})
         self._say(f"saved {result.path}")
@@ -217,8 +246,14 @@ class Checkpoints:
     def _fail(self, saving: Saving, error: str) -> None:
         self._saver.abandon(saving.partial)
         self.saving = None
+        self._check_first(error)
         self.last = SaveState(saving.number, "failed", saving.version, "", error)
         self._say(f"no checkpoint at step {saving.version}: {error.rstrip('.')}; training goes on")
+
+    def _check_first(self, error: str) -> None:
+        """Without a first checkpoint a journal is worth nothing, and the run would not be what was asked for."""
+        if self.first_is_due:
+            raise JournalError(f"the run cannot be durable: its first checkpoint failed: {error}")
 
     def _manifest(self, saving: Saving) -> Manifest:
         files, pieces, scalars = {}, [], {}
@@ -234,6 +269,7 @@ class Checkpoints:
         return Manifest(
             step=saving.version,
             num_ps=self._plan.num_shards,
+            reign=self.reign,
             plan=msgspec.to_builtins(self._plan),
             scalars={"optimizer": scalars},
             pieces=pieces,

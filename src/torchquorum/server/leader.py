@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from torchquorum.formats.journal import Record
 from torchquorum.formats.ledger import Entry, Event, LedgerWriter
 from torchquorum.rules import quorum
 from torchquorum.rules.quorum import Key, Quorum
@@ -67,10 +68,26 @@ class Leader:
             self.note("began", values=config)
             self._ledger.flush()
 
+    def remember(self, applied: list[Record]) -> None:
+        """The journal's updates were made again: whoever asks after one of their gradients hears that it was accepted."""
+        for record in applied[-REMEMBERED_FATES:]:
+            for key in record.keys:
+                self._keep_fate(Fate(*key, "accepted", quorum.Reason.WITHIN_BOUND.value, record.version - 1))
+
+    def _keep_fate(self, fate: Fate) -> None:
+        self._fates[Key(fate.worker, fate.incarnation, fate.local_step)] = fate
+        while len(self._fates) > REMEMBERED_FATES:
+            self._fates.popitem(last=False)
+
     def note(self, event: str, worker: int = -1, text: str = "", values: dict[str, Any] | None = None) -> None:
         """Puts into the ledger what is no gradient."""
         if self._ledger is not None:
             self._ledger.write(Event(event, self._wall, self.quorum.version, worker, text, values or {}))
+
+    def flush(self) -> None:
+        """Hands what the ledger has to the operating system."""
+        if self._ledger is not None:
+            self._ledger.flush()
 
     def join(self, worker: int, incarnation: int, request: int, now: float, wall: float, transport: str) -> None:
         """A worker is ready to compute."""
@@ -86,8 +103,16 @@ class Leader:
             self.notes.append(f"/job:worker/task:{worker} {how}")
             self._wall = wall
             self.note(how, worker)
+            if known is not None:
+                self._drop_half(Key(worker, known.incarnation, known.local_step + 1))
         self.outcomes.pop(worker, None)
         self._follow(self.quorum.join(worker, incarnation, now), wall)
+
+    def _drop_half(self, key: Key) -> None:
+        """The life of a worker is over: a gradient of it that reached some shards only will never be whole."""
+        if self.plan.num_shards > 1:
+            self._arrivals.pop(key, None)
+            self._append(Drop([(key.worker, key.incarnation, key.local_step)]))
 
     def pull(self, worker: int, incarnation: int, request: int, *, averaged: bool = False) -> bool:
         """A worker asks for the current version, outside of a push. False if it is not one of ours."""
@@ -105,6 +130,8 @@ class Leader:
         """A shard holds its part of a gradient; `push` comes with our own part and says what it was computed at."""
         known = self.quorum.workers.get(key.worker)
         if known is not None and known.incarnation == key.incarnation and key.local_step <= known.local_step:
+            if push is not None:
+                self.asked_again(key, request)
             return  # it has been decided on: what its worker was told, or waits for, stands
         arrival = self._arrivals.get(key)
         if arrival is None:
@@ -122,6 +149,22 @@ class Leader:
         self.outcomes.pop(key.worker, None)
         self.tally.worker(key.worker).hold(wall)
         self._follow(self.quorum.push(key, arrival.version, now, finite=arrival.finite), wall, arrival.loss)
+
+    def asked_again(self, key: Key, request: int) -> None:
+        """A gradient that was decided on comes once more, under a later request: its worker had lost the connection.
+
+        It is answered under that request: when its wait is over, or now.
+        """
+        known = self.quorum.workers.get(key.worker)
+        if (
+            known is None
+            or known.incarnation != key.incarnation
+            or request <= self._requests.get(key.worker, (0, 0))[1]
+        ):
+            return
+        self._requests[key.worker] = (key.incarnation, request)
+        if not known.held:
+            self._append(Release(key.worker, key.incarnation, request, self.quorum.version, self.quorum.stopped))
 
     def leave(self, worker: int, incarnation: int, wall: float) -> None:
         """A worker goes for good."""
@@ -232,9 +275,7 @@ class Leader:
             accepted=accepted, reason=action.reason.value, staleness=staleness, loss=loss, at=wall
         )
         state = "accepted" if accepted else "refused"
-        self._fates[key] = Fate(*key, state, action.reason.value, action.met, loss)
-        while len(self._fates) > REMEMBERED_FATES:
-            self._fates.popitem(last=False)
+        self._keep_fate(Fate(*key, state, action.reason.value, action.met, loss))
         if self._ledger is not None:
             released_at = self.tally.worker(key.worker).released_at
             self._ledger.write(

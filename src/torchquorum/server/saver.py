@@ -10,13 +10,23 @@ import queue
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from torchquorum.errors import TorchQuorumError
 from torchquorum.formats.checkpoint_manifest import FileInfo, Manifest
-from torchquorum.formats.checkpoint_write import BUFFERS, abandon, prune, publish, write_part, write_tensors
+from torchquorum.formats.checkpoint_write import (
+    BUFFERS,
+    abandon,
+    prune,
+    publish,
+    write_part,
+    write_tensors,
+)
+from torchquorum.formats.journal import clear
+from torchquorum.formats.ledger import sync_ledger
 from torchquorum.formats.storage import Location
 from torchquorum.server.snapshot import Snapshot
 
@@ -74,8 +84,12 @@ class Saver:
             try:
                 if buffers:
                     manifest.files[BUFFERS] = write_tensors(partial, BUFFERS, buffers)
+                if isinstance(partial, Path):
+                    sync_ledger(partial.parent)
                 path = publish(partial, manifest)
                 prune(path.parent, keep)
+                if isinstance(path, Path):  # a journal is on a file system
+                    clear(path.parent, manifest.reign, manifest.step)
                 return Published(number, path, "")
             except (TorchQuorumError, OSError) as error:
                 return Published(number, None, str(error))

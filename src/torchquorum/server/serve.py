@@ -100,6 +100,7 @@ class Server:
         self._stopped = False
         self._watched: dict[int, tuple[int, int]] = {}
         self._poller = select.poll()
+        self._held: list[Reply] = []
 
     def serve(self) -> bool:
         """Serves until the job ends.
@@ -169,10 +170,26 @@ class Server:
             self._send(self.service.handle(*received, time.monotonic(), time.time()))
             taken += 1
             received = self._listener.receive(0.0) if taken < TAKE_AT_ONCE else None
+        self._send_held()
         while self.service.strangers.unwanted:
             self._listener.hang_up(self.service.strangers.unwanted.pop())
 
     def _send(self, replies: list[Reply]) -> None:
+        """Sends answers; in a run that is to survive a loss of power, once the disk has what they tell of."""
+        journal = self.service.shard.journal if self.service.shard is not None else None
+        if self._held or (journal is not None and journal.uncommitted):
+            self._held += replies
+        else:
+            self._send_now(replies)
+
+    def _send_held(self) -> None:
+        """One wait for the disk serves all that was handled since the last."""
+        if self._held:
+            self.service.commit()
+            held, self._held = self._held, []
+            self._send_now(held)
+
+    def _send_now(self, replies: list[Reply]) -> None:
         for reply in replies:
             frames = [codec.encode(reply.message), *reply.frames]
             if reply.peer == LEADER:
@@ -197,6 +214,7 @@ class Server:
             self._poller.unregister(fd)
             os.close(fd)
             self._send(self.service.process_ended(worker, incarnation, now, time.time()))
+        self._send_held()
 
     def _watch(self) -> None:
         """Watches the processes of workers on this host, so that a death is known at once."""
@@ -210,8 +228,10 @@ class Server:
                 continue
             try:
                 fd = os.pidfd_open(pid)
-            except OSError:
+            except ProcessLookupError:
                 self._send(self.service.process_ended(*key, time.monotonic(), time.time()))
+                continue
+            except OSError:  # no file is left to watch it with: its beats are what says that it lives
                 continue
             self._watched[fd] = key
             self._poller.register(fd, select.POLLIN)
@@ -233,6 +253,7 @@ class Server:
             if self.service.leader is None:
                 raise KeyboardInterrupt
             self._send(self.service.stop(time.time()))
+            self._send_held()
 
     def _check_leader(self, now: float) -> None:
         if self.service.refused:
@@ -258,6 +279,7 @@ class Server:
             received = self._listener.receive(0.05)
             if received is not None:
                 self._send(self.service.handle(*received, time.monotonic(), time.time()))
+                self._send_held()
 
     def _write_report(self) -> None:
         if self.service.leader is None:

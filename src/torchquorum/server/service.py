@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torchquorum.transport.messages as m
 from torchquorum.cluster import ClusterSpec, TaskId
 from torchquorum.errors import ConfigError, LostPlaceError, RefusedError
+from torchquorum.formats.checkpoint_write import clear_left_behind
+from torchquorum.formats.journal import JournalError
 from torchquorum.formats.ledger import LedgerWriter
 from torchquorum.formats.storage import locate
 from torchquorum.rules.quorum import Key
 from torchquorum.server.board_host import HARMLESS, BoardHost
 from torchquorum.server.buffers import BufferHome, check_same_buffers
 from torchquorum.server.checkpoints import Checkpoints, Parts
+from torchquorum.server.durable import take_up_journal
 from torchquorum.server.leader import Arrival, Leader
 from torchquorum.server.shard import Reply, Shard
 from torchquorum.server.strangers import Strangers, greet
@@ -36,6 +41,7 @@ MAX_FAULT = 4000
 MOST_WAITING = 1000
 LATE_S = 10.0
 IDLE_S = 600.0
+SHARD_SILENCE_S = 30.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +79,7 @@ class Service:
         self._waiting: list[tuple[Peer, m.Join]] = []
         self._shard_peers: dict[int, Peer] = {}
         self._sent: dict[int, int] = {}
+        self._shard_heard: dict[int, float] = {}
         self._idle_since: float | None = None
         self._failed = False
         self._chief_finished = False
@@ -97,8 +104,8 @@ class Service:
         try:
             before = self._look_at_board(close=not isinstance(message, HARMLESS))
             return before + self._route(peer, message, tensors, now, wall)
-        except AssertionError:
-            raise  # a mistake of our own
+        except (AssertionError, JournalError):
+            raise  # a mistake of our own; or what was promised to survive cannot be written
         except Exception as error:  # whatever a stranger may have sent, the others are served on
             self.strangers.talked(peer)
             kind, text = type(error).__name__, f"{self.me.task}: {error}"[:MAX_FAULT]
@@ -168,8 +175,12 @@ class Service:
         replies = self._take_results()
         if self.leader is None or self.checkpoints is None:
             return replies
-        replies += self._look_at_board(close=self.leader.quorum.somebody_silent(now) or self.checkpoints.busy)
+        saves = self.checkpoints.busy or self.checkpoints.stands_in_now(now)
+        replies += self._look_at_board(close=saves or self.leader.quorum.somebody_silent(now))
         self.checkpoints.advance(now)
+        self._miss_shards(now)
+        if self._waiting and not self.checkpoints.first_is_due:
+            replies += self._let_in(now, wall)
         self.leader.tick(now, wall)
         self.checkpoints.stand_in_for_chief(now)
         self._check_end(now)
@@ -178,6 +189,21 @@ class Service:
         if self.buffers is not None:
             replies += self._said_of_buffers(self.buffers.tick(now, self.leader.quorum.alive))
         return replies + self._advance()
+
+    def _miss_shards(self, now: float) -> None:
+        """A ps task that is gone writes no part: the checkpoint that waits for it is given up."""
+        if self.checkpoints is None or self.checkpoints.saving is None:
+            return
+        saving = self.checkpoints.saving
+        for shard in range(1, self.me.cluster.num_tasks("ps")):
+            silent_s = now - max(self._shard_heard.get(shard, 0.0), saving.begun_at)
+            if shard not in saving.parts and silent_s > SHARD_SILENCE_S:
+                task = TaskId("ps", shard)
+                where = f"{task} ({self.me.cluster.address(task)})"
+                self.checkpoints.fail(f"{where} has not been heard of for {silent_s:.0f} s; start it again")
+                # The last steps are lost with it: a run that ends so has not ended well.
+                self._failed |= self.leader is not None and self.leader.quorum.stopped
+                return
 
     def process_ended(self, worker: int, incarnation: int, now: float, wall: float) -> list[Reply]:
         """The process of a worker on this host is gone."""
@@ -199,6 +225,14 @@ class Service:
             me.index, me.incarnation, followed, os.getpid(), me.host, self.reign, m.PROTOCOL, m.PACKAGE
         )
         return Reply(LEADER, hello)
+
+    def commit(self) -> None:
+        """Waits until the disk has the journal, and the ledger with it, where a run is to survive a loss of power."""
+        journal = self.shard.journal if self.shard is not None else None
+        if journal is not None and journal.uncommitted:
+            if self.ledger is not None:
+                self.ledger.sync()
+            journal.commit()
 
     @property
     def ended(self) -> m.End | None:
@@ -235,27 +269,38 @@ class Service:
         else:
             self.shard, manifest = Shard.restored(self.me.index, create.plan, locate(create.restore))
             positions = manifest.workers
+        try:
+            applied = take_up_journal(self.shard, create, lambda line: self._say(f"{self.me.task}: {line}"))
+        except BaseException:
+            self.shard.close()
+            self.shard = None
+            raise
         self.shard.reign = self.reign
         if self.me.index == 0:
             self.ledger = self._open_ledger(create.plan.logdir)
             self.leader = Leader(create.plan, self.tally, self.ledger, self.shard.version)
+            self.leader.remember(applied)
             self.leader.begin(wall)
             self.checkpoints = Checkpoints(
                 self.leader, self.parts.saver, lambda line: self._say(f"{self.me.task}: {line}"), self.buffers
             )
             self._said_of_buffers([])
-            self.checkpoints.restored = positions
+            self.checkpoints.restored, self.checkpoints.reign = positions, self.reign
             self.board = BoardHost(self.shard, self.leader, self.checkpoints) if self.shard.board is not None else None
-        waiting, self._waiting = self._waiting, []
-        replies = [Reply(peer, m.Created(self.shard.version, False))]
-        for guest, join in waiting:
-            replies += self.handle(guest, [codec.encode(join)], now, wall)
-        return replies
+            folder = locate(create.plan.logdir) if create.plan.logdir is not None else None
+            if isinstance(folder, Path):
+                with suppress(OSError):  # of a run that was killed
+                    clear_left_behind(folder)
+            if create.plan.durable and create.restore is None:
+                self.checkpoints.save_first(now)
+        return [Reply(peer, m.Created(self.shard.version, False)), *self._let_in(now, wall)]
 
     def _give_up(self) -> None:
         """Another ps has lost its variables: ours go too, and all are restored together."""
         assert self.shard is not None
         self.shard.close()
+        if self.checkpoints is not None:
+            self.checkpoints.give_up()
         self.shard = self.leader = self.checkpoints = self.buffers = self.board = self.parts.untold = None
         self._sent.clear()
         if self.ledger is not None:
@@ -272,7 +317,7 @@ class Service:
             return None
 
     def _join(self, peer: Peer, join: m.Join, now: float, wall: float) -> list[Reply]:
-        if self.shard is None:
+        if self.shard is None or (self.checkpoints is not None and self.checkpoints.first_is_due):
             self.strangers.talked(peer)
             others = [(p, j) for p, j in self._waiting if p != peer]
             self._waiting = [*others[-MOST_WAITING:], (peer, join)]
@@ -299,7 +344,17 @@ class Service:
         return self.shard.answer(join.worker, join.incarnation, join.request)
 
     def _waiting_for_chief(self, request: int) -> m.Held:
+        if self.shard is not None:
+            return m.Held(request, "the first checkpoint, from which a journal goes on", 0, 1, [])
         return m.Held(request, "the chief to create the variables", 0, 1, [0])
+
+    def _let_in(self, now: float, wall: float) -> list[Reply]:
+        """Answers those that have waited to join."""
+        waiting, self._waiting = self._waiting, []
+        replies: list[Reply] = []
+        for guest, join in waiting:
+            replies += self.handle(guest, [codec.encode(join)], now, wall)
+        return replies
 
     def _push(self, peer: Peer, push: m.Push, frames: list[Frame], now: float, wall: float) -> list[Reply]:
         shard = self._ready()
@@ -312,9 +367,12 @@ class Service:
             return again
         key = Key(push.worker, push.incarnation, push.local_step)
         if shard.decided(key):
+            if self.leader is not None:
+                self.leader.asked_again(key, push.request)
             return []
         if not shard.holds(key):
             shard.store(push, frames)
+        shard.brought_by(push.request, key)
         if self.leader is None:
             return [
                 Reply(
@@ -353,11 +411,10 @@ class Service:
         return []
 
     def _probe(self, peer: Peer, probe: m.Probe, now: float) -> list[Reply]:
+        if any(p == peer for p, _ in self._waiting):
+            return [Reply(peer, self._waiting_for_chief(probe.request))]
         if self.shard is None:
-            joined = any(p == peer for p, _ in self._waiting)
-            return [
-                Reply(peer, self._waiting_for_chief(probe.request) if joined else m.Unknown(probe.request, self.reign))
-            ]
+            return [Reply(peer, m.Unknown(probe.request, self.reign))]
         again = self.shard.answer(probe.worker, probe.incarnation, probe.request)
         if again:
             return again
@@ -412,6 +469,7 @@ class Service:
         if not 0 <= message.followed <= (self.shard.followed if self.shard else 0):
             raise ValueError(f"shard {message.shard} has followed {message.followed} entries, more than the log has")
         self._shard_peers[message.shard] = peer
+        self._shard_heard[message.shard] = now
         if self.leader is None:
             return []
         self.leader.followed(message.shard, message.followed)
@@ -452,7 +510,10 @@ class Service:
         for note in self.leader.notes:
             self._say(note)
         self.leader.notes.clear()
-        for entry in self.leader.unseen_by(0)[1]:
+        news = self.leader.unseen_by(0)[1]
+        if news and self.shard.journal is not None:
+            self.leader.flush()  # before the journal: what the variables have after a crash the ledger has too
+        for entry in news:
             outcome = self.leader.outcomes.get(entry.worker) if isinstance(entry, m.Release) else None
             followed = self.shard.follow(entry, outcome, told=told)
             if isinstance(entry, m.Release) and self.checkpoints is not None:
@@ -496,16 +557,20 @@ class Service:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def _save(self, peer: Peer, save: m.Save, now: float) -> list[Reply]:
-        if self.leader is None or self.checkpoints is None:
-            raise ValueError("only shard 0, once it holds variables, makes checkpoints")
+        if self.me.index != 0:
+            raise ValueError("only shard 0 makes checkpoints")
+        self._ready()  # a chief that asks one that was restarted has to hear that the variables are lost
+        assert self.leader is not None and self.checkpoints is not None
         known = self.leader.quorum.workers.get(save.worker)
         if known is None or known.incarnation != save.incarnation:
             return [Reply(peer, self._not_joined(save.worker, save.incarnation, -1))]
         return [Reply(peer, self.checkpoints.save(save.number, save.folder, save.keep, now))]
 
     def _stop(self, peer: Peer, stop: m.Stop, wall: float) -> list[Reply]:
-        if self.leader is None:
-            raise ValueError("only shard 0, once it holds variables, can stop the run")
+        if self.me.index != 0:
+            raise ValueError("only shard 0 can stop the run")
+        self._ready()
+        assert self.leader is not None
         known = self.leader.quorum.workers.get(stop.worker)
         if known is None or known.incarnation != stop.incarnation:
             return [Reply(peer, self._not_joined(stop.worker, stop.incarnation, -1))]

@@ -13,9 +13,10 @@ import torch
 
 from torchquorum.formats.checkpoint import Reader, load_manifest
 from torchquorum.formats.checkpoint_manifest import Manifest
+from torchquorum.formats.journal import JournalWriter, Record
 from torchquorum.formats.storage import Location
 from torchquorum.placement.layout import Layout
-from torchquorum.rules.quorum import Key
+from torchquorum.rules.quorum import Key, remembered_lives
 from torchquorum.server.average import Averages
 from torchquorum.server.board_rule import may_have_board
 from torchquorum.server.difference import check_same_plan
@@ -41,7 +42,7 @@ from torchquorum.transport.messages import (
     Variables,
 )
 from torchquorum.transport.messages import Snapshot as SnapshotEntry
-from torchquorum.transport.slots import Slots, section_views
+from torchquorum.transport.slots import Slots, region_bytes, section_views
 
 
 @dataclass(slots=True)
@@ -124,11 +125,12 @@ class Shard:
         self.followed = 0
         self.taken: list[tuple[SnapshotEntry, Snapshot]] = []
         self.ended: End | None = None
+        self.journal: JournalWriter | None = None
         self._gradients: dict[Key, Gradient] = {}
         self._guests: dict[int, Guest] = {}
         self._answers: dict[int, Answer] = {}
         self._stored: dict[int, tuple[int, Key]] = {}
-        self._replaced: set[tuple[int, int]] = set()
+        self._replaced: dict[tuple[int, int], None] = {}
         self._decided: dict[tuple[int, int], int] = {}
 
     @classmethod
@@ -192,7 +194,11 @@ class Shard:
         memory = self._open(join.gradients) if join.gradients is not None else None
         before = self._guests.get(join.worker)
         if before is not None and before.incarnation != join.incarnation:
-            self._replaced.add((join.worker, before.incarnation))
+            self._replaced[join.worker, before.incarnation] = None
+            while len(self._replaced) > remembered_lives(self.plan.num_workers):
+                life = next(iter(self._replaced))
+                del self._replaced[life]
+                self._decided.pop(life, None)
         self._guests[join.worker] = Guest(
             join.incarnation,
             peer,
@@ -280,7 +286,7 @@ class Shard:
                 raise ValueError(f"{len(frames)} tensor frames, expected 1")
             sections = section_views(self.region, frame_tensor(frames[0], self.region.size_bytes))
         self._gradients[key] = Gradient(sections, frozenset(push.absent), borrowed=True)
-        self._stored[push.worker] = (push.request, key)
+        self.brought_by(push.request, key)
         return key
 
     def store_given(self, key: Key, request: int) -> None:
@@ -288,6 +294,10 @@ class Shard:
         memory = self._guests[key.worker].memory
         assert memory is not None, "only who shares memory gives on the board"
         self._gradients[key] = Gradient(memory.sections[0], frozenset(), borrowed=True)
+        self.brought_by(request, key)
+
+    def brought_by(self, request: int, key: Key) -> None:
+        """Notes which request brought a gradient, the latest if several did."""
         self._stored[key.worker] = (request, key)
 
     def undecided(self, worker: int, incarnation: int, request: int) -> Key | None:
@@ -335,6 +345,8 @@ class Shard:
                 return self.answer(worker, incarnation, request)
             case SnapshotEntry():
                 self.taken.append((entry, self.take_snapshot()))
+                if self.journal is not None:
+                    self.journal.rotate(self.version)
             case End():
                 self.ended = entry
         return []
@@ -395,22 +407,45 @@ class Shard:
         for key in keys:
             self._decide(key)
         absent = frozenset.intersection(*(p.absent for p in parts))
+        mean, slot = self._update([p.sections for p in parts], absent, version)
+        if self.journal is not None:  # before anybody hears of this version
+            record = Record(version, sorted(absent), [(k.worker, k.incarnation, k.local_step) for k in keys])
+            self.journal.append(record, region_bytes(self.region, mean))
+        self._publish(slot, version)
+
+    def replay(self, record: Record, payload: Frame) -> None:
+        """Makes an update again as the journal has it: the same mean through the same optimizer, so the same bits."""
+        assert record.version == self.version + 1, (record.version, self.version)
+        sections = section_views(self.region, frame_tensor(payload, self.region.size_bytes))
+        _, slot = self._update([sections], frozenset(record.absent), record.version)
+        self._publish(slot, record.version)
+        for key in record.keys:
+            self._decide(Key(*key))
+
+    def _update(
+        self, gradients: Sequence[Sequence[torch.Tensor]], absent: frozenset[int], version: int
+    ) -> tuple[Sequence[torch.Tensor], int]:
         slots = self.versions.slots
         slot = self.versions.next_slot()
         try:
-            mean = self.update.apply(
-                slots.sections[self.versions.current], slots.sections[slot], [p.sections for p in parts], absent
-            )
+            mean = self.update.apply(slots.sections[self.versions.current], slots.sections[slot], gradients, absent)
         except Exception as error:  # a shard that cannot follow its log must not go on as if it had
             raise AssertionError(f"the update to version {version} failed: {error}") from error
         if self.mean.wanted:
             self.mean.keep(version, mean, absent)
+        return mean, slot
+
+    def _publish(self, slot: int, version: int) -> None:
+        slots = self.versions.slots
         self.versions.publish(slot, version)
         if self.averages is not None:
             self.averages.follow(slots.sections[slot], version)
 
     def close(self) -> None:
-        """Gives the memory up."""
+        """Gives the memory and the journal up."""
+        if self.journal is not None:
+            self.journal.close()
+            self.journal = None
         if self.board is not None:
             self.board.close()
         self.versions.close()

@@ -56,6 +56,6 @@ class CheckpointHook(Hook):
         try:
             session.save(wait_s=LAST_SAVE_S)
         except LostVariablesError:
-            raise  # the run is not at its end any more
+            raise  # the run is not at its end any more, or its end is nowhere
         except TorchQuorumError as error:
             say(f"{session.task}: {error}")

@@ -266,6 +266,7 @@ class ComputeTask:
             save_every_s=options.save_every_s,
             save_every_steps=options.save_every_steps,
             keep=options.keep,
+            durable=plan.durable,
             buffers=plan.buffers_mode,
             log_device_placement=options.log_device_placement,
             patience=Patience(start_s=options.start_s, round_s=options.round_s, probe_s=0.5),

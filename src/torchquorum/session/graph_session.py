@@ -70,7 +70,7 @@ class GraphSession:
         cluster: Who exists: a `tq.ClusterSpec`, or {"ps": [...], "worker": [...]} with the addresses of the compute tasks.
         graph: What to train.
         optimizer: A `tq.Optimizer` over the parameters of the graph's model.
-        logdir, last_step, num_steps, liveness_s, save_every_s, save_every_steps, keep, restore, start_afresh, buffers: As in
+        logdir, last_step, num_steps, liveness_s, save_every_s, save_every_steps, keep, restore, start_afresh, buffers, durable: As in
             `tq.Session`; compute task 0 is the chief.
         wait_for_workers: Begin when so many compute tasks are ready; the others may come later.
         ahead: How many batches a task has besides the one that it computes, so that it need not wait for the next.
@@ -96,6 +96,7 @@ class GraphSession:
         restore: bool = True,
         start_afresh: bool = False,
         buffers: str = "chief",
+        durable: bool | str | None = None,
         wait_for_workers: int = 1,
         ahead: int = 1,
         seed: int | None = None,
@@ -135,6 +136,7 @@ class GraphSession:
             restore=restore,
             start_afresh=start_afresh,
             buffers=buffers,
+            durable=durable,
             wait_for_workers=wait_for_workers,
             patience=self._patience,
         )

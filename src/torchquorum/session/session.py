@@ -28,10 +28,10 @@ from torchquorum.errors import (
     DeadlineError,
     LostPlaceError,
     LostVariablesError,
+    SavedElsewhereError,
     TaskLostError,
     TorchQuorumError,
 )
-from torchquorum.formats.checkpoint import CheckpointError, load_manifest, newest_good
 from torchquorum.formats.measures import Measure, append_measures
 from torchquorum.formats.storage import locate
 from torchquorum.session import position
@@ -39,6 +39,7 @@ from torchquorum.session.buffers import RunBuffers
 from torchquorum.session.checkpoint_hook import CheckpointHook
 from torchquorum.session.config import ConfigProto, read_device_options
 from torchquorum.session.devices import SessionDevices
+from torchquorum.session.durable import find_checkpoint, find_journal, is_saved, lost_at_the_end, read_durable
 from torchquorum.session.folder import check_folder
 from torchquorum.session.hooks import Hook, Ran, end_all
 from torchquorum.session.join import Task, say
@@ -53,6 +54,7 @@ from torchquorum.worker.flat import FlatParameters, describe
 from torchquorum.worker.optimizer import Optimizer
 from torchquorum.worker.place import Placement
 
+REJOIN_S = 10.0
 _Answer = TypeVar("_Answer")
 
 
@@ -80,6 +82,8 @@ class Session:
             load_state_dict; one, or several by name.
         buffers: Whose persistent buffers, such as batch norm's running statistics, are the run's, to be saved, exported and
             evaluated: those of the `chief`; the `average` over the workers; or `local`: each worker's stay with it, unsaved.
+        durable: Journal every update in the run's folder, so that a ps that is killed at any instant comes back with all that
+            a worker was told of: True or `write`; `fsync` survives a loss of power too, and waits for the disk.
         patience: How long to wait for what.
         hooks: What to do around the loop, in this order; see `torchquorum.session.hooks`.
         placement: Puts parts of the model on devices, see `tq.place`: a device, or a mapping from names to devices.
@@ -118,6 +122,7 @@ class Session:
         start_afresh: bool = False,
         data: Resumable | Mapping[str, Resumable] | None = None,
         buffers: str = "chief",
+        durable: bool | str | None = None,
         patience: Patience | None = None,
         hooks: Sequence[Hook] = (),
         placement: Placement | None = None,
@@ -145,6 +150,7 @@ class Session:
         self.logdir = check_folder(task, logdir if logdir is not None else env.logdir())
         self._last_step, self._num_steps, self._max_seconds = last_step, num_steps, max_seconds
         self._liveness_s = liveness_s
+        self._durable = read_durable(durable, self.logdir)
         self._began_at = time.monotonic()
         self.patience = patience or Patience()
         self._client: Client | None = None
@@ -155,7 +161,8 @@ class Session:
         self._initial: list[torch.Tensor] | None = None
         self.hooks = list(hooks)
         self.state = State.NEW
-        self._stop_asked = False
+        self._stop_asked = self._after_loop = False
+        self._reached = 0
         self._data: dict[str, Resumable] = dict(data) if isinstance(data, Mapping) else {"data": data} if data else {}
         if not 1 <= wait_for_workers <= task.num_workers:
             raise ConfigError(f"wait_for_workers={wait_for_workers}: the cluster has {task.num_workers} workers")
@@ -280,10 +287,10 @@ class Session:
         if path is None and self._start_afresh:
             self._first_values(flat)
             self._buffers.first_values()
+        journal = find_journal(path, plan, lambda line: say(f"{self.task}: {line}"))
         if self._num_steps is not None and self._last_step is None:
-            self._last_step = self._num_steps + (load_manifest(locate(path)).step if path is not None else 0)
-            plan.last_step = self._last_step
-        client.create(plan, flat, path, reign=secrets.randbits(62), replace=True)
+            self._last_step = plan.last_step = self._num_steps + journal.version
+        client.create(plan, flat, path, reign=secrets.randbits(62), replace=True, journal=journal)
 
     def _first_values(self, flat: FlatParameters) -> None:
         """Keeps the values that the run begins with, or goes back to them."""
@@ -303,25 +310,34 @@ class Session:
     def recover(self, error: Exception) -> Step:
         """A ps task was lost: waits for it, and goes on from what it holds or from a checkpoint.
 
-        The optimizer calls this, and whatever else asks the ps tasks. A gradient that was being pushed is given up.
+        The optimizer calls this, and whatever else asks the ps tasks. If the variables are where they were, a gradient that
+        was being pushed is pushed again unless it had arrived; if they are back at a checkpoint, it is given up.
 
         Raises:
             LostVariablesError: There is nothing to go on from; or the loop is over and the run is back before its end.
         """
-        stopping = self.state is State.STOPPING
+        stopping = self._after_loop = self.state is State.STOPPING
         self._go(State.RECOVERING)
         say(f"{error}\n{self.task}: trying to go on for {self.patience.start_s:.0f} s")
         deadline = time.monotonic() + self.patience.start_s
         before = self._known()
+        self._reached = before.version
         while True:
             try:
                 client = self._rejoin()
                 rolled_back = client.version < before.version
                 if rolled_back:
                     self._buffers.begin(client)
+                went_on_at = client.version
+                # Those who trained together go on together: else the first one back would fill their rounds.
+                client.wait_for_workers(self._wait_for_workers, at_most_s=REJOIN_S)
+                taken_up = client.take_up(before) if not (rolled_back or stopping) else None
                 break
             except (TaskLostError, LostPlaceError, DeadlineError) as again:
                 if time.monotonic() > deadline:
+                    if stopping:
+                        self._go(State.STOPPING)
+                        raise lost_at_the_end(again) from None
                     raise again from None
                 time.sleep(0.2)
         if rolled_back and client.position is not None:
@@ -332,11 +348,12 @@ class Session:
             self._check_still_over(client)
         self.optimizer.attach(client, self)
         self._go(State.STOPPING if stopping else State.RUNNING)
-        back = f", {before.version - client.version} steps before where it was" if rolled_back else ""
-        say(f"{self.task}: going on at global step {client.version}{back}")
+        back = f", {before.version - went_on_at} steps before where it was" if rolled_back else ""
+        say(f"{self.task}: going on at global step {went_on_at}{back}")
         for hook in self.hooks if not stopping else ():
             hook.after_create_session(self)
-        return Step(client.version, client.local_step, False, "ps lost", 0, client.lr[0], client.stopped)
+        lost = Step(client.version, client.local_step, False, "ps lost", 0, client.lr[0], client.stopped)
+        return taken_up or lost
 
     def _check_still_over(self, client: Client) -> None:
         """A ps was lost after the loop: that is no harm unless the run has lost steps that nobody will make again."""
@@ -376,22 +393,12 @@ class Session:
 
     def _newest(self) -> str | None:
         """The chief looks for a checkpoint to go on from."""
-        own = self.state is State.RECOVERING and self._saves > 0  # then what is there is this run's own
+        own = self.state is State.RECOVERING and (
+            self._saves > 0 or bool(self._durable)
+        )  # then what is there is this run's own
         if self.logdir is None or not (self._restore or own):
             return None
-        try:
-            found, skipped = newest_good(locate(self.logdir))
-        except CheckpointError as error:
-            say(f"{self.task}: {error}")
-            return None
-        for info in skipped:
-            say(f"{self.task}: skipping {info.path}: {info.problem}")
-        if found is None:
-            return None
-        say(f"{self.task}: restoring {found[0]} (global step {found[1].step})")
-        if self._last_step is not None and found[1].step >= self._last_step:
-            say(f"{self.task}: that run is over at step {self._last_step}; give another logdir, or a higher last step")
-        return str(found[0])
+        return find_checkpoint(self.logdir, self._last_step, lambda line: say(f"{self.task}: {line}"))
 
     def _go(self, state: State) -> None:
         """The only place where the state changes."""
@@ -404,6 +411,10 @@ class Session:
             self._stop_asked = True
             if self.task.is_chief:
                 self._known().stop()
+        missed_the_end = self.state is State.RECOVERING and self._after_loop and self.task.is_chief
+        if missed_the_end and is_saved(self.logdir, self._reached):
+            self._go(State.STOPPING)
+            raise SavedElsewhereError(f"step {self._reached} was saved without this task; the ps tasks have ended")
 
     def save(self, *, wait_s: float = 0.0) -> str | None:
         """Makes a checkpoint of the current version, while training goes on.
@@ -443,6 +454,7 @@ class Session:
             liveness_s=self._liveness_s,
             logdir=self.logdir,
             keep=self._keep,
+            durable=self._durable,
             tied=tied_names(self.model),
         )
         self._buffers.describe(plan)

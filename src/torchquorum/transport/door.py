@@ -116,6 +116,7 @@ class DoorListener:
         self._door.bind("\0" + self.name)
         self._door.listen(128)
         self._door.setblocking(False)
+        self._spare: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._guests: dict[int, tuple[Peer, socket.socket]] = {}
         self._peers: dict[Peer, socket.socket] = {}
         self._entered = self._strangers = 0
@@ -184,6 +185,7 @@ class DoorListener:
         try:
             guest, _ = self._door.accept()
         except OSError:
+            self._turn_away()
             return
         credentials = guest.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         if _CREDENTIALS.unpack(credentials)[1] not in (os.getuid(), 0):
@@ -196,6 +198,16 @@ class DoorListener:
         self._guests[guest.fileno()] = peer, guest
         self._peers[peer] = guest
         self._poller.register(guest.fileno(), zmq.POLLIN)
+
+    def _turn_away(self) -> None:
+        """No file is left for a guest: it is let in with the one kept for this and shown out, so that it need not wait."""
+        if self._spare is None:
+            return
+        self._spare.close()
+        with suppress(OSError):
+            self._door.accept()[0].close()
+        with suppress(OSError):
+            self._spare = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def _read(self, fd: int) -> None:
         peer, guest = self._guests[fd]
@@ -247,4 +259,6 @@ class DoorListener:
         self._guests.clear()
         self._peers.clear()
         self._door.close()
+        if self._spare is not None:
+            self._spare.close()
         self._outside.close()

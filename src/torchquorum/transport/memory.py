@@ -52,11 +52,21 @@ class Segment:
     def create(cls, name: str, size_bytes: int) -> Segment:
         """Makes a segment; memory is used only as it is touched."""
         size_bytes = max(PAGE_BYTES, -(-size_bytes // PAGE_BYTES) * PAGE_BYTES)
-        fd = os.memfd_create(f"torchquorum-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.fchmod(fd, 0o600)
-        os.ftruncate(fd, size_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-        return cls(mmap.mmap(fd, size_bytes), fd)
+        fd = -1
+        try:
+            fd = os.memfd_create(f"torchquorum-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            os.fchmod(fd, 0o600)
+            os.ftruncate(fd, size_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+            return cls(mmap.mmap(fd, size_bytes), fd)
+        except (OSError, MemoryError) as error:
+            if fd >= 0:
+                os.close(fd)
+            why = error.strerror if isinstance(error, OSError) else "out of memory"
+            raise SegmentError(
+                f"no shared memory of {size_bytes} bytes for {name} ({why}); see ulimit -n and -v, and the memory that this "
+                "process may use"
+            ) from None
 
     @classmethod
     def open(cls, ref: MemoryRef) -> Segment:

@@ -79,6 +79,7 @@ class Plan(msgspec.Struct, kw_only=True):
     liveness_s: float = 5.0
     logdir: str | None = None
     keep: int = 5
+    durable: str = ""
     buffers: list[BufferSpec] = []
     buffers_mode: str = "local"
     tied: dict[str, str] = {}
@@ -86,6 +87,22 @@ class Plan(msgspec.Struct, kw_only=True):
     def layout(self) -> Layout:
         """Returns the placement of the variables, the same on every task."""
         return place(self.variables, self.num_shards, strategy=self.placement, slice_bytes=self.slice_bytes)
+
+
+class JournalRef(msgspec.Struct):
+    """What of the journal belongs to a creation: the chief finds out for all shards.
+
+    Attributes:
+        version: The version that all shards have, to be restored.
+        reign: The reign of the checkpoint.
+        after: The reign that the new one goes on from.
+        at: When the new reign begins, in nanoseconds since the epoch.
+    """
+
+    version: int
+    reign: int
+    after: int
+    at: int
 
 
 class MeanPiece(msgspec.Struct, array_like=True):
@@ -125,12 +142,14 @@ class Create(Message):
     With `restore`, the path of a checkpoint, those are left out: the ps reads its shard from there. To shard 0 the model's
     buffers follow in a further frame, if the plan has any. `reign` names this
     creation on all shards; `replace` says to give up variables that are there, because another ps has lost its own.
+    `journal` says how far the updates after that checkpoint are to be made again from the journal; nothing if there are none.
     """
 
     plan: Plan
     restore: str | None = None
     reign: int = 0
     replace: bool = False
+    journal: JournalRef | None = None
 
 
 class Join(Message):

@@ -6,6 +6,10 @@ of a slot is -1 while it is being written.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from torchquorum.placement.layout import Region
@@ -27,6 +31,19 @@ DTYPES = {
 def section_views(region: Region, memory: torch.Tensor) -> list[torch.Tensor]:
     """Returns a flat typed view of each section of a region that starts at the first byte of `memory`."""
     return [memory[s.start_byte : s.start_byte + s.size_bytes].view(DTYPES[s.dtype]) for s in region.sections]
+
+
+def region_bytes(region: Region, sections: Sequence[torch.Tensor]) -> npt.NDArray[np.uint8]:
+    """Returns the sections' values as the bytes of a region, as they would lie in a slot; not copied if there is one."""
+    if len(region.sections) == 1 and region.sections[0].size_bytes == region.size_bytes:
+        found = sections[0].reshape(-1).view(torch.uint8).numpy()
+    else:
+        found = np.zeros(region.size_bytes, np.uint8)
+        for section, values in zip(region.sections, sections, strict=True):
+            found[section.start_byte : section.start_byte + section.size_bytes] = values.reshape(-1).view(torch.uint8)
+    found = found.view()
+    found.flags.writeable = False
+    return found
 
 
 def _pages(size_bytes: int) -> int:

@@ -75,7 +75,10 @@ class ZmqChannel:
 
     def __init__(self, address: str, identity: bytes, access: Access = OPEN, who: str = "the task") -> None:
         self._where, self._access = f"{who} ({address})", access
-        self.socket = _context().socket(zmq.DEALER)
+        try:
+            self.socket = _context().socket(zmq.DEALER)
+        except zmq.ZMQError as error:
+            raise ClusterError(f"no connection to {self._where}: {error}; see ulimit -n") from None
         try:
             self.socket.setsockopt(zmq.IDENTITY, identity)
             self.socket.setsockopt(zmq.LINGER, LINGER_MS)

@@ -36,6 +36,7 @@ from torchquorum.worker.buffer_link import BufferLink
 from torchquorum.worker.faults import error_of
 from torchquorum.worker.flat import FlatParameters, Puller, Pusher
 from torchquorum.worker.positions import Position, Positions
+from torchquorum.worker.resume import enter_door, take_up
 
 Connect = Callable[[str, bytes], Channel]
 GOODBYE_S = 2.0
@@ -192,7 +193,14 @@ class Client:
         return created
 
     def create(
-        self, plan: m.Plan, flat: FlatParameters, restore: str | None = None, *, reign: int = 0, replace: bool = False
+        self,
+        plan: m.Plan,
+        flat: FlatParameters,
+        restore: str | None = None,
+        *,
+        reign: int = 0,
+        replace: bool = False,
+        journal: m.JournalRef | None = None,
     ) -> bool:
         """The chief hands its variables, or the path of a checkpoint with them, to the ps tasks, shard 0 last.
 
@@ -213,7 +221,7 @@ class Client:
                 frames.append(tensor_frame(self.buffers.local.capture().pack()))
             answer = self._ask(
                 k,
-                m.Create(plan, restore, reign, replace),
+                m.Create(plan, restore, reign, replace, journal),
                 frames,
                 m.Created,
                 self.patience.start_s,
@@ -235,9 +243,10 @@ class Client:
             self._shared, self._doors = [False] * len(self._ps), [""] * len(self._ps)
             self._join(plan)
         for k, door in enumerate(self._doors):
-            if door:
+            entered = enter_door(self, door) if door else None
+            if entered is not None:
                 self._channels[k].close()
-                self._channels[k] = DoorChannel(door)
+                self._channels[k] = entered
             elif self._lanes[k]:
                 self._take_lane(k)
             self._channels[k].send([codec.encode(m.Here(self.index, self.incarnation, self._request))])
@@ -338,6 +347,10 @@ class Client:
         if isinstance(answer, m.Fault) and answer.request == -1:
             raise error_of(answer)
         self._is_wanted(answer)
+
+    def take_up(self, before: Client) -> Step | None:
+        """After a connection was lost in the middle of a push: learns what became of it, see `torchquorum.worker.resume`."""
+        return take_up(self, before)
 
     def pull(self, *, averaged: bool = False) -> int:
         """Takes the current version, or the moving averages at it; returns it."""
@@ -498,13 +511,15 @@ class Client:
         """From now on this worker's position is noted whenever it takes a new version; now for the first time."""
         self._positions = Positions(capture, self.version)
 
-    def wait_for_workers(self, count: int) -> None:
-        """Waits until so many workers have joined, this one counted."""
+    def wait_for_workers(self, count: int, at_most_s: float | None = None) -> None:
+        """Waits until so many workers have joined, this one counted; `at_most_s` goes on without the others then."""
         started = told = time.monotonic()
         while count > 1:
             body = self._ask(0, m.StatusRequest(), [], m.Status, self.patience.round_s, "the other workers").body
             now, live = time.monotonic(), body.get("live", [])
             if len(live) >= count or body.get("stopped") or body.get("global_step", 0) > self.version:
+                return
+            if at_most_s is not None and now - started > at_most_s:
                 return
             if now - started > min(WORKERS_S, self.patience.start_s):
                 raise DeadlineError(
@@ -569,6 +584,8 @@ class Client:
             state = self._ask(0, request, [], m.SaveState, wait_s, "a checkpoint")
             if state.number == number and state.state != "running":
                 return state
+            for k in range(1, len(self._ps)):  # each has a part of it to write: one that is gone is noticed here
+                self._ask(k, m.StatusRequest(), [], m.Status, wait_s, "its part of a checkpoint")
             time.sleep(0.05)
         where = f"{self._ps[0]} ({self.cluster.address(self._ps[0])})"
         raise DeadlineError(
@@ -651,6 +668,7 @@ class Client:
             if now - asked >= self.patience.probe_s:
                 asked = now
                 self._channels[k].send(packet)
+                self.while_waiting()
             self._check(k, now - started, now - heard, patience_s, what, starting=starting)
             if now - told >= self.patience.say_s:
                 told = now

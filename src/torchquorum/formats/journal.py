@@ -1,0 +1,342 @@
+"""The journal on disk: every update of a shard since the last checkpoint, so that a ps that was killed loses none.
+
+A ps task appends a record before anybody is told of the update; the chief and the ps tasks read the records when the
+variables have to be made again. A file begins with a `Head`; a record is a `Record` and the bytes of the mean gradient.
+What always holds: a record is believed only if its checksum is right and it is the successor of the one before, so what was
+being written when the process or the machine died is left out; a file is never changed but at its end.
+
+A file belongs to one reign, one creation of the variables. A reign that goes on from another names it (`after`): a checkpoint
+of that other one is followed by its records up to where the new reign begins, then by those of the new one. What a reign that
+is not in this line wrote is never replayed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from torchquorum.errors import TorchQuorumError
+from torchquorum.formats.crc32c import crc32c
+
+Payload = bytes | npt.NDArray[np.uint8]  # an array must be read-only
+MODES = ("write", "fsync")
+SUFFIX = ".journal"
+_MAGIC = b"tqjournal1\n"
+_FRAME = struct.Struct("<IQI")  # size of the struct, size of the payload, checksum of both
+MAX_HEADER_BYTES = 16 << 20
+_ADVICE = {
+    errno.ENOSPC: "the disk is full: free some space there",
+    errno.EDQUOT: "the quota is used up: free some space there",
+    errno.EROFS: "the file system is read-only: make it writable",
+    errno.EACCES: "this user may not write there: change the permissions",
+    errno.ENOENT: "it is not there: was it removed, and do all ps tasks see the same folder?",
+}
+
+
+class JournalError(TorchQuorumError):
+    """The journal cannot be written, or cannot be followed."""
+
+
+class Head(msgspec.Struct, array_like=True):
+    """What a file is.
+
+    Attributes:
+        shard: Which ps task wrote it.
+        num_shards: How many there were.
+        reign: The creation of the variables that it belongs to.
+        after: The reign that it goes on from, 0 for none.
+        start: The version before its first record.
+        at: When the reign began, in nanoseconds since the epoch, by the chief's clock.
+        plan: What the updates were made with: variables, optimizer, schedule, averages, placement.
+    """
+
+    shard: int
+    num_shards: int
+    reign: int
+    after: int
+    start: int
+    at: int
+    plan: dict[str, Any]
+
+
+class Record(msgspec.Struct, array_like=True):
+    """One update; the mean gradient of the shard follows as bytes.
+
+    Attributes:
+        version: The version that it makes.
+        absent: Variables (by index) that have no gradient in it.
+        keys: The gradients whose mean it is: worker, incarnation, local step.
+    """
+
+    version: int
+    absent: list[int]
+    keys: list[tuple[int, int, int]]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_head_decoder = msgspec.msgpack.Decoder(Head)
+_record_decoder = msgspec.msgpack.Decoder(Record)
+
+
+class JournalWriter:
+    """Appends the updates of one shard. Owned by the ps thread.
+
+    With `write` a record is the system's when `append` returns, so it survives the death of the process; with `fsync`
+    `commit` waits until the disk has it, so it survives a loss of power too.
+
+    Args:
+        folder: The run's folder.
+        head: What the first file is.
+        mode: write or fsync.
+
+    Attributes:
+        uncommitted: Whether something was appended that the disk may not have and shall have.
+    """
+
+    def __init__(self, folder: Path, head: Head, mode: str) -> None:
+        assert mode in MODES, mode
+        self._folder, self._head, self._sync = folder, head, mode == "fsync"
+        self.uncommitted = False
+        self._fd, self._path, self._size = -1, folder, 0
+        self._open(head.start)
+
+    def append(self, record: Record, payload: Payload) -> None:
+        """Writes an update.
+
+        Raises:
+            JournalError: It cannot be written; the file ends with the record before.
+        """
+        self._write(_encoder.encode(record), payload)
+
+    def commit(self) -> None:
+        """Waits until the disk has what was appended, if that is asked for."""
+        if self.uncommitted:
+            try:
+                os.fdatasync(self._fd)
+            except OSError as error:
+                raise self._failed(error) from error
+            self.uncommitted = False
+
+    def rotate(self, version: int) -> None:
+        """Begins another file: a checkpoint of this version is being made, after which the files before are not needed."""
+        self.commit()
+        os.close(self._fd)
+        self._fd = -1
+        self._open(version)
+
+    def close(self) -> None:
+        """Commits and closes."""
+        if self._fd >= 0:
+            with suppress(JournalError):
+                self.commit()
+            os.close(self._fd)
+            self._fd = -1
+
+    def _open(self, version: int) -> None:
+        head = msgspec.structs.replace(self._head, start=version)
+        self._path = self._folder / journal_name(head)
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            self._size = 0
+            os.write(self._fd, _MAGIC)
+            self._size = len(_MAGIC)
+            self._write(_encoder.encode(head), b"")
+            if self._sync:
+                self.commit()
+                _sync_folder(self._folder)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def _write(self, packed: bytes, payload: Payload) -> None:
+        pieces = [_FRAME.pack(len(packed), len(payload), _checksum(packed, payload)), packed, payload]
+        wanted = sum(len(piece) for piece in pieces)
+        try:
+            written = os.writev(self._fd, pieces)
+            if written < wanted:  # a full disk takes what it can; asked again, it says why it takes no more
+                rest = b"".join(pieces)[written:]
+                while rest:
+                    rest = rest[os.write(self._fd, rest) :]
+        except OSError as error:
+            raise self._failed(error) from error
+        self._size += wanted
+        self.uncommitted = self._sync
+
+    def _failed(self, error: OSError) -> JournalError:
+        if self._fd >= 0:
+            with suppress(OSError):  # so that nobody has to cut a torn record off
+                os.ftruncate(self._fd, self._size)
+        advice = _ADVICE.get(error.errno or 0, "see what is wrong there")
+        return JournalError(
+            f"the journal {self._path} cannot be written ({error.strerror}); {advice}, then start the tasks again: every "
+            "update that a worker was told of is there. Without --durable a run goes on when its folder is full."
+        )
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def journal_name(head: Head) -> str:
+    """Returns the name of a file."""
+    return f"shard-{head.shard:05d}-of-{head.num_shards:05d}-{head.reign:016x}-{head.start}{SUFFIX}"
+
+
+def _checksum(packed: bytes, payload: Payload) -> int:
+    return crc32c(packed + crc32c(payload).to_bytes(4, "little"))  # pyright: ignore[reportArgumentType]
+
+
+def read_head(path: Path) -> Head | None:
+    """Returns what a journal file is; None if it is none, or was torn at its very beginning."""
+    with suppress(FileNotFoundError), path.open("rb") as file:
+        return _take_head(file)
+    return None
+
+
+def read_file(path: Path) -> Iterator[tuple[Record, memoryview]]:
+    """Yields the records of a file, up to the first that is not whole."""
+    with path.open("rb") as file:
+        head = _take_head(file)
+        expected = head.start + 1 if head is not None else -1
+        while head is not None and (frame := _take_frame(file)) is not None:
+            try:
+                record = _record_decoder.decode(frame[0])
+            except msgspec.DecodeError:
+                return
+            if record.version != expected:
+                return
+            expected += 1
+            yield record, memoryview(frame[1])
+
+
+def _take_head(file: IO[bytes]) -> Head | None:
+    if file.read(len(_MAGIC)) != _MAGIC or (found := _take_frame(file)) is None:
+        return None
+    try:
+        return _head_decoder.decode(found[0])
+    except msgspec.DecodeError:
+        return None
+
+
+def _take_frame(file: IO[bytes]) -> tuple[bytes, bytes] | None:
+    start = file.read(_FRAME.size)
+    if len(start) < _FRAME.size:
+        return None
+    header_bytes, payload_bytes, checksum = _FRAME.unpack(start)
+    left = os.fstat(file.fileno()).st_size - file.tell()
+    if header_bytes > MAX_HEADER_BYTES or header_bytes + payload_bytes > left:
+        return None
+    packed, payload = file.read(header_bytes), file.read(payload_bytes)
+    return (packed, payload) if _checksum(packed, payload) == checksum else None
+
+
+def last_version(path: Path, head: Head) -> int:
+    """Returns the version that a file leads to. Reads every byte."""
+    return max((record.version for record, _ in read_file(path)), default=head.start)
+
+
+@dataclass(slots=True)
+class Line:
+    """The files of one shard that follow a checkpoint, in order, and how far they lead.
+
+    Attributes:
+        files: Each with the last version to be taken from it.
+        reigns: The reigns that wrote them, the checkpoint's own first.
+        version: The last version that they lead to.
+        plan: What the updates were made with; None if there are none.
+    """
+
+    files: list[tuple[Path, int]] = field(default_factory=list)
+    reigns: list[int] = field(default_factory=list)
+    version: int = 0
+    plan: dict[str, Any] | None = None
+
+
+def _heads(folder: Path) -> list[tuple[Path, Head]]:
+    found = [(path, head) for path in folder.glob(f"*{SUFFIX}") if (head := read_head(path)) is not None]
+    return sorted(found, key=lambda entry: (entry[1].at, entry[1].start))
+
+
+def find_line(folder: Path, shard: int, num_shards: int, reign: int, step: int) -> Line:
+    """Finds the updates that follow a checkpoint of `step`, made in `reign`, on one shard. Reads every byte.
+
+    Raises:
+        JournalError: They were written by another number of ps tasks.
+    """
+    line = Line([], [reign], step)
+    for path, head in _heads(folder):
+        new = head.reign not in line.reigns
+        if head.reign == 0 or (new and head.after not in line.reigns):
+            continue
+        if head.num_shards != num_shards:
+            if last_version(path, head) > step:
+                raise JournalError(
+                    f"{path} holds updates after step {step} and was written by {head.num_shards} ps tasks, not {num_shards}. "
+                    f"Start once with --ps {head.num_shards}, so that a checkpoint is made; or remove the file to go back "
+                    f"to step {step}."
+                )
+            continue
+        if head.shard != shard or head.start > line.version:
+            continue
+        if new:
+            line.reigns.append(head.reign)
+            line.files = [(before, min(upto, head.start)) for before, upto in line.files]
+            line.version = max(step, min(line.version, head.start))
+        last = last_version(path, head)
+        if last > line.version:
+            line.files.append((path, last))
+            line.version, line.plan = last, head.plan
+    return line
+
+
+def find_common(folder: Path, num_shards: int, reign: int, step: int) -> Line:
+    """Finds how far all shards can be brought after a checkpoint: every update that a worker was told of is within.
+
+    Returns:
+        The line of shard 0, with the version that all shards have.
+    """
+    lines = [find_line(folder, shard, num_shards, reign, step) for shard in range(num_shards)]
+    first = lines[0]
+    first.version = min(line.version for line in lines)
+    first.reigns = [r for r in first.reigns if all(r in line.reigns for line in lines)]
+    return first
+
+
+def follow_line(line: Line, step: int, upto: int) -> Iterator[tuple[Record, memoryview]]:
+    """Yields the records from `step` to `upto`, each once, in order."""
+    version = step
+    for path, last in line.files:
+        for record, payload in read_file(path):
+            if record.version > min(last, upto):
+                break
+            if record.version == version + 1:
+                version += 1
+                yield record, payload
+    if version != upto:
+        raise JournalError(f"the journal in {line.files} leads to version {version}, not to {upto}")
+
+
+def clear(folder: Path, reign: int, step: int) -> list[Path]:
+    """Removes what a new checkpoint of `step`, made in `reign`, makes superfluous: all but what that reign wrote since."""
+    removed = []
+    for path in folder.glob(f"*{SUFFIX}"):
+        head = read_head(path)
+        if head is None or head.reign != reign or head.start < step:
+            with suppress(FileNotFoundError):
+                path.unlink()
+                removed.append(path)
+    return removed

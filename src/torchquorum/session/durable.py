@@ -1,0 +1,89 @@
+"""What survives, as the session sees it: the option `durable`, how far a journal leads, what the end of a run needs.
+
+The chief asks when it makes the variables again; the ps tasks then replay what it found. What always holds: the version that
+is found is one that every shard has, and no worker was ever told of a later one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from torchquorum import env
+from torchquorum.errors import ConfigError, LostVariablesError
+from torchquorum.formats.checkpoint import CheckpointError, list_checkpoints, load_manifest, newest_good
+from torchquorum.formats.journal import MODES, find_common
+from torchquorum.formats.storage import is_remote, locate
+from torchquorum.server.durable import check_plan
+from torchquorum.transport.messages import JournalRef, Plan
+
+
+def read_durable(given: bool | str | None, logdir: str | None) -> str:
+    """Returns how updates are journalled: not at all (empty), write or fsync; by default as the launcher says.
+
+    Raises:
+        ConfigError: There is no such way, or no folder for the journal.
+    """
+    chosen = env.durable() if given is None else given
+    mode = "" if chosen in (None, False, "") else MODES[0] if chosen is True else str(chosen).strip().lower()
+    if mode and mode not in MODES:
+        raise ConfigError(f"durable={chosen!r}: must be one of {', '.join(MODES)}, or True for {MODES[0]}")
+    if mode and logdir is None:
+        raise ConfigError(f"durable={chosen!r}: the journal needs a folder; give the session a logdir too")
+    if mode and logdir is not None and is_remote(logdir):
+        raise ConfigError(
+            f"durable={chosen!r}: a journal is appended to, which an object store cannot do; give a logdir on a file system, "
+            f"not {logdir}"
+        )
+    return mode
+
+
+def find_checkpoint(logdir: str, last_step: int | None, say: Callable[[str], None]) -> str | None:
+    """Finds the newest good checkpoint of a run's folder, and says which, or what is wrong with newer ones."""
+    try:
+        found, skipped = newest_good(locate(logdir))
+    except CheckpointError as error:
+        say(str(error))
+        return None
+    for info in skipped:
+        say(f"skipping {info.path}: {info.problem}")
+    if found is None:
+        return None
+    say(f"restoring {found[0]} (global step {found[1].step})")
+    if last_step is not None and found[1].step >= last_step:
+        say(f"that run is over at step {last_step}; give another logdir, or a higher last step")
+    return str(found[0])
+
+
+def find_journal(path: str | None, plan: Plan, say: Callable[[str], None]) -> JournalRef:
+    """Finds how far the journal leads beyond a checkpoint, on all shards.
+
+    Raises:
+        JournalError: It was made by another number of ps tasks, or with another optimizer.
+    """
+    at = time.time_ns()
+    if path is None:
+        return JournalRef(0, 0, 0, at)
+    manifest = load_manifest(locate(path))
+    if is_remote(path):  # there are no journals on object stores
+        return JournalRef(manifest.step, manifest.reign, manifest.reign, at)
+    line = find_common(Path(path).parent, plan.num_shards, manifest.reign, manifest.step)
+    if line.version > manifest.step:
+        if line.plan is not None:
+            check_plan(line.plan, plan, Path(path).parent)
+        say(f"the journal leads on to global step {line.version}")
+    return JournalRef(line.version, manifest.reign, line.reigns[-1], at)
+
+
+def is_saved(logdir: str | None, step: int) -> bool:
+    """Whether a step is in the run's folder: ps task 0 saves the last one if it takes the chief for dead."""
+    return logdir is not None and any(i.step >= step and i.problem is None for i in list_checkpoints(locate(logdir)))
+
+
+def lost_at_the_end(error: Exception) -> LostVariablesError:
+    """Returns the error of a ps that was lost after the loop and did not come back: it costs the steps not yet saved."""
+    return LostVariablesError(
+        f"{error} The last step of the run is not saved: when the ps tasks are back, start the program again: it goes on from "
+        "the last checkpoint."
+    )

@@ -1,0 +1,57 @@
+"""How a client comes in by a ps task's door, and how it takes up a push in whose middle the connection was lost.
+
+Called by the client, on the worker's thread. What always holds: a gradient is pushed again under its own number, so it
+counts once, whatever is still on its way.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torchquorum.transport.messages as m
+from torchquorum.transport import codec
+from torchquorum.transport.door import DoorChannel
+from torchquorum.transport.memory import host_id
+
+if TYPE_CHECKING:
+    from torchquorum.worker.client import Client, Step
+
+
+def enter_door(client: Client, name: str) -> DoorChannel | None:
+    """Goes in by a ps task's door; None if it lets nobody in, as when it has no file left: ZeroMQ serves as well."""
+    try:
+        channel = DoorChannel(name)
+    except OSError:
+        return None
+    greeting = m.Hello(m.PROTOCOL, str(client.task), client.incarnation, host_id(), os.getpid(), m.PACKAGE)
+    channel.send([codec.encode(greeting)])
+    if channel.receive(client.patience.silence_s) is None:
+        channel.close()
+        return None
+    return channel
+
+
+def take_up(client: Client, before: Client) -> Step | None:
+    """Asks what became of the gradient that was being pushed; if nothing, pushes it again.
+
+    Returns:
+        What became of it; None if nothing was being pushed, or, pipelined, if the next one waits already.
+    """
+    from torchquorum.worker.client import Step
+
+    push = before._open[0][0] if before._open else None
+    if not isinstance(push, m.Push) or client.pipeline:
+        return None
+    question = m.FateOf(client.index, client.incarnation, push.local_step)
+    fate = client._ask(0, question, [], m.Fate, client.patience.round_s, "word of a gradient")
+    if fate.state in ("accepted", "refused"):
+        staleness = max(0, fate.met - push.version)
+        accepted = fate.state == "accepted"
+        return Step(client.version, client.local_step, accepted, fate.reason, staleness, client.lr[0], client.stopped)
+    client.local_step = push.local_step - 1
+    version, client.version = client.version, push.version
+    try:
+        return client.push(push.loss)
+    finally:
+        client.version = max(version, client.version)

@@ -1,0 +1,110 @@
+"""`make chaos`: runs the fault matrix, or the cells that -k names, and prints a table of what came of it.
+
+python -m tests.chaos -k "ps and Sync"        only cells whose name has all these words
+python -m tests.chaos --jobs 8                so many cells at a time; they mostly wait
+python -m tests.chaos --markdown FILE         also as a table for docs/faults.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from tests.chaos.cells import CELLS, DIAGONAL, FAULTS, MOMENTS, NAMESPACES, RULES, TASKS, Cell
+from tests.chaos.network import missing
+from tests.chaos.runner import Result, run_cell
+from tests.chaos.zygote import Zygote
+
+SHORT = dict(zip(MOMENTS, ("first", "middle", "saving", "end"), strict=True))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make chaos", description="Run the fault matrix.")
+    parser.add_argument("-k", default="", help="words that a cell's name must have, joined by 'and'; 'not' before one")
+    parser.add_argument("--jobs", type=int, default=3 * (os.cpu_count() or 2), help="cells at a time [%(default)s]")
+    parser.add_argument("--diagonal", action="store_true", help="only the part that `make test` runs")
+    parser.add_argument("--markdown", type=Path, help="write the table here")
+    parser.add_argument("--keep", type=Path, help="keep every cell's folder in here")
+    args = parser.parse_args()
+    cells = [cell for cell in (DIAGONAL if args.diagonal else CELLS) if matches(cell, args.k)]
+    if reason := missing():
+        skipped = [cell for cell in cells if cell.fault in NAMESPACES]
+        print(f"{len(skipped)} cells between hosts are left out: {reason}")
+        cells = [cell for cell in cells if cell not in skipped]
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the table is printed also then
+    results: dict[Cell, Result] = {}
+    began = time.monotonic()
+    zygote = Zygote()
+    pool = ThreadPoolExecutor(args.jobs)
+    try:
+        for done in as_completed([pool.submit(run_cell, cell, zygote, i, args.keep) for i, cell in enumerate(cells)]):
+            result = done.result()
+            results[result.cell] = result
+            mark = "ok" if not result.problem else "FAILED"
+            print(f"{len(results):4} of {len(cells)}  {mark:6} {result.seconds:5.1f} s  {result.cell}", flush=True)
+            if result.problem:
+                print("    " + result.problem.replace("\n", "\n    "), flush=True)
+    finally:
+        pool.shutdown(cancel_futures=True)
+        zygote.close()
+        print_table(results)
+        if args.markdown is not None:
+            args.markdown.write_text(markdown(results))
+    failed = sum(bool(r.problem) for r in results.values())
+    print(f"{len(results)} cells in {time.monotonic() - began:.0f} s, {failed} failed")
+    return 1 if failed or len(results) < len(cells) else 0
+
+
+def matches(cell: Cell, words: str) -> bool:
+    """Whether a cell's name has the words."""
+    name = str(cell).lower()
+    for word in filter(None, (w.strip() for w in words.lower().split(" and "))):
+        wanted = not word.startswith("not ")
+        if (word.removeprefix("not ") in name) is not wanted:
+            return False
+    return True
+
+
+def rows(results: dict[Cell, Result]) -> list[tuple[str, list[str]]]:
+    """One row per task and fault, one column per rule and moment."""
+    found = []
+    for task in TASKS:
+        for fault in FAULTS:
+            cells = [Cell(task, fault, rule, moment) for rule in RULES for moment in MOMENTS]
+            if any(cell in results for cell in cells):
+                found.append((f"{task}, {fault}", [_mark(results.get(cell)) for cell in cells]))
+    return found
+
+
+def _mark(result: Result | None) -> str:
+    return "-" if result is None else "FAILED" if result.problem else f"{result.seconds:.0f} s"
+
+
+def print_table(results: dict[Cell, Result]) -> None:
+    """Prints what there is, also when the run was stopped midway."""
+    width = 7
+    print()
+    print(" " * 22 + "".join(rule.ljust(width * len(MOMENTS)) for rule in RULES))
+    print(" " * 22 + "".join(SHORT[moment].ljust(width) for _ in RULES for moment in MOMENTS))
+    for name, marks in rows(results):
+        print(name.ljust(22) + "".join(mark.ljust(width) for mark in marks))
+
+
+def markdown(results: dict[Cell, Result]) -> str:
+    """Returns the table as docs/faults.md has it: per rule the seconds at the four moments."""
+    lines = [f"| task, fault | {' | '.join(RULES)} |", "| --- |" + " --- |" * len(RULES)]
+    for name, marks in rows(results):
+        groups = [marks[i : i + len(MOMENTS)] for i in range(0, len(marks), len(MOMENTS))]
+        lines.append(
+            f"| {name} | " + " | ".join(", ".join(m.removesuffix(" s") for m in group) for group in groups) + " |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

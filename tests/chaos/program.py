@@ -1,0 +1,124 @@
+"""The program of the fault matrix: counts instead of learning, and stops at gates so that a fault falls where it shall.
+
+Every parameter's gradient is -1 and the rate 1, so each value equals the version: an update that was lost, doubled or mixed
+with another shows at once. A gate is a file that the runner makes; what the program prints is what the runner waits for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import torchquorum as tq
+from torchquorum.rules import parse_rule
+from torchquorum.server import saver, serve, service
+from torchquorum.worker.client import Patience
+
+GATE_S = 120.0
+POLL_S = 0.005
+GATED_FROM = 7  # there is a checkpoint before the one during which something happens
+
+
+def parse() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gates", type=Path, required=True)
+    parser.add_argument("--logdir", required=True)
+    parser.add_argument("--rule", required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--gate-at", type=int, required=True)
+    parser.add_argument("--save-steps", type=int, required=True)
+    parser.add_argument("--size", type=int, default=1000)
+    parser.add_argument("--pause", type=float, default=0.005)
+    parser.add_argument("--liveness", type=float, default=1.0)
+    parser.add_argument("--silence", type=float, default=1.0)
+    parser.add_argument("--start", type=float, default=40.0)
+    parser.add_argument("--durable", default="")
+    return parser
+
+
+def gate(folder: Path, name: str) -> None:
+    """Waits until the runner opens a gate."""
+    deadline = time.monotonic() + GATE_S
+    while not (folder / name).exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"gate {name} was never opened")
+        time.sleep(POLL_S)
+
+
+def gate_checkpoints(folder: Path) -> None:
+    """A ps task stops, with its part of a checkpoint written and before it says so, until the gate is open."""
+    write = saver.write_part
+
+    def gated(partial: Path, shard: int, *rest: Any) -> Any:
+        info = write(partial, shard, *rest)
+        if int(partial.name.split(".")[2].removeprefix("ckpt-")) < GATED_FROM:
+            return info
+        print(f"checkpoint begun: {partial.name}", flush=True)
+        gate(folder, "checkpoint")
+        return info
+
+    saver.write_part = gated  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Counter(nn.Module):
+    """Two vectors, so that each of two ps tasks holds one."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.count = nn.Parameter(torch.zeros(size))
+        self.other = nn.Parameter(torch.zeros(size // 2))
+        for parameter in self.parameters():
+            parameter.grad = -torch.ones_like(parameter)
+
+    def value(self) -> tuple[int, int]:
+        """The least and the greatest element."""
+        return int(min(p.min() for p in self.parameters())), int(max(p.max() for p in self.parameters()))
+
+
+def main() -> None:
+    # A ps task's own deadlines, shortened like those of the session below.
+    serve.LEADER_SILENCE_S, service.LATE_S, service.IDLE_S = 5.0, 1.0, 12.0
+    serve.WAIT_FOR_CHIEF_S, serve.SAY_EVERY_S = 20.0, 1.0
+    service.SHARD_SILENCE_S = 5.0
+    known, _ = parse().parse_known_args()
+    gate_checkpoints(known.gates)
+    task = tq.join()
+    args = parse().parse_args()
+    model = Counter(args.size)
+    optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), rule=parse_rule(args.rule))
+    patience = Patience(start_s=args.start, round_s=40.0, silence_s=args.silence, probe_s=0.2, say_s=2.0)
+    options: dict[str, Any] = {"durable": args.durable} if args.durable else {}
+    with tq.Session(
+        task,
+        model,
+        optimizer,
+        last_step=args.steps,
+        logdir=args.logdir,
+        liveness_s=args.liveness,
+        save_every_steps=args.save_steps,
+        patience=patience,
+        **options,
+    ) as session:
+        print(f"ready at {session.global_step} over {'+'.join(session.transports)}", flush=True)
+        gate(args.gates, "begin")
+        while not session.should_stop():
+            if session.local_step == args.gate_at:
+                gate(args.gates, "middle")
+            if session.local_step == args.gate_at + 2:
+                gate(args.gates, "late")
+            step = optimizer.step(loss=1.0)
+            print(f"local {step.local_step} global {step.version} accepted {step.accepted} {step.reason}", flush=True)
+            assert model.value() == (step.version, step.version), (model.value(), step)
+            time.sleep(args.pause)
+        print(f"over at {session.global_step}", flush=True)
+        gate(args.gates, "end")
+    print(f"done at {session.global_step} after {session.local_step} local steps: {model.value()}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

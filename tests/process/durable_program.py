@@ -1,0 +1,64 @@
+"""A small real training, started as real processes by tests: every batch is a function of its number, so that a run whose
+updates were each made exactly once ends with the same bits as any other such run."""
+
+import argparse
+import time
+
+import torch
+from torch import nn
+
+import torchquorum as tq
+from torchquorum.rules import parse_rule
+from torchquorum.worker.client import Patience
+
+
+def main() -> None:
+    task = tq.join()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--rule", default="sync")
+    parser.add_argument("--optimizer", default="Adam")
+    parser.add_argument("--logdir", required=True)
+    parser.add_argument("--durable", default="")
+    parser.add_argument("--save-steps", type=int, default=25)
+    parser.add_argument("--width", type=int, default=30)
+    parser.add_argument("--fail-at", type=int, default=-1)
+    parser.add_argument("--start", type=float, default=60.0)
+    parser.add_argument("--pause", type=float, default=0.003)
+    args = parser.parse_args()
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(20, args.width), nn.Tanh(), nn.Linear(args.width, 3))
+    inner = getattr(torch.optim, args.optimizer)(model.parameters(), lr=0.01)
+    optimizer = tq.Optimizer(inner, rule=parse_rule(args.rule), average=tq.ExponentialMovingAverage(0.9))
+    patience = Patience(start_s=args.start, round_s=60.0, silence_s=20.0, probe_s=0.2, say_s=10.0)
+    with tq.Session(
+        task,
+        model,
+        optimizer,
+        last_step=args.steps,
+        logdir=args.logdir,
+        save_every_steps=args.save_steps,
+        wait_for_workers=task.num_workers,
+        durable=args.durable or None,
+        liveness_s=20.0,
+        patience=patience,
+    ) as session:
+        print(f"started at {session.global_step} over {'+'.join(session.transports)}", flush=True)
+        batch = 0
+        while not session.should_stop():
+            x = torch.randn(8, 20, generator=torch.Generator().manual_seed(1000 * task.index + batch))
+            optimizer.zero_grad()
+            loss = (model(x) ** 2).mean()
+            loss.backward()
+            step = optimizer.step(loss=loss)
+            # What a worker is told when `step` returns is what must never be lost.
+            print(f"told {step.version} accepted {step.accepted} {step.reason}", flush=True)
+            batch += 1
+            if batch == args.fail_at and task.index == 1:
+                raise MemoryError("no memory is left")
+            time.sleep(args.pause)
+    print(f"done at {session.global_step}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""The journal on disk: what was written comes back, what was torn is left out, and other reigns' records stay out."""
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from torchquorum.formats.journal import (
+    SUFFIX,
+    Head,
+    JournalError,
+    JournalWriter,
+    Record,
+    clear,
+    find_common,
+    find_line,
+    follow_line,
+    read_file,
+    read_head,
+)
+
+PLAN = {"optimizer": "SGD"}
+
+
+def head(reign: int = 1, after: int = 0, start: int = 0, *, shard: int = 0, shards: int = 1, at: int = 0) -> Head:
+    return Head(shard, shards, reign, after, start, at or reign, PLAN)
+
+
+def write(folder: Path, of: Head, versions: range, mode: str = "write") -> Path:
+    writer = JournalWriter(folder, of, mode)
+    for version in versions:
+        writer.append(Record(version, [2], [(0, 5, version)]), f"{of.reign}:{version}".encode())
+    path = writer._path
+    writer.close()
+    return path
+
+
+def replayed(folder: Path, reign: int, step: int, upto: int | None = None) -> list[str]:
+    line = find_line(folder, 0, 1, reign, step)
+    return [bytes(payload).decode() for _, payload in follow_line(line, step, line.version if upto is None else upto)]
+
+
+@pytest.mark.parametrize("mode", ["write", "fsync"])
+def test_what_is_appended_comes_back_in_order(tmp_path: Path, mode: str) -> None:
+    path = write(tmp_path, head(), range(1, 4), mode)
+    records = list(read_file(path))
+    assert [(r.version, r.absent, r.keys, bytes(p)) for r, p in records] == [
+        (v, [2], [(0, 5, v)], f"1:{v}".encode()) for v in (1, 2, 3)
+    ]
+    assert read_head(path) == head()
+
+
+def test_a_file_cut_anywhere_gives_the_records_before_the_cut(tmp_path: Path) -> None:
+    path = write(tmp_path, head(), range(1, 4))
+    whole = path.read_bytes()
+    found = set[int]()
+    for size in range(len(whole)):
+        path.write_bytes(whole[:size])
+        versions = [r.version for r, _ in read_file(path)]
+        assert versions == list(range(1, len(versions) + 1))
+        assert find_line(tmp_path, 0, 1, 1, 0).version == len(versions)
+        found.add(len(versions))
+    assert found == {0, 1, 2}
+
+
+def test_a_byte_that_changed_ends_the_file_before_it(tmp_path: Path) -> None:
+    path = write(tmp_path, head(), range(1, 4))
+    whole = path.read_bytes()
+    for at in range(0, len(whole), 3):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x40]) + whole[at + 1 :])
+        payloads = [bytes(p) for _, p in read_file(path)]
+        assert payloads == [f"1:{v}".encode() for v in range(1, len(payloads) + 1)] and len(payloads) < 3
+
+
+def test_records_before_the_checkpoint_are_left_out(tmp_path: Path) -> None:
+    write(tmp_path, head(), range(1, 6))
+    assert replayed(tmp_path, 1, 3) == ["1:4", "1:5"]
+    assert replayed(tmp_path, 1, 5) == []
+
+
+def test_a_line_goes_on_over_the_files_of_a_reign(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path, head(), "write")
+    for version in range(1, 7):
+        writer.append(Record(version, [], []), b"%d" % version)
+        if version in (2, 4):
+            writer.rotate(version)
+    writer.close()
+    assert replayed(tmp_path, 1, 0) == list("123456")
+    assert replayed(tmp_path, 1, 3) == list("456")
+    clear(tmp_path, 1, 4)
+    assert len(list(tmp_path.glob(f"*{SUFFIX}"))) == 1
+    assert replayed(tmp_path, 1, 4) == list("56")
+
+
+def test_a_reign_that_goes_on_from_another_supersedes_what_that_one_wrote_later(tmp_path: Path) -> None:
+    write(tmp_path, head(1), range(1, 6))
+    write(tmp_path, head(2, after=1, start=3), range(4, 6))
+    assert replayed(tmp_path, 1, 0) == ["1:1", "1:2", "1:3", "2:4", "2:5"]
+
+
+def test_a_reign_that_began_anew_has_nothing_to_do_with_the_records_of_before(tmp_path: Path) -> None:
+    write(tmp_path, head(1), range(1, 60))
+    write(tmp_path, head(2), range(1, 3))
+    assert replayed(tmp_path, 2, 0) == ["2:1", "2:2"]
+    assert replayed(tmp_path, 2, 50) == []
+    assert len(replayed(tmp_path, 1, 0)) == 59
+    clear(tmp_path, 2, 0)
+    assert [read_head(p).reign for p in tmp_path.glob(f"*{SUFFIX}")] == [2]  # type: ignore[union-attr]
+
+
+def test_shards_come_back_to_the_version_that_all_of_them_have(tmp_path: Path) -> None:
+    write(tmp_path, head(shard=0, shards=2), range(1, 8))
+    write(tmp_path, head(shard=1, shards=2), range(1, 6))
+    assert find_common(tmp_path, 2, 1, 0).version == 5
+    assert find_common(tmp_path, 2, 1, 6).version == 6  # a checkpoint that is newer than a journal stands by itself
+
+
+def test_another_number_of_ps_tasks_is_an_error_only_if_something_would_be_lost(tmp_path: Path) -> None:
+    path = write(tmp_path, head(shard=0, shards=2), range(1, 4))
+    with pytest.raises(
+        JournalError, match=rf"{path.name} holds updates after step 0 and was written by 2 ps tasks, not 1"
+    ):
+        find_common(tmp_path, 1, 1, 0)
+    assert find_common(tmp_path, 1, 1, 3).version == 3
+
+
+def test_a_folder_that_is_full_is_an_error_and_leaves_whole_records(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path, head(), "write")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)  # Python ignores the signal, so writing fails as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
+    written = 0
+    try:
+        for version in range(1, 100):
+            writer.append(Record(version, [], []), bytes(300))
+            written = version
+        pytest.fail("the disk was never full")
+    except JournalError as error:
+        failed = str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "cannot be written (File too large)" in failed and "start the tasks again" in failed
+    assert written > 5 and [r.version for r, _ in read_file(writer._path)] == list(range(1, written + 1))
+    writer.close()

@@ -203,7 +203,8 @@ def test_with_nobody_there_the_client_says_so_and_gives_up() -> None:
             assert run.submit(*BATCH).result().accepted
 
 
-def test_a_client_that_was_lost_can_be_replaced_by_one_with_the_same_graph() -> None:
+def test_a_client_that_was_lost_can_be_replaced_by_one_with_the_same_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchquorum.session.desk.TAKE_OVER_S", 1.0)
     _, graph, optimizer = make(tq.Async())
     with graph_cluster() as cluster:
         first = session(cluster, graph, optimizer, liveness_s=1.5).__enter__()

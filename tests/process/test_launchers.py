@@ -39,7 +39,7 @@ def assert_trained(text: str, folder: Path, source: str) -> None:
 
 def test_torchrun_of_three_processes_trains_with_one_ps_and_two_workers(tmp_path: Path) -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", str(EXAMPLE)]
-    text = run([*launcher, "--steps=12", f"--logdir={tmp_path}"], {"TF_CONFIG": "{}"})
+    text = run([*launcher, "--steps=12", f"--logdir={tmp_path}"], {"TF_CONFIG": "{}", "TMPDIR": str(tmp_path)})
     assert_trained(text, tmp_path, "torchrun")
 
 

@@ -39,9 +39,10 @@ def board(run: str, port: int, host: str, open_: bool | None) -> int:
       torchquorum board runs --port 0 --no-open
     """
     place = locate(run)
+    if not isinstance(place, RemotePath):
+        return _show(run, place, host, port, open_, None)
     with tempfile.TemporaryDirectory(prefix="torchquorum-board-") as copy:
-        fetching = Fetching(place, Path(copy)) if isinstance(place, RemotePath) else None
-        return _show(run, place if isinstance(place, Path) else Path(copy), host, port, open_, fetching)
+        return _show(run, Path(copy), host, port, open_, Fetching(place, Path(copy)))
 
 
 class Fetching:

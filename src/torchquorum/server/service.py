@@ -494,7 +494,7 @@ class Service:
 
     def _take_up(self, records: list[Record], *, made: bool) -> None:
         assert self.shard is not None and self.leader is not None
-        for r in records:
+        for r in sorted(records, key=lambda r: (r.version, r.now)):  # as they came, so that who waited, waited
             key = Key(r.worker, r.incarnation, r.local_step)
             if made:
                 self.shard.made[r.version] = r.slot

@@ -208,8 +208,9 @@ def standalone(scene: Scene) -> str:
     text = to_svg(scene)
     text = re.sub(r' data-axes="[^"]*"', "", text)
     text = re.sub(r"var\(--(\w+)\)", lambda found: LIGHT[found[1]], text)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{scene.width:g}" height="{scene.height:g}" font-family="Helvetica, Arial, sans-serif" '
-    ground = f'<rect width="{scene.width:g}" height="{scene.height:g}" fill="{LIGHT["surface"]}"/>'
+    size = f'width="{scene.width:g}" height="{scene.height:g}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="Helvetica, Arial, sans-serif" '
+    ground = f'<rect {size} fill="{LIGHT["surface"]}"/>'
     first, rest = text.split("\n", 1)
     return f"{first.replace('<svg ', head, 1)}\n{ground}\n{rest}\n"
 

@@ -87,7 +87,8 @@ def short(body: dict[str, Any]) -> str:
     """Returns the table of speed for the README, fastest first."""
     rows = sorted(body["rows"], key=lambda r: -r["batches_per_s"])
     cells = [[NAMES.get(r["name"], r["name"]), f"{r['batches_per_s']:.0f}", _ratio(r["of_independent"])] for r in rows]
-    day = f"Medians of {body['date'][:10]} on {body['machine']['cores']} cores."
+    m = body["machine"]
+    day = f"Medians of {body['date'][:10]} on {m['cores']} cores of {m['cpu']}, with a load of {m['load_before'][0]:g} before it began."
     return f"{markdown(['', 'batches/s', 'of two independent trainers'], cells)}\n\n{day}\n"
 
 
@@ -168,7 +169,7 @@ def draw(body: dict[str, Any]) -> dict[str, Scene]:
 
     def lines(curve: str, x: Callable[[dict[str, Any]], float], y: Callable[[dict[str, Any]], float]) -> list[Series]:
         found = []
-        for way, name in WAYS.items():
+        for way, name in (("shm", "shm"), ("tcp", "TCP")):
             of = sorted((r for r in rows if r["curve"] == curve and r["transport"] == way), key=x)
             found.append(Series(name=name, x=[x(r) for r in of], y=[y(r) for r in of], colour=COLOURS[way], dots=True))
         return found
@@ -182,19 +183,19 @@ def draw(body: dict[str, Any]) -> dict[str, Scene]:
     steps = Axis(name="steps per second", kind="log")
     return {
         "speed-workers.svg": line_chart(
-            f"Workers whose batch takes {pause:.0f} ms elsewhere, 1.59 MB, 1 ps",
+            f"Workers with batches of {pause:.0f} ms, 1.59 MB",
             [*lines("workers", lambda r: r["workers"], rate), ideal],
             Axis(name="workers", kind="log"),
             steps,
         ),
         "speed-parameters.svg": line_chart(
-            "Size of the model: 2 workers that only push, 1 ps",
+            "Size of the model, 2 workers",
             lines("parameters", lambda r: r["bytes"] / 4, rate),
             Axis(name="parameters", kind="log"),
             steps,
         ),
         "speed-ps.svg": line_chart(
-            "Ps tasks: 40 MB, 2 workers that only push",
+            "Ps tasks, 40 MB, 2 workers",
             lines("ps", lambda r: r["ps"], rate),
             Axis(name="ps tasks"),
             Axis(name="steps per second", from_zero=True),
@@ -207,8 +208,9 @@ def standalone(scene: Scene) -> str:
     text = to_svg(scene)
     text = re.sub(r' data-axes="[^"]*"', "", text)
     text = re.sub(r"var\(--(\w+)\)", lambda found: LIGHT[found[1]], text)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{scene.width:g}" height="{scene.height:g}" font-family="sans-serif" '
-    ground = f'<rect width="{scene.width:g}" height="{scene.height:g}" fill="{LIGHT["surface"]}"/>'
+    size = f'width="{scene.width:g}" height="{scene.height:g}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="Helvetica, Arial, sans-serif" '
+    ground = f'<rect {size} fill="{LIGHT["surface"]}"/>'
     first, rest = text.split("\n", 1)
     return f"{first.replace('<svg ', head, 1)}\n{ground}\n{rest}\n"
 

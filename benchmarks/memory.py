@@ -39,7 +39,7 @@ class Case:
         """Returns how many vectors of the model's size a ps may hold, by what for."""
         return {
             "published versions": self.workers + 3,
-            "gradients on their way": self.workers if self.transport == "tcp" else 0,
+            "gradients on their way": 2 * self.workers if self.transport == "tcp" else 0,
             "the mean": 1,
             "optimizer state": STATES[self.optimizer],
             "moving averages": int(self.average),

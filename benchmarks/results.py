@@ -113,7 +113,7 @@ def keep(result: Result, folder: Path, before: dict[str, Any]) -> Path:
         "kind": result.kind,
         "what": result.what,
         "date": now.isoformat(timespec="minutes"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join(_without_folders(argument) for argument in sys.argv),
         "machine": before,
         "versions": versions(),
         "rows": list(result.rows),
@@ -126,6 +126,12 @@ def keep(result: Result, folder: Path, before: dict[str, Any]) -> Path:
     partial.write_text(json.dumps(body, indent=1) + "\n")
     partial.replace(path)
     return path
+
+
+def _without_folders(argument: str) -> str:
+    """Returns an argument without the folders of this machine: /a/python is python, --output=/a/b is --output=b."""
+    name, equals, value = argument.rpartition("=")
+    return f"{name}{equals}{Path(value).name}" if Path(value).is_absolute() else argument
 
 
 def newest(kind: str, folder: Path = FOLDER) -> dict[str, Any] | None:

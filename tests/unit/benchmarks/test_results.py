@@ -72,6 +72,17 @@ def test_a_result_is_kept_with_machine_versions_and_floors(programs: dict[str, M
     assert results.newest("speed", tmp_path) == body and results.newest("load", tmp_path) is None
 
 
+def test_a_kept_command_names_no_folder_of_the_machine(
+    programs: dict[str, ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = programs["results"]
+    monkeypatch.setattr(
+        sys, "argv", ["/a/bench.py", "--tensorflow", "/b/python", f"--output={tmp_path}", "--only", "x"]
+    )
+    body = json.loads(results.keep(results.Result("load", "", []), tmp_path, results.machine()).read_text())
+    assert body["command"] == f"bench.py --tensorflow python --output={tmp_path.name} --only x"
+
+
 def test_the_pages_have_a_block_for_every_kind_of_result(programs: dict[str, ModuleType]) -> None:
     document = programs["document"]
     blocks = [found[2] for page in document.PAGES for found in document.BLOCK.finditer(page.read_text())]

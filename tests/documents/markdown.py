@@ -3,6 +3,7 @@
 A block's mark is an HTML comment on the line before its fence:
 
     <!-- run -->                  its commands are executed, in order with the Python blocks of the document
+    <!-- run after COMMAND -->    likewise, after a command that makes what they need
     <!-- not run: the reason -->  a Python block that is compiled and not executed
 """
 
@@ -43,7 +44,12 @@ class Block:
         """Tells whether the test executes the block."""
         if self.language == "python":
             return not self.mark.startswith("not run")
-        return self.language in SHELLS and self.mark == "run"
+        return self.language in SHELLS and (self.mark == "run" or bool(self.before))
+
+    @property
+    def before(self) -> str:
+        """Returns the command that makes what the block's commands need, as its mark `run after COMMAND` says."""
+        return self.mark.removeprefix("run after ") if self.mark.startswith("run after ") else ""
 
 
 def documents() -> list[Path]:

@@ -108,7 +108,8 @@ def _play_python(block: Block, names: dict[str, Any]) -> None:
 
 
 def _play_commands(block: Block) -> None:
-    for line, words in read_commands(block):
+    first = [(block.line, block.before.split())] if block.before else []
+    for line, words in [*first, *read_commands(block)]:
         # As `torchquorum` and `python` would, in forks: new processes would import torch hundreds of times.
         start = ["-m", "tests.process.forking_launcher"] if words[0] == "torchquorum" else []
         child = os.fork()

@@ -28,8 +28,8 @@ SERVANTS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
 THREADS_IGNORED = ("pytest_timeout",)
 THREADS_OURS = ("torchquorum", "tq-")
 # Descriptors that libraries open once and keep: of files of the system, and of event loops.
-# What torch keeps in the folder for temporary files, for every process to find, and what Chromium forgets there.
-FILES_IGNORED = ("torchinductor_", "org.chromium.", ".org.chromium.")
+# What torch keeps in the folder for temporary files, for every process to find.
+FILES_IGNORED = ("torchinductor_",)
 FDS_IGNORED = re.compile(r"/dev/(null|urandom|random|tty|pts)|/proc/|/sys/|anon_inode:|/usr/|/etc/")
 
 

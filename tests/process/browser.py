@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import shutil
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -33,7 +34,9 @@ class Browser:
 
     def __init__(self, driver: str, profile: Path) -> None:
         (port,) = free_ports(1)
-        self._process = Started([driver, f"--port={port}"])
+        # Chromium forgets files in the folder for temporary ones; its name is short, as a socket in it must be, and ours.
+        self._scratch = tempfile.TemporaryDirectory(prefix="b")
+        self._process = Started([driver, f"--port={port}"], {"TMPDIR": self._scratch.name})
         self._process.until("started successfully")
         self._address = f"http://127.0.0.1:{port}/session"
         options = {"args": [*CHROMIUM, f"--user-data-dir={profile}"]}
@@ -96,6 +99,7 @@ class Browser:
         finally:
             self._process.process.terminate()
             self._process.end()
+            self._scratch.cleanup()
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ from torchquorum.formats.checkpoint_remote import (
     put_file,
     remove_checkpoint,
 )
-from torchquorum.formats.storage import Location, RemotePath
+from torchquorum.formats.storage import Location, RemotePath, sync_path
 
 _L = TypeVar("_L", bound=Location)
 
@@ -127,7 +127,7 @@ def write_tensors(partial: Location, name: str, tensors: Mapping[str, torch.Tens
         path = partial / name
         info = _save(flat, path)
         path.chmod(partial.stat().st_mode & 0o666)  # safetensors makes files for the owner alone
-        _sync(path)
+        sync_path(path)
         return info
 
 
@@ -167,7 +167,7 @@ def publish(partial: _L, manifest: Manifest) -> _L:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
             _replace(partial, target, manifest, token=match[6])
-        _sync(target.parent)
+        sync_path(target.parent)
     return target
 
 
@@ -176,9 +176,9 @@ def _replace(partial: Path, target: Path, manifest: Manifest, *, token: str) -> 
     _write_manifest(partial, moved)
     for name in manifest.files:
         (partial / name).rename(target / owned(name, token))
-    _sync(target)
+    sync_path(target)
     (partial / MANIFEST).replace(target / MANIFEST)
-    _sync(target)
+    sync_path(target)
     abandon(partial)
     for file in target.iterdir():
         if file.name != MANIFEST and file.name not in moved.files:
@@ -278,9 +278,9 @@ def _export(values: dict[str, torch.Tensor], target: Path) -> Path:
                 mode = draft.stat().st_mode
                 save_file(values, draft, metadata={"format": "pt"})
                 draft.chmod(mode)
-            _sync(draft)
+            sync_path(draft)
             draft.replace(target)
-            _sync(target.parent)
+            sync_path(target.parent)
     finally:
         draft.unlink(missing_ok=True)
     return target
@@ -311,16 +311,7 @@ def _write_manifest(folder: Path, manifest: Manifest) -> None:
         file.write(encode_manifest(manifest))
         file.flush()
         os.fsync(file.fileno())
-    _sync(folder)
-
-
-def _sync(path: Path) -> None:
-    """Waits until the disk has a file, or the names in a folder."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    sync_path(folder)
 
 
 def _is_left_behind(path: Path) -> bool:

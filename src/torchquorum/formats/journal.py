@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from torchquorum.errors import TorchQuorumError
 from torchquorum.formats.crc32c import crc32c
+from torchquorum.formats.storage import sync_path
 
 Payload = bytes | npt.NDArray[np.uint8]  # an array must be read-only
 MODES = ("write", "fsync")
@@ -154,7 +155,7 @@ class JournalWriter:
             self._write(_encoder.encode(head), b"")
             if self._sync:
                 self.commit()
-                _sync_folder(self._folder)
+                sync_path(self._folder)
         except OSError as error:
             raise self._failed(error) from error
 
@@ -181,14 +182,6 @@ class JournalWriter:
             f"the journal {self._path} cannot be written ({error.strerror}); {advice}, then start the tasks again: every "
             "update that a worker was told of is there. Without --durable a run goes on when its folder is full."
         )
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def journal_name(head: Head) -> str:

@@ -246,6 +246,15 @@ def _mend(address: str | os.PathLike[str]) -> str:
     return text
 
 
+def sync_path(path: Path) -> None:
+    """Waits until the disk has a file, or the names in a folder."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def write_whole(target: Location, text: str) -> None:
     """Writes a text that readers see whole or not at all.
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import torchquorum as tq
 from torchquorum.rules import parse_rule
-from torchquorum.server import saver, serve, service
+from torchquorum.server import ending, saver, serve, service
 from torchquorum.worker.client import Patience
 
 GATE_S = 120.0
@@ -82,7 +82,7 @@ class Counter(nn.Module):
 
 def main() -> None:
     # A ps task's own deadlines, shortened like those of the session below.
-    serve.LEADER_SILENCE_S, service.LATE_S, service.IDLE_S = 5.0, 1.0, 12.0
+    serve.LEADER_SILENCE_S, ending.LATE_S, ending.IDLE_S = 5.0, 1.0, 12.0
     serve.WAIT_FOR_CHIEF_S, serve.SAY_EVERY_S = 20.0, 1.0
     service.SHARD_SILENCE_S = 5.0
     known, _ = parse().parse_known_args()

@@ -11,7 +11,8 @@ import torchquorum as tq
 import torchquorum.transport.messages as m
 from torchquorum.cluster import ClusterSpec
 from torchquorum.placement.layout import Layout, Variable, place
-from torchquorum.server.service import Me, Service
+from torchquorum.server.me import Me
+from torchquorum.server.service import Service
 from torchquorum.server.shard import Reply
 from torchquorum.transport import codec
 from torchquorum.transport.slots import section_views

@@ -12,7 +12,7 @@ import torchquorum.transport.messages as m
 from tests.protocol.by_hand import VARIABLES, Ps, by_peer, layout_of, make_plan, name, only
 from torchquorum.formats.ledger import read_ledger
 from torchquorum.placement.layout import Variable
-from torchquorum.server.service import IDLE_S, LATE_S
+from torchquorum.server.ending import IDLE_S, LATE_S
 from torchquorum.server.shard import Reply
 from torchquorum.transport import codec
 from torchquorum.transport.slots import Slots

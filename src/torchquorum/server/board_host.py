@@ -9,9 +9,10 @@ must say what they assumed. Whatever else happens closes the board first.
 from __future__ import annotations
 
 import torchquorum.transport.messages as m
+from torchquorum.rules.quorum import Key
 from torchquorum.server.board_rule import mode_of
 from torchquorum.server.checkpoints import Checkpoints
-from torchquorum.server.leader import Leader
+from torchquorum.server.leader import Arrival, Leader
 from torchquorum.server.shard import Shard
 from torchquorum.transport.board import CLOSED, GONE, OPEN, Board, Record
 
@@ -102,6 +103,16 @@ class BoardHost:
             board.writer = -1
             board.wake_all()
         return found, unfinished
+
+    def take_up(self, records: list[Record], *, made: bool) -> None:
+        """Tells the leader of gradients, as they came; what was not made by the workers is kept for the ps to make."""
+        for r in sorted(records, key=lambda r: (r.version, r.now)):  # so that who waited, waited
+            key = Key(r.worker, r.incarnation, r.local_step)
+            if made:
+                self._shard.made[r.version] = r.slot
+            else:
+                self._shard.store_given(key, r.request)
+            self._leader.arrived(0, key, r.request, r.now, r.wall, push=Arrival(r.computed_at, r.loss))
 
     def _look_ahead(self) -> None:
         """Says the learning rates of the updates to come."""

@@ -228,6 +228,25 @@ class Leader:
         gone = known is None or known.incarnation != key.incarnation or known.left or not known.alive
         return self._fates.get(key) or Fate(*key, "never" if gone else "open")
 
+    def status(self) -> dict[str, Any]:
+        """Returns the state of the run for people and reports."""
+        quorum = self.quorum
+        for index, worker in quorum.workers.items():
+            wait = quorum.waits_for(index)
+            tally = self.tally.worker(index)
+            tally.state = "left" if worker.left else "dead" if not worker.alive else "waiting" if wait else "computing"
+            tally.waits_for = wait.to_dict() if wait and worker.alive else None
+        transports = sorted({w.transport for w in self.tally.workers.values() if w.transport})
+        return {
+            "rule": str(self.plan.rule),
+            "global_step": quorum.version,
+            "last_step": quorum.last_step,
+            "live": quorum.alive,
+            "stopped": quorum.stopped,
+            "transport": "+".join(transports),
+            **self.tally.snapshot(),
+        }
+
     def unseen_by(self, shard: int) -> tuple[int, list[LogEntry]]:
         """Returns the log entries that a shard has not followed yet, and the number of the first."""
         first = max(self._followed.get(shard, 0), self.log_start)

@@ -21,7 +21,8 @@ from torchquorum.cluster.secret import OPEN, Access
 from torchquorum.cluster.signals import Signals
 from torchquorum.errors import DeadlineError, RefusedError, TaskLostError
 from torchquorum.formats.storage import locate, write_whole
-from torchquorum.server.service import LEADER, Me, Service
+from torchquorum.server.me import Me
+from torchquorum.server.service import LEADER, Service
 from torchquorum.server.shard import Reply
 from torchquorum.server.update import warm_up
 from torchquorum.transport import codec

@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torchquorum.transport.messages as m
-from torchquorum.cluster import ClusterSpec, TaskId
+from torchquorum.cluster import TaskId
 from torchquorum.errors import ConfigError, LostPlaceError, RefusedError
 from torchquorum.formats.checkpoint_write import clear_left_behind
 from torchquorum.formats.journal import JournalError
@@ -25,12 +24,13 @@ from torchquorum.server.board_host import HARMLESS, BoardHost
 from torchquorum.server.buffers import BufferHome, check_same_buffers
 from torchquorum.server.checkpoints import Checkpoints, Parts
 from torchquorum.server.durable import take_up_journal
+from torchquorum.server.ending import Ending
 from torchquorum.server.leader import Arrival, Leader
+from torchquorum.server.me import Me
 from torchquorum.server.shard import Reply, Shard
 from torchquorum.server.strangers import Strangers, greet
 from torchquorum.server.tally import Tally
 from torchquorum.transport import codec
-from torchquorum.transport.board import Record
 from torchquorum.transport.channel import Peer
 from torchquorum.transport.codec import Frame
 
@@ -39,28 +39,7 @@ LEADER = (
 )
 MAX_FAULT = 4000
 MOST_WAITING = 1000
-LATE_S = 10.0
-IDLE_S = 600.0
 SHARD_SILENCE_S = 30.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Me:
-    """Who this ps task is."""
-
-    cluster: ClusterSpec
-    index: int
-    incarnation: int
-    host: str
-    started_at: float
-    door: str = ""
-    lane: str = ""
-    pid: int = field(default_factory=os.getpid)
-
-    @property
-    def task(self) -> TaskId:
-        """Returns the task's name."""
-        return TaskId("ps", self.index)
 
 
 class Service:
@@ -80,9 +59,7 @@ class Service:
         self._shard_peers: dict[int, Peer] = {}
         self._sent: dict[int, int] = {}
         self._shard_heard: dict[int, float] = {}
-        self._idle_since: float | None = None
-        self._failed = False
-        self._chief_finished = False
+        self._ending = Ending()
         self.leader_heard_at: float | None = None
         self.parts = Parts(me.index)
         self.checkpoints: Checkpoints | None = None
@@ -202,7 +179,7 @@ class Service:
                 where = f"{task} ({self.me.cluster.address(task)})"
                 self.checkpoints.fail(f"{where} has not been heard of for {silent_s:.0f} s; start it again")
                 # The last steps are lost with it: a run that ends so has not ended well.
-                self._failed |= self.leader is not None and self.leader.quorum.stopped
+                self._ending.failed |= self.leader is not None and self.leader.quorum.stopped
                 return
 
     def process_ended(self, worker: int, incarnation: int, now: float, wall: float) -> list[Reply]:
@@ -446,9 +423,7 @@ class Service:
                 tally = self.tally.worker(leave.worker)
                 tally.final_loss = leave.loss if leave.loss is not None else tally.final_loss
                 tally.accuracy = leave.accuracy if leave.accuracy is not None else tally.accuracy
-                self._failed |= not leave.finished
-                if leave.worker == 0:
-                    self._chief_finished = leave.finished
+                self._ending.left(leave.worker, finished=leave.finished)
             self.leader.leave(leave.worker, leave.incarnation, wall)
             self._check_end(now)
         if self.shard is not None:
@@ -487,20 +462,10 @@ class Service:
         if self.board is None or not self.board.is_open:
             return []
         made, unfinished = self.board.close() if close else (self.board.look(), [])
-        self._take_up(made, made=True)
+        self.board.take_up(made, made=True)
         replies = self._advance(told=True) if made else []
-        self._take_up(unfinished, made=False)
+        self.board.take_up(unfinished, made=False)
         return replies + (self._advance() if unfinished else [])
-
-    def _take_up(self, records: list[Record], *, made: bool) -> None:
-        assert self.shard is not None and self.leader is not None
-        for r in sorted(records, key=lambda r: (r.version, r.now)):  # as they came, so that who waited, waited
-            key = Key(r.worker, r.incarnation, r.local_step)
-            if made:
-                self.shard.made[r.version] = r.slot
-            else:
-                self.shard.store_given(key, r.request)
-            self.leader.arrived(0, key, r.request, r.now, r.wall, push=Arrival(r.computed_at, r.loss))
 
     def _advance(self, *, told: bool = False) -> list[Reply]:
         """Shard 0 follows its own log at once and sends the news to the others."""
@@ -633,31 +598,9 @@ class Service:
                 self.checkpoints.published(result)
         return [Reply(LEADER, self.parts.untold)] if self.parts.untold is not None and self.me.index > 0 else []
 
-    # -- the end ------------------------------------------------------------------------------------------------------
-
     def _check_end(self, now: float) -> None:
-        """The job ends when nobody is left; workers that never came get a moment, dead ones get longer."""
-        leader = self.leader
-        if leader is None or self.ended is not None or not leader.quorum.workers:
-            return
-        if leader.quorum.live > 0:
-            self._idle_since = None
-            return
-        self._idle_since = now if self._idle_since is None else self._idle_since
-        idle_s = now - self._idle_since
-        workers = leader.quorum.workers
-        over = leader.quorum.stopped or (0 in workers and workers[0].left)
-        missing = [i for i in range(leader.plan.num_workers) if i not in workers]
-        dead = [i for i, w in workers.items() if not w.left]
-        waited_for = missing if leader.quorum.stopped else missing + dead
-        if over and (not waited_for or idle_s > LATE_S):
-            alone = 0 in dead or self._chief_finished
-            if alone and self.checkpoints is not None and self.checkpoints.save_unasked(now):
-                return  # the chief died, or was done before the others, and nobody has saved the end
-            leader.end(ok=not self._failed, why="the run is over" if not self._failed else "a worker failed")
-        elif not over and idle_s > IDLE_S:
-            names = ", ".join(f"/job:worker/task:{i}" for i in [*missing, *dead]) or "all workers"
-            leader.end(ok=False, why=f"no worker has been alive for {idle_s:.0f} s; gone or never started: {names}")
+        if self.leader is not None and self.ended is None:
+            self._ending.check(self.leader, self.checkpoints, now)
 
     def _ready(self) -> Shard:
         if self.shard is None:
@@ -675,20 +618,4 @@ class Service:
         }
         if self.leader is None:
             return body
-        quorum = self.leader.quorum
-        for index, worker in quorum.workers.items():
-            wait = quorum.waits_for(index)
-            tally = self.tally.worker(index)
-            tally.state = "left" if worker.left else "dead" if not worker.alive else "waiting" if wait else "computing"
-            tally.waits_for = wait.to_dict() if wait and worker.alive else None
-        transports = sorted({w.transport for w in self.tally.workers.values() if w.transport})
-        return {
-            **body,
-            "rule": str(self.leader.plan.rule),
-            "global_step": quorum.version,
-            "last_step": quorum.last_step,
-            "live": quorum.alive,
-            "stopped": quorum.stopped,
-            "transport": "+".join(transports),
-            **self.tally.snapshot(),
-        }
+        return {**body, **self.leader.status()}

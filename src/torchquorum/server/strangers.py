@@ -6,10 +6,9 @@ of strangers is bounded and forgotten every second.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torchquorum.transport.messages as m
 from torchquorum.cluster import TaskId
+from torchquorum.server.me import Me
 from torchquorum.transport.channel import Peer
 
 MOST_IDLE_TALK = 300  # messages per second of one peer that are no part of training
@@ -34,11 +33,11 @@ class Strangers:
         self._said.clear()
 
 
-def greet(me: Any, hello: m.Hello, pids: dict[tuple[int, int], int], *, created: bool) -> m.Message:
+def greet(me: Me, hello: m.Hello, pids: dict[tuple[int, int], int], *, created: bool) -> m.Message:
     """Answers a task's greeting; notes the process of a worker of this host, so that its death is known at once.
 
     Args:
-        me: Who this ps is (`torchquorum.server.service.Me`).
+        me: Who this ps is.
         hello: What came.
         pids: The processes of workers by worker and incarnation; of each worker only the last few lives are kept.
         created: Whether this ps holds variables.

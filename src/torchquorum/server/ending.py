@@ -1,0 +1,55 @@
+"""When the job is over: nobody is left, or nobody ever came.
+
+Owned by the service of ps task 0, which tells it who left and how. What always holds: workers that never came get a moment,
+dead ones get longer; a run whose chief is gone, or was done before the others, is saved before it ends.
+"""
+
+from __future__ import annotations
+
+from torchquorum.server.checkpoints import Checkpoints
+from torchquorum.server.leader import Leader
+
+LATE_S = 10.0
+IDLE_S = 600.0
+
+
+class Ending:
+    """Looks whether the job is over.
+
+    Attributes:
+        failed: Whether a worker failed, or something was lost that nobody will make again.
+        chief_finished: Whether the chief has left because it was done.
+    """
+
+    def __init__(self) -> None:
+        self.failed = self.chief_finished = False
+        self._idle_since: float | None = None
+
+    def left(self, worker: int, *, finished: bool) -> None:
+        """A worker has left for good."""
+        self.failed |= not finished
+        if worker == 0:
+            self.chief_finished = finished
+
+    def check(self, leader: Leader, checkpoints: Checkpoints | None, now: float) -> None:
+        """Ends the log of a job that is over."""
+        workers = leader.quorum.workers
+        if not workers:
+            return
+        if leader.quorum.live > 0:
+            self._idle_since = None
+            return
+        self._idle_since = now if self._idle_since is None else self._idle_since
+        idle_s = now - self._idle_since
+        over = leader.quorum.stopped or (0 in workers and workers[0].left)
+        missing = [i for i in range(leader.plan.num_workers) if i not in workers]
+        dead = [i for i, w in workers.items() if not w.left]
+        waited_for = missing if leader.quorum.stopped else missing + dead
+        if over and (not waited_for or idle_s > LATE_S):
+            alone = 0 in dead or self.chief_finished
+            if alone and checkpoints is not None and checkpoints.save_unasked(now):
+                return  # the chief died, or was done before the others, and nobody has saved the end
+            leader.end(ok=not self.failed, why="the run is over" if not self.failed else "a worker failed")
+        elif not over and idle_s > IDLE_S:
+            names = ", ".join(f"/job:worker/task:{i}" for i in [*missing, *dead]) or "all workers"
+            leader.end(ok=False, why=f"no worker has been alive for {idle_s:.0f} s; gone or never started: {names}")

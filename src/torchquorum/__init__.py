@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torchquorum.session.summaries import SummaryHook
     from torchquorum.session.tower_log import TowerLogHook
     from torchquorum.worker.cannot_run import allow_soft_placement
+    from torchquorum.worker.capture import CapturedStep, capture
     from torchquorum.worker.client import Step
     from torchquorum.worker.device_scope import device
     from torchquorum.worker.graph_export import Graph
@@ -99,6 +100,8 @@ _HOMES = {
     "TorchQuorumError": "errors",
     "VarLenFeature": "data.features",
     "allow_soft_placement": "worker.cannot_run",
+    "CapturedStep": "worker.capture",
+    "capture": "worker.capture",
     "constant": "worker.placement_log",
     "decode_raw": "data.features",
     "device": "worker.device_scope",
@@ -123,6 +126,7 @@ __all__ = [
     "Batches",
     "Bounded",
     "Buffered",
+    "CapturedStep",
     "ClusterSpec",
     "ConfigProto",
     "Coordinator",
@@ -166,6 +170,7 @@ __all__ = [
     "Towers",
     "VarLenFeature",
     "allow_soft_placement",
+    "capture",
     "connect",
     "constant",
     "decode_raw",

@@ -1,7 +1,8 @@
-"""The built-in job's own curve of accuracy: the chief, or its stand-in, looks at a part of the validation set now and then.
+"""Hooks of the built-in job: its curve of accuracy, and its slowed workers.
 
-A hook of `torchquorum.jobs.mnist`. What always holds: measuring takes no more than about a fiftieth of the chief's time,
-draws no random numbers and leaves the model as it was, so a run is the same with and without it.
+The chief, or its stand-in, looks at a part of the validation set now and then. What always holds: measuring takes no more
+than about a fiftieth of the chief's time, draws no random numbers and leaves the model as it was, so a run is the same with
+and without it.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import time
 import torchquorum as tq
 from torchquorum.data.mnist import Split
 from torchquorum.jobs.models import evaluate
+from torchquorum.jobs.slow import Slowness
 
 ROWS = 1000
 EVERY_S = 0.5
@@ -48,3 +50,14 @@ class Measuring(tq.Hook):
     def _measure(self, session: tq.Session, version: int) -> None:
         loss, accuracy = evaluate(session.model, self._split)
         session.measure(version, **{"accuracy": accuracy, "validation/loss": loss})
+
+
+class Slowed(tq.Hook):
+    """Makes a slowed worker wait between a batch and its push."""
+
+    def __init__(self, slowness: Slowness) -> None:
+        self._slowness = slowness
+
+    def before_run(self, session: tq.Session) -> None:
+        """The gradient is computed and not yet pushed."""
+        self._slowness.wait()

@@ -131,7 +131,7 @@ def train(options: MnistOptions, argv: list[str] | None = None, report: str | No
     from torch.nn.functional import cross_entropy
 
     import torchquorum as tq
-    from torchquorum.jobs.measuring import Measuring
+    from torchquorum.jobs.measuring import Measuring, Slowed
     from torchquorum.jobs.models import evaluate, make_model
 
     task = tq.join(argv, report=report)
@@ -154,6 +154,12 @@ def train(options: MnistOptions, argv: list[str] | None = None, report: str | No
     )
     slowness = Slowness(options.slow, task.index, task.num_workers)
     regularize = tq.l2_regularizer(options.l2)
+
+    def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = cross_entropy(model(x), y)
+        return loss + regularize(model) if options.l2 else loss
+
+    step = tq.capture(loss_of, optimizer)
     with tq.Session(
         task,
         model,
@@ -169,18 +175,11 @@ def train(options: MnistOptions, argv: list[str] | None = None, report: str | No
         log_device_placement=options.log_device_placement,
         allow_soft_placement=options.allow_soft_placement,
         gpu_memory_fraction=options.gpu_memory_fraction,
-        hooks=[Measuring(data.validation)],
+        hooks=[Slowed(slowness), Measuring(data.validation)],
     ) as session:
         while not session.should_stop():
             slowness.begin()
-            x, y = next(batches)
-            loss = cross_entropy(model(x), y)
-            if options.l2:
-                loss = loss + regularize(model)
-            optimizer.zero_grad()
-            loss.backward()
-            slowness.wait()
-            optimizer.step(loss=loss)
+            step(*next(batches))
         session.pull()
         test_loss, accuracy = evaluate(model, data.test)
         session.record(loss=test_loss, accuracy=accuracy)

@@ -20,6 +20,7 @@ from torch import nn
 
 from torchquorum.transport.board import OPEN, Board, Given
 from torchquorum.transport.slots import Slots
+from torchquorum.worker.device_update import DeviceUpdate
 from torchquorum.worker.flat import FlatParameters
 
 WAIT_S = 0.2  # whoever waits for longer asks the ps, which knows for whom, and says so
@@ -31,12 +32,16 @@ ROUNDS_IN = (torch.float32, torch.float64)  # in narrower ones the tail of a vec
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """A version that was made on the board: the one it was made from, its slot, and the rates of the next update."""
+    """A version that was made on the board: the one it was made from, its slot, and the rates of the next update.
+
+    `loaded` says that the parameters hold it already.
+    """
 
     met: int
     version: int
     slot: int
     rates: list[float]
+    loaded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,7 @@ class BoardSteps:
         ring: The ps's versions.
         own: This worker's gradient memory.
         rounds: Whether the rule is Sync.
+        device: Makes updates where the parameters are, if that is one GPU and there are no rounds.
     """
 
     def __init__(
@@ -71,7 +77,9 @@ class BoardSteps:
         own: Slots,
         *,
         rounds: bool,
+        device: DeviceUpdate | None = None,
     ) -> None:
+        self._device = device
         self._board, self._worker, self._incarnation = board, worker, incarnation
         self._ring, self._own, self.rounds = ring, own, rounds
         self._flat, self._region = flat, flat.layout.trained[0]
@@ -80,7 +88,8 @@ class BoardSteps:
             for piece in section.pieces:
                 self._entries.append((flat.parameters[piece.variable], flat.layout.variables[piece.variable].group))
         self._views: dict[int, list[torch.Tensor]] = {}
-        self.direct = not rounds and all(p.device.type == "cpu" for p, _ in self._entries)
+        on_cpu = all(p.device.type == "cpu" for p, _ in self._entries)
+        self.direct = device is not None or (not rounds and on_cpu)  # the gradient need not be copied before
         self._others: dict[int, tuple[int, Slots]] = {worker: (incarnation, own)}
         self._parts: dict[tuple[int, int], list[tuple[int, list[torch.Tensor]]]] = {}
         self._scratch = {d: torch.empty(CHUNK, dtype=d) for d in ROUNDS_IN} if rounds else {}
@@ -90,6 +99,8 @@ class BoardSteps:
     def step(self, given: Given) -> Taken | None:
         """Makes an update with this worker's gradient, or None: then it shall be pushed by message."""
         board, taken = self._board, None
+        if self._device is not None and not self._device.gradients_there():
+            return None
         if board.state == OPEN and board.ps_silent_s < PS_SILENT_S:
             with torch.no_grad():
                 taken = self._in_round(given) if self.rounds else self._in_turn(given)
@@ -144,7 +155,12 @@ class BoardSteps:
             return None
         fine = False
         try:
-            fine = self._write(turn)
+            if self._device is None:
+                fine = self._write(turn)
+            else:
+                self._ring.mark(turn.target, -1)
+                held = given.computed_at == turn.version
+                fine = self._device.write(turn.slot, turn.target, turn.rates, held=held)
         finally:
             if not fine:
                 self._give_turn_back(turn)
@@ -209,7 +225,8 @@ class BoardSteps:
                 board.publish(version, turn.target)
                 board.writer = -1
                 board.wake_all()
-                return Taken(turn.version, version, turn.target, board.rates(version))
+                loaded = self._device is not None
+                return Taken(turn.version, version, turn.target, board.rates(version), loaded)
         self.done()
         return None
 

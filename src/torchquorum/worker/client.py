@@ -13,7 +13,6 @@ import secrets
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -27,78 +26,25 @@ from torchquorum.transport.channel import Channel
 from torchquorum.transport.codec import Frame
 from torchquorum.transport.door import DoorChannel
 from torchquorum.transport.lane import LaneChannel
-from torchquorum.transport.memory import SegmentError, frame_tensor, host_id, tensor_frame
+from torchquorum.transport.memory import SegmentError, host_id, tensor_frame
 from torchquorum.transport.shared_lock import supported
 from torchquorum.transport.slots import Slots, section_views
 from torchquorum.transport.zmq_channel import largest_frame_bytes
 from torchquorum.worker.board_steps import BoardSteps
 from torchquorum.worker.buffer_link import BufferLink
+from torchquorum.worker.device_update import DeviceUpdate
+from torchquorum.worker.exchange import Exchange
 from torchquorum.worker.faults import error_of
-from torchquorum.worker.flat import FlatParameters, Puller, Pusher
+from torchquorum.worker.flat import FlatParameters
+from torchquorum.worker.patience import Patience, Wait, Waiting
 from torchquorum.worker.positions import Position, Positions
 from torchquorum.worker.resume import enter_door, take_up
+from torchquorum.worker.step import Step
 
 Connect = Callable[[str, bytes], Channel]
 GOODBYE_S = 2.0
 WORKERS_S = 120.0
 _Kind = TypeVar("_Kind", bound=m.Message)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Patience:
-    """How long a worker waits: for the ps and the chief to come up, for a round to close, for a sign of life of a ps."""
-
-    start_s: float = 1800.0
-    round_s: float = 1800.0
-    silence_s: float = 10.0
-    probe_s: float = 1.0
-    say_s: float = 10.0
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """An open request: what the ps tasks have said about it so far."""
-
-    num_ps: int
-    started: float
-    what: str = "its turn"
-    found: dict[int, tuple[m.Variables, list[Frame]]] = field(default_factory=dict)
-    heard: list[float] = field(init=False)
-    asked: float = field(init=False)
-    told: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.heard = [self.started] * self.num_ps
-        self.asked = self.told = self.started
-
-    def missing(self) -> list[int]:
-        return [k for k in range(self.num_ps) if k not in self.found]
-
-    def next_missing(self) -> int | None:
-        return next((k for k in range(self.num_ps) if k not in self.found), None)
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What became of one `optimizer.step()`.
-
-    Attributes:
-        version: The version that the parameters hold now; the cluster's global step.
-        local_step: How many gradients this worker has computed.
-        accepted: Whether the gradient was used; None while that is not known (pipelined).
-        reason: Why.
-        staleness: How many versions old it was when it arrived.
-        lr: The learning rate of the first parameter group for the next update.
-        stop: Whether the run is over.
-    """
-
-    version: int
-    local_step: int
-    accepted: bool | None
-    reason: str
-    staleness: int
-    lr: float
-    stop: bool
 
 
 class Client:
@@ -138,11 +84,8 @@ class Client:
         self._shared = [False] * len(self._ps)
         self._doors = [""] * len(self._ps)
         self._lanes = [""] * len(self._ps)
-        self._gradients: list[Slots | None] = [None] * len(self._ps)
-        self._buffers: list[torch.Tensor | None] = [None] * len(self._ps)
-        self._pushers: list[Pusher] = []
-        self._rings: list[Slots | None] = [None] * len(self._ps)
-        self._pullers: list[dict[int, Puller]] = [{} for _ in self._ps]
+        self._wait = Wait(self.task, cluster, self.patience)
+        self._exchange: Exchange | None = None
         self._flat: FlatParameters | None = None
         self._plan: m.Plan | None = None
         self._request = 0
@@ -267,11 +210,15 @@ class Client:
         self._channels[k] = lane
 
     def _join(self, plan: m.Plan) -> None:
-        self._make_gradient_memory()
+        assert self._flat is not None
+        if self._exchange is not None:
+            self._exchange.close()
+        self._exchange = Exchange(self._flat, self._shared)
         self._board = None
         self._request += 1
         self._open = []
-        for k, slots in enumerate(self._gradients):
+        for k in range(len(self._ps)):
+            slots = self._exchange.memory_of(k)
             ref = slots.ref if slots is not None else None
             join = m.Join(self.index, self.incarnation, self._request, ref, plan if k == 0 else None, supported())
             self._open.append((join, []))
@@ -292,15 +239,19 @@ class Client:
             loss = None
         if self._board is not None and self._board.direct and (step := self._push_on_board(loss)) is not None:
             return step
-        absent = self._fill()
-        finite = self.allow_nonfinite or all(pusher.finite() for pusher in self._pushers)
+        exchange = self._moves()
+        self._flat_checked()
+        absent = exchange.fill()
+        if self._board is not None and exchange.device is not None:
+            self._board.done()
+        finite = self.allow_nonfinite or exchange.finite()
         if self._board is not None and not self._board.direct and finite and not absent[0]:
             step = self._push_on_board(loss)
             if step is not None:
                 return step
         self._open = []
         for k in range(len(self._ps)):
-            slot = 0 if self._gradients[k] is not None else -1
+            slot = 0 if exchange.memory_of(k) is not None else -1
             message = m.Push(
                 self.index,
                 self.incarnation,
@@ -312,8 +263,7 @@ class Client:
                 loss,
                 finite,
             )
-            buffer = self._buffers[k]
-            self._open.append((message, [tensor_frame(buffer)] if buffer is not None else []))
+            self._open.append((message, exchange.frames(k)))
         self._send_open()
         if self.pipeline:
             return self._step(previous, before)
@@ -321,8 +271,8 @@ class Client:
 
     def _push_on_board(self, loss: float | None) -> Step | None:
         """Makes the update with the other workers of this host, or None: then it goes by message, under the same number."""
-        assert self._board is not None and self._flat is not None
-        self._flat.check()
+        assert self._board is not None
+        self._flat_checked()
         if (received := self._channels[0].receive(0.0)) is not None:
             self._heard_by_the_way(received)
         if self._closed(0):
@@ -331,8 +281,12 @@ class Client:
         taken = self._board.step(given)
         if taken is None:
             return None
-        self._puller(0, taken.slot)()
-        self._board.done()
+        exchange = self._moves()
+        if not taken.loaded:
+            with torch.no_grad():
+                exchange.pull(0, taken.slot)
+        if exchange.device is None or taken.loaded:
+            self._board.done()  # else the GPU may still be reading: it is done when the next gradient is there
         computed_at, self.version, self.lr = self.version, taken.version, taken.rates
         self.position = None
         if self._positions is not None:
@@ -374,9 +328,8 @@ class Client:
         """Gives sockets and memory up."""
         for channel in self._channels:
             channel.close()
-        for slots in self._gradients:
-            if slots is not None:
-                slots.close()
+        if self._exchange is not None:
+            self._exchange.close()
         if self.buffers is not None:
             self.buffers.close()
 
@@ -398,77 +351,42 @@ class Client:
 
     # -- tensors ------------------------------------------------------------------------------------------------------
 
-    def _make_gradient_memory(self) -> None:
+    @property
+    def flat(self) -> FlatParameters | None:
+        """Returns the worker's parameters, once it has joined."""
+        return self._flat
+
+    def _moves(self) -> Exchange:
+        assert self._exchange is not None, "joined before"
+        return self._exchange
+
+    def _flat_checked(self) -> None:
         assert self._flat is not None
-        self._pushers = []
-        for k, region in enumerate(self._flat.layout.trained):
-            self._gradients[k] = self._buffers[k] = None
-            if self._shared[k]:
-                slots = Slots.create("gradients", region, 1)
-                self._gradients[k] = slots
-                sections = slots.sections[0]
-            else:
-                buffer = torch.zeros(region.size_bytes, dtype=torch.uint8)
-                self._buffers[k] = buffer
-                sections = section_views(region, buffer)
-            self._pushers.append(Pusher(self._flat, region, sections))
+        self._flat.check()
 
     def nonfinite(self) -> list[str]:
         """Returns the variables whose gradients hold NaN or infinity."""
-        assert self._flat is not None
-        named = zip(self._flat.layout.variables, self._flat.parameters, strict=True)
-        return [v.name for v, p in named if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+        return self._moves().nonfinite()
 
     def say(self, line: str) -> None:
         """Prints a line for people, with the worker's name."""
         self._say(f"{self.task}: {line}")
 
-    def _fill(self) -> list[list[int]]:
-        assert self._flat is not None
-        self._flat.check()
-        with torch.no_grad():
-            return [pusher() for pusher in self._pushers]
-
     def _load(self, k: int, message: m.Variables, frames: Sequence[Frame]) -> bool:
         """Copies a shard's variables into the parameters; False if they were overwritten meanwhile."""
-        assert self._flat is not None
-        region = self._flat.layout.trained[k]
-        with torch.no_grad():
-            if message.slot >= 0:
-                if message.ring is not None:
-                    self._rings[k] = Slots.open(message.ring, region)
-                    self._pullers[k] = {}
-                    self._open_board(message.board)
-                ring = self._rings[k]
-                assert ring is not None, "the first answer of a ps brings its memory"
-                self._puller(k, message.slot)()
-                whole = ring.holds(message.slot, message.version)
-            else:
-                values = frame_tensor(frames[0], region.size_bytes)
-                self._flat.load(region, section_views(region, values))
-                frames, whole = frames[1:], True
-            if frames:
-                constants = self._flat.layout.constants[k]
-                self._flat.load(constants, section_views(constants, frame_tensor(frames[0], constants.size_bytes)))
-        return whole
+        return self._moves().load(k, message, frames, lambda ring: self._open_board(message.board, ring))
 
-    def _puller(self, k: int, slot: int) -> Puller:
-        puller, ring = self._pullers[k].get(slot), self._rings[k]
-        if puller is None:
-            assert self._flat is not None and ring is not None
-            region = self._flat.layout.trained[k]
-            puller = self._pullers[k][slot] = Puller(self._flat, region, ring.sections[slot])
-        return puller
-
-    def _open_board(self, ref: m.MemoryRef | None) -> None:
-        own, ring = self._gradients[0], self._rings[0]
-        if ref is None or own is None or ring is None:
+    def _open_board(self, ref: m.MemoryRef | None, ring: Slots) -> None:
+        own = self._moves().memory_of(0)
+        if ref is None or own is None:
             return
         assert self._flat is not None and self._plan is not None
-        plan = self._plan
+        plan, exchange = self._plan, self._moves()
         board = Board.open(ref, plan.num_workers, len(plan.optimizer.groups))
+        rounds = plan.rule.needed(plan.num_workers) > 1
+        device = DeviceUpdate(self._flat, exchange) if exchange.device is not None and not rounds else None
         self._board = BoardSteps(
-            board, self.index, self.incarnation, self._flat, ring, own, rounds=plan.rule.needed(plan.num_workers) > 1
+            board, self.index, self.incarnation, self._flat, ring, own, rounds=rounds, device=device
         )
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -594,7 +512,7 @@ class Client:
 
     def _answers(self, patience_s: float) -> list[tuple[m.Variables, list[Frame]]]:
         """Waits for the answers of all ps tasks to the open request; probes those that owe one every `probe_s`."""
-        waiting = _Waiting(len(self._ps), time.monotonic())
+        waiting = Waiting(len(self._ps), time.monotonic())
         probe = codec.encode(m.Probe(self.index, self.incarnation, self._request))
         while (k := waiting.next_missing()) is not None:
             self._hear(waiting, k, self._channels[k].receive(self.patience.probe_s))
@@ -621,7 +539,7 @@ class Client:
         channel = self._channels[k]
         return isinstance(channel, DoorChannel | LaneChannel) and channel.closed
 
-    def _hear(self, waiting: _Waiting, k: int, received: list[Frame] | None) -> bool:
+    def _hear(self, waiting: Waiting, k: int, received: list[Frame] | None) -> bool:
         """Takes what ps k said about the open request; False if it said nothing."""
         if received is None:
             return False
@@ -634,7 +552,7 @@ class Client:
             case m.Variables() if answer.request == self._request:
                 waiting.found[k] = answer, tensors
             case m.Held() if answer.request == self._request:
-                waiting.what = self._who(answer)
+                waiting.what = self._wait.who(answer)
                 self._send_position(answer.save)  # the chief may be waiting for it, and this worker for the chief
             case m.Unknown() if answer.request == self._request:
                 older = [other for other, (found, _) in waiting.found.items() if found.reign != answer.reign]
@@ -674,26 +592,7 @@ class Client:
                 told = now
                 self._say(f"{self.task}: waiting for {what}: {now - started:.0f} s")
 
-    def _who(self, held: m.Held) -> str:
-        names = [f"/job:worker/task:{i} ({self.cluster.address(TaskId('worker', i))})" for i in held.missing]
-        missing = f"; missing {', '.join(names)}" if names else ""
-        return f"{held.what} ({held.have} of {held.need}{missing})"
-
     def _check(self, k: int, waited_s: float, silent_s: float, patience_s: float, what: str, *, starting: bool) -> None:
-        ps = self._ps[k]
-        where = f"{ps} ({self.cluster.address(ps)})"
         if self._closed(k):
-            raise TaskLostError(
-                f"{self.task}: {where} has closed the connection while this worker waited for {what}: its process is gone. "
-                "Look at that task's output; if it does not come back by itself, start it again."
-            )
-        if not starting and silent_s > self.patience.silence_s:
-            raise TaskLostError(
-                f"{self.task}: {where} has not answered for {silent_s:.0f} s while this worker waited for {what}. "
-                "Look at that task's output; if it is gone, start it again."
-            )
-        if waited_s > patience_s:
-            raise DeadlineError(
-                f"{self.task}: waited {waited_s:.0f} s for {what} at {where} and gave up. Check that the task runs, that "
-                "host and port are the same in --ps_hosts of every task, and that no firewall stands between."
-            )
+            raise self._wait.closed(k, what)
+        self._wait.check(k, waited_s, silent_s, patience_s, what, starting=starting)

@@ -16,6 +16,8 @@ from torch import nn
 from torchquorum.errors import ConfigError
 from torchquorum.placement.layout import CONSTANT, Layout, Region, Variable, padded
 
+Place = dict[int, tuple[torch.Tensor, int]]  # of each parameter: the buffer that it is a view of, and where
+
 
 def describe(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[Variable], list[nn.Parameter]]:
     """Returns the variables of a module in creation order, and the parameters that they stand for.
@@ -53,7 +55,9 @@ class FlatParameters:
             range(len(parameters)),
             key=lambda i: (layout.variables[i].group == CONSTANT, layout.variables[i].group, i),
         )
-        self._place: dict[int, tuple[torch.Tensor, int]] = {}
+        self._place: Place = {}
+        self.gradients: FlatGradients | None = None
+        self._trained: list[tuple[torch.Tensor, torch.Tensor, int]] | None = None
         sliced = {v for parts in layout.parts for v, start, stop in parts if stop - start != layout.variables[v].numel}
         apart = {i for i, p in enumerate(parameters) if not p.is_contiguous() and i not in sliced}
         for dtype, device in {(p.dtype, p.device): None for p in parameters}:
@@ -70,6 +74,34 @@ class FlatParameters:
                 self._place[i] = (buffer, offset)
                 offset += taken
 
+    @property
+    def cuda_device(self) -> torch.device | None:
+        """Returns the one GPU on which all trained parameters are; None if they are elsewhere, or on several."""
+        trained = zip(self.layout.variables, self.parameters, strict=True)
+        devices = {p.device for v, p in trained if v.group != CONSTANT}
+        return next(iter(devices)) if len(devices) == 1 and next(iter(devices)).type == "cuda" else None
+
+    def flat_gradients(self) -> FlatGradients | None:
+        """Makes room for all gradients in one piece, laid out as the parameters are; None where that is not possible."""
+        if self.gradients is None and len(self._place) == len(self.parameters):
+            self.gradients = FlatGradients(self.parameters, self._place)
+        return self.gradients
+
+    def trained_runs(self) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
+        """Returns the parameters of each group in few pieces, with their gradients' room beside them."""
+        assert self.gradients is not None
+        if self._trained is None:
+            self._trained = []
+            spans: dict[tuple[int, int], list[int]] = {}
+            for i, (buffer, offset) in self._place.items():
+                if (group := self.layout.variables[i].group) != CONSTANT:
+                    span = spans.setdefault((id(buffer), group), [offset, offset, i])
+                    span[0], span[1] = min(span[0], offset), max(span[1], offset + self.parameters[i].numel())
+            for (_, group), (start, stop, i) in spans.items():
+                mine, theirs = self._place[i][0], self.gradients.place[i][0]
+                self._trained.append((mine[start:stop], theirs[start:stop], group))
+        return self._trained
+
     def check(self) -> None:
         """Raises ConfigError if the module's parameters were moved or replaced since."""
         for i, (buffer, offset) in self._place.items():
@@ -83,26 +115,30 @@ class FlatParameters:
 
     def load(self, region: Region, sections: Sequence[torch.Tensor]) -> None:
         """Copies a shard's memory into the parameters."""
-        for ours, theirs in self._runs(region, sections):
+        for ours, theirs in self.runs(region, sections):
             ours.copy_(theirs)
 
     def store(self, region: Region, sections: Sequence[torch.Tensor]) -> None:
         """Copies the parameters into a shard's memory."""
-        for ours, theirs in self._runs(region, sections):
+        for ours, theirs in self.runs(region, sections):
             theirs.copy_(ours)
 
-    def _runs(self, region: Region, sections: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def runs(
+        self, region: Region, sections: Sequence[torch.Tensor], place: Place | None = None
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns the pieces of the parameters, or of what lies at another place, beside those of a shard's memory."""
+        places = self._place if place is None else place
         runs: list[tuple[torch.Tensor, torch.Tensor]] = []
         for section, theirs in zip(region.sections, sections, strict=True):
             merged: list[list[int]] = []
             buffers: list[torch.Tensor] = []
             for piece in section.pieces:
-                if piece.variable not in self._place:
+                if piece.variable not in places:
                     parameter = self.parameters[piece.variable]
                     there = theirs[piece.offset : piece.offset + piece.numel]
                     runs.append((parameter.data, there.view(parameter.shape)))
                     continue
-                buffer, offset = self._place[piece.variable]
+                buffer, offset = places[piece.variable]
                 here = offset + piece.start
                 whole = piece.numel == self.parameters[piece.variable].numel()
                 room = padded(piece.numel, section.dtype) if whole else piece.numel
@@ -117,22 +153,63 @@ class FlatParameters:
         return runs
 
 
+class FlatGradients:
+    """Room for the gradients, laid out as the parameters are; whoever fills it makes its views the parameters' gradients.
+
+    Attributes:
+        views: Of each parameter, its room.
+        place: Where they lie.
+        totals: Of each buffer, the sum of what was filled in last, in memory of the host; None if nobody has summed up.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], place: Place) -> None:
+        self._parameters = parameters
+        buffers = {id(buffer): torch.zeros_like(buffer) for buffer, _ in place.values()}
+        self.buffers = list(buffers.values())
+        self.place: Place = {i: (buffers[id(buffer)], offset) for i, (buffer, offset) in place.items()}
+        self.views: list[torch.Tensor] = []
+        for i, parameter in enumerate(parameters):
+            buffer, offset = self.place[i]
+            self.views.append(buffer[offset : offset + parameter.numel()].view(parameter.shape))
+        self.totals: torch.Tensor | None = None
+
+    def in_use(self) -> bool:
+        """Whether the parameters' gradients are the ones here."""
+        return all(p.grad is view for p, view in zip(self._parameters, self.views, strict=True))
+
+    def finite(self) -> bool:
+        """Whether there is neither NaN nor infinity among them."""
+        # A sum is not finite if a term is not; if it is only too large for its dtype, a second look says so.
+        if self.totals is not None and bool(torch.isfinite(self.totals).all()):
+            return True
+        return all(bool(torch.isfinite(b).all()) for b in self.buffers if b.dtype.is_floating_point)
+
+
 class Puller:
-    """Copies one slot of a shard into the parameters; the pairs of views are made once."""
+    """Copies one slot of a shard into the parameters, or back; the pairs of views are made once."""
 
     def __init__(self, flat: FlatParameters, region: Region, sections: Sequence[torch.Tensor]) -> None:
-        self._runs = flat._runs(region, sections)
+        self._runs = flat.runs(region, sections)
+        self._unblocked = flat.cuda_device is not None
 
     def __call__(self) -> None:
-        """Copies."""
+        """Copies; from memory that a GPU can reach by itself, this only begins."""
         for ours, theirs in self._runs:
-            ours.copy_(theirs)
+            ours.copy_(theirs, non_blocking=self._unblocked)
+
+    def back(self) -> None:
+        """Copies the parameters into the slot, likewise."""
+        for ours, theirs in self._runs:
+            theirs.copy_(ours, non_blocking=self._unblocked)
 
 
 class Pusher:
     """Copies the parameters' gradients into one gradient slot of a shard."""
 
     def __init__(self, flat: FlatParameters, region: Region, sections: Sequence[torch.Tensor]) -> None:
+        self._flat, self._region, self._all = flat, region, sections
+        self._unblocked = flat.cuda_device is not None
+        self._whole: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         self._entries: list[tuple[nn.Parameter, int, torch.Tensor, slice | None]] = []
         self._sections = [s for s in sections if s.dtype.is_floating_point]
         for section, theirs in zip(region.sections, sections, strict=True):
@@ -151,11 +228,23 @@ class Pusher:
 
     def finite(self) -> bool:
         """Whether what was copied last holds neither NaN nor infinity; reads it once, while it is still in the cache."""
-        # A sum is not finite if a term is not; if it is only too large for its dtype, a second look says so.
+        if self._whole is not None and self._flat.gradients is not None:
+            return self._flat.gradients.finite()
         return all(math.isfinite(s.sum().item()) or bool(torch.isfinite(s).all()) for s in self._sections)
 
     def __call__(self) -> list[int]:
-        """Copies, and returns the variables that have no gradient; their place is filled with zeros."""
+        """Copies, and returns the variables that have no gradient; their place is filled with zeros.
+
+        From a GPU this only begins: `Exchange.settle` waits.
+        """
+        gradients = self._flat.gradients
+        if gradients is not None and gradients.in_use():
+            if self._whole is None:
+                self._whole = self._flat.runs(self._region, self._all, gradients.place)
+            for ours, theirs in self._whole:
+                theirs.copy_(ours, non_blocking=self._unblocked)
+            return []
+        self._whole = None
         absent = []
         for parameter, variable, target, part in self._entries:
             gradient = parameter.grad
@@ -165,5 +254,5 @@ class Pusher:
                 continue
             if gradient.layout != torch.strided:
                 gradient = gradient.to_dense()
-            target.copy_(gradient if part is None else gradient.reshape(-1)[part])
+            target.copy_(gradient if part is None else gradient.reshape(-1)[part], non_blocking=self._unblocked)
         return absent

@@ -16,6 +16,7 @@ from torchquorum.errors import ConfigError, LostPlaceError, TaskLostError
 from torchquorum.rules import Rule, Sync
 from torchquorum.transport.messages import AverageSpec, OptimizerSpec, ScheduleSpec
 from torchquorum.worker.client import Client, Step
+from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.nonfinite import Nonfinite
 
 Schedule = ScheduleSpec
@@ -175,6 +176,16 @@ class Optimizer:
         self._client, self._watcher = client, watcher
         if client is not None:
             client.allow_nonfinite = self.allow_nonfinite
+
+    @property
+    def flat(self) -> FlatParameters | None:
+        """Returns the parameters as they lie in memory while a session runs."""
+        return self._client.flat if self._client is not None else None
+
+    def say(self, line: str) -> None:
+        """Prints a line for people, with the worker's name."""
+        if self._client is not None:
+            self._client.say(line)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients."""

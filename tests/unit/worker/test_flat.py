@@ -96,7 +96,7 @@ def test_parameters_keep_identity_values_and_shape_and_begin_on_a_cache_line() -
 def test_with_one_ps_a_pull_is_one_copy_per_dtype() -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7), nn.Linear(7, 2, dtype=torch.float64))
     flat = make(model)
-    assert len(flat._runs(flat.layout.trained[0], memory_of(flat))) == 2
+    assert len(flat.runs(flat.layout.trained[0], memory_of(flat))) == 2
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3])

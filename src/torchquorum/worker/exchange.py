@@ -1,0 +1,143 @@
+"""What goes between a worker's parameters and the shards' memory: gradients out, variables in.
+
+Owned by the worker's client. A ps of this host reads gradients from a slot of shared memory and offers its versions in a
+ring of slots; for one elsewhere there is a buffer whose bytes are sent. What always holds: a copy from or to a GPU has
+ended when a method returns, unless the method says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+import torchquorum.transport.messages as m
+from torchquorum.transport.codec import Frame
+from torchquorum.transport.memory import frame_tensor, tensor_frame
+from torchquorum.transport.slots import Slots, section_views
+from torchquorum.worker.flat import FlatParameters, Puller, Pusher
+from torchquorum.worker.pinned import Pinned
+
+
+class Exchange:
+    """The memory of one worker for all shards.
+
+    Args:
+        flat: The worker's parameters.
+        shared: Of each ps task, whether it is on this host and memory is shared with it.
+
+    Raises:
+        SegmentError: No shared memory can be had.
+    """
+
+    def __init__(self, flat: FlatParameters, shared: Sequence[bool]) -> None:
+        self._flat = flat
+        self._gradients: list[Slots | None] = []
+        self._buffers: list[torch.Tensor | None] = []
+        self._pushers: list[Pusher] = []
+        self._rings: list[Slots | None] = [None] * len(shared)
+        self._pullers: list[dict[int, Puller]] = [{} for _ in shared]
+        self.device = flat.cuda_device
+        self._pinned = Pinned(self.device) if self.device is not None else None
+        try:
+            for k, region in enumerate(flat.layout.trained):
+                self._add(Slots.create("gradients", region, 1) if shared[k] else None, k)
+        except BaseException:
+            self.close()
+            raise
+
+    def _add(self, slots: Slots | None, k: int) -> None:
+        region = self._flat.layout.trained[k]
+        buffer = None if slots is not None else torch.zeros(region.size_bytes, dtype=torch.uint8)
+        self._gradients.append(slots)
+        self._buffers.append(buffer)
+        memory = slots.bytes[0] if slots is not None else buffer
+        assert memory is not None
+        self.pin(memory)
+        self._pushers.append(Pusher(self._flat, region, section_views(region, memory)))
+
+    def pin(self, memory: torch.Tensor) -> None:
+        """Lets the GPU of the parameters, if that is where they are, reach a piece of memory by itself."""
+        if self._pinned is not None:
+            self._pinned.add(memory)
+
+    def close(self) -> None:
+        """Gives the memory up."""
+        if self._pinned is not None:
+            self._pinned.close()
+        for slots in self._gradients:
+            if slots is not None:
+                slots.close()
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def memory_of(self, k: int) -> Slots | None:
+        """Returns the shared memory in which shard k finds the gradients, if it is shared."""
+        return self._gradients[k]
+
+    def frames(self, k: int) -> list[Frame]:
+        """Returns what must be sent to shard k: nothing where memory is shared."""
+        buffer = self._buffers[k]
+        return [tensor_frame(buffer)] if buffer is not None else []
+
+    def fill(self) -> list[list[int]]:
+        """Puts the gradients where the shards find them; returns, of each, the variables that have none."""
+        with torch.no_grad():
+            absent = [pusher() for pusher in self._pushers]
+        self.settle()
+        return absent
+
+    def finite(self) -> bool:
+        """Whether what was filled in last holds neither NaN nor infinity."""
+        return all(pusher.finite() for pusher in self._pushers)
+
+    def nonfinite(self) -> list[str]:
+        """Returns the variables whose gradients hold NaN or infinity."""
+        named = zip(self._flat.layout.variables, self._flat.parameters, strict=True)
+        return [v.name for v, p in named if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
+
+    # -- variables ----------------------------------------------------------------------------------------------------
+
+    def load(self, k: int, message: m.Variables, frames: Sequence[Frame], new_ring: Callable[[Slots], None]) -> bool:
+        """Copies a shard's variables into the parameters; False if they were overwritten meanwhile."""
+        region = self._flat.layout.trained[k]
+        with torch.no_grad():
+            if message.slot >= 0:
+                if message.ring is not None:
+                    ring = self._rings[k] = Slots.open(message.ring, region)
+                    self._pullers[k] = {}
+                    new_ring(ring)
+                ring = self._rings[k]
+                assert ring is not None, "the first answer of a ps brings its memory"
+                self.pull(k, message.slot)
+                self.settle()
+                whole = ring.holds(message.slot, message.version)
+            else:
+                values = frame_tensor(frames[0], region.size_bytes)
+                self._flat.load(region, section_views(region, values))
+                frames, whole = frames[1:], True
+            if frames:
+                constants = self._flat.layout.constants[k]
+                self._flat.load(constants, section_views(constants, frame_tensor(frames[0], constants.size_bytes)))
+        return whole
+
+    def pull(self, k: int, slot: int) -> None:
+        """Copies a slot of shard k into the parameters; to a GPU that may go on until `settle`."""
+        self._puller(k, slot)()
+
+    def put(self, k: int, slot: int) -> None:
+        """Copies the parameters into a slot of shard k; from a GPU that may go on until `settle`."""
+        self._puller(k, slot).back()
+
+    def _puller(self, k: int, slot: int) -> Puller:
+        puller, ring = self._pullers[k].get(slot), self._rings[k]
+        if puller is None:
+            assert ring is not None
+            self.pin(ring.bytes[slot])
+            puller = self._pullers[k][slot] = Puller(self._flat, self._flat.layout.trained[k], ring.sections[slot])
+        return puller
+
+    def settle(self) -> None:
+        """Waits for copies from and to the GPU that have been begun."""
+        if self.device is not None:
+            torch.cuda.current_stream(self.device).synchronize()

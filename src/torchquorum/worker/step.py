@@ -1,0 +1,28 @@
+"""`tq.Step`: what became of one step of a worker. Made by the client, returned by `optimizer.step()`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What became of one `optimizer.step()`.
+
+    Attributes:
+        version: The version that the parameters hold now; the cluster's global step.
+        local_step: How many gradients this worker has computed.
+        accepted: Whether the gradient was used; None while that is not known (pipelined).
+        reason: Why.
+        staleness: How many versions old it was when it arrived.
+        lr: The learning rate of the first parameter group for the next update.
+        stop: Whether the run is over.
+    """
+
+    version: int
+    local_step: int
+    accepted: bool | None
+    reason: str
+    staleness: int
+    lr: float
+    stop: bool

@@ -30,7 +30,7 @@ THREADS_OURS = ("torchquorum", "tq-")
 # Descriptors that libraries open once and keep: of files of the system, and of event loops.
 # What torch keeps in the folder for temporary files, for every process to find.
 FILES_IGNORED = ("torchinductor_",)
-FDS_IGNORED = re.compile(r"/dev/(null|urandom|random|tty|pts)|/proc/|/sys/|anon_inode:|/usr/|/etc/")
+FDS_IGNORED = re.compile(r"/dev/(null|urandom|random|tty|pts|nvidia)|/proc/|/sys/|anon_inode:|/usr/|/etc/")
 
 
 @dataclass(frozen=True)

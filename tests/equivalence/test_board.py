@@ -25,8 +25,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     step = board_steps.BoardSteps.step
 
-    def noted(self: Any, given: Any) -> Any:
-        taken = step(self, given)
+    def noted(self: Any, *given: Any) -> Any:
+        taken = step(self, *given)
         if taken is not None:
             found.append(taken.version)
         return taken

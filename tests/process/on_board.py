@@ -41,9 +41,9 @@ def now(moment: str) -> None:
 def before(name: str, moment: str) -> None:
     inner = getattr(BoardSteps, name)
 
-    def wrapped(self: Any, *given: Any) -> Any:
+    def wrapped(self: Any, *given: Any, **named: Any) -> Any:
         now(moment)
-        return inner(self, *given)
+        return inner(self, *given, **named)
 
     setattr(BoardSteps, name, wrapped)
 

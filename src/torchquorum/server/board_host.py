@@ -101,7 +101,7 @@ class BoardHost:
             full = self._rounds and board.full == board.version + 1
             unfinished = board.round() if full else []
             board.writer = -1
-            board.wake_all()
+            board.wake()
         return found, unfinished
 
     def take_up(self, records: list[Record], *, made: bool) -> None:

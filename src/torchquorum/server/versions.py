@@ -24,7 +24,7 @@ class Versions:
         self._most_sending = num_workers + 1
         self.slots = Slots.create("versions", region, 2 * num_workers + self._most_sending + 3)
         self._readers: dict[int, int] = {}
-        self.also_busy: Callable[[], set[int]] = set
+        self.also_busy: Callable[[], list[int]] = list
         self._sending: list[tuple[int, Sent]] = []
         self.current = 0
         self.version = version
@@ -64,7 +64,8 @@ class Versions:
     def next_slot(self) -> int:
         """Returns a slot for the next version and marks its old content as gone."""
         self._sending = [entry for entry in self._sending if not entry[1].done]
-        busy = {self.current, *self._readers.values(), *(slot for slot, _ in self._sending)} | self.also_busy()
+        sending = (slot for slot, _ in self._sending)
+        busy = {self.current, *self._readers.values(), *sending, *self.also_busy()}
         free = next(k for k in range(len(self.slots)) if k not in busy)
         self.slots.mark(free, -1)
         return free

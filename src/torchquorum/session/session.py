@@ -216,14 +216,14 @@ class Session:
     def before_run(self) -> None:
         """Tells the hooks that a step is about to be pushed; the optimizer calls this."""
         for hook in self.hooks:
-            hook.before_run(self)
+            if type(hook).before_run is not Hook.before_run:
+                hook.before_run(self)
 
     def after_run(self, step: Step, loss: float | None, seconds: float) -> None:
         """Tells the hooks what a step did; the optimizer calls this."""
-        if self.hooks:
-            ran = Ran(step, loss, seconds)
-            for hook in self.hooks:
-                hook.after_run(self, ran)
+        for hook in self.hooks:
+            if type(hook).after_run is not Hook.after_run:
+                hook.after_run(self, Ran(step, loss, seconds))
 
     def _connect(self, before: Client | None = None) -> Client:
         """Makes the connection; after a loss, in the same life: surviving ps tasks know this worker."""

@@ -12,11 +12,11 @@ What always holds, whoever dies or freezes at whatever moment:
 
 from __future__ import annotations
 
+import math
+import struct
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from math import isnan
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from torchquorum.transport.memory import Segment
 from torchquorum.transport.messages import MemoryRef
@@ -28,6 +28,7 @@ RATES = 2048
 LOCK_S = 0.2
 _SLOT_BITS = 16
 _RECORD_WORDS = 10
+_RECORD = struct.Struct("=7q3d")
 _PER_WORKER = 9
 
 # The first words of the page, after the lock.
@@ -60,7 +61,6 @@ class Given:
     local_step: int
     request: int
     computed_at: int
-    loss: float | None
 
 
 class Board:
@@ -69,7 +69,7 @@ class Board:
     def __init__(self, segment: Segment, num_workers: int, num_groups: int, *, create: bool) -> None:
         self._segment = segment
         self.num_workers, self.num_groups = num_workers, num_groups
-        memory = memoryview(segment.bytes.numpy())  # pyright: ignore[reportArgumentType]
+        memory = self._bytes = memoryview(segment.bytes.numpy())  # pyright: ignore[reportArgumentType]
         self._q, self._d = memory.cast("q"), memory.cast("d")
         base = segment.bytes.data_ptr()
         self._lock = SharedLock(base, create=create)
@@ -105,20 +105,15 @@ class Board:
     def close(self) -> None:
         """The ps gives the board up for good; needs no lock."""
         self._q[_FIRST + _STATE] = GONE
-        self.wake_all()
+        self.wake()
         self._segment.close()
 
     # -- the lock -----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def locked(self, timeout_s: float = LOCK_S) -> Iterator[bool]:
-        """Holds the lock; yields False if it could not be had in time: somebody is frozen while he holds it."""
-        held = self._lock.acquire(timeout_s)
-        try:
-            yield held
-        finally:
-            if held:
-                self._lock.release()
+    def locked(self, timeout_s: float = LOCK_S) -> SharedLock:
+        """Holds the lock for a block, which gets False if it could not be had: somebody is frozen while he holds it."""
+        self._lock.timeout_s = timeout_s
+        return self._lock
 
     # -- words --------------------------------------------------------------------------------------------------------
 
@@ -208,6 +203,10 @@ class Board:
         """Returns the incarnation that may use the board as this worker, or 0."""
         return self._q[self._of(worker, 0)]
 
+    def only(self, worker: int) -> bool:
+        """Whether nobody but this worker uses the board; may be read without the lock."""
+        return all(token == 0 or w == worker for w, token in enumerate(self._q[self._of(0, 0) : self._of(0, 1)]))
+
     def admit(self, worker: int, incarnation: int, gradients: MemoryRef | None) -> None:
         """The ps lets an incarnation in, with the memory in which its gradients lie; 0 and None for nobody."""
         self._q[self._of(worker, 0)] = incarnation
@@ -232,15 +231,15 @@ class Board:
         self.use(worker, -1)
         self.lease(worker, -1)
 
-    def busy(self) -> set[int]:
-        """Returns the slots that workers may be writing or reading."""
-        first = self._of(0, 5)
-        return set(self._q[first : first + 2 * self.num_workers].tolist()) - {-1}
+    def busy(self) -> list[int]:
+        """Returns the slots that workers may be writing or reading, and -1 for each that uses none."""
+        first = self._workers_at + 5 * self.num_workers
+        return self._q[first : first + 2 * self.num_workers].tolist()
 
-    def give(self, worker: int, given: Given, version: int) -> None:
+    def give(self, worker: int, given: Given, loss: float | None, version: int) -> None:
         """Notes that a worker's gradient for `version` lies in its memory."""
         self._q[self._of(worker, 7)] = version
-        self._write(RECORDS - 1 - worker, worker, given, version, -1)  # the last records are the rounds' own
+        self._write(RECORDS - 1 - worker, worker, given, loss, version, -1)  # the last records are the rounds' own
 
     def begin_rounds(self) -> None:
         """Nobody has given anything yet."""
@@ -290,9 +289,9 @@ class Board:
         ring = RECORDS - self.num_workers
         return ring - (self._q[_FIRST + _TAIL] - self._q[_FIRST + _DRAINED])
 
-    def record(self, worker: int, given: Given, version: int, slot: int) -> None:
+    def record(self, worker: int, given: Given, loss: float | None, version: int, slot: int) -> None:
         """Notes a gradient that has become part of a version."""
-        self._write(self._q[_FIRST + _TAIL] % (RECORDS - self.num_workers), worker, given, version, slot)
+        self._write(self._q[_FIRST + _TAIL] % (RECORDS - self.num_workers), worker, given, loss, version, slot)
         self._q[_FIRST + _TAIL] += 1
 
     def record_round(self, version: int, slot: int) -> None:
@@ -305,13 +304,21 @@ class Board:
             self._q[target + 6] = slot
             self._q[_FIRST + _TAIL] = tail + 1
 
-    def _write(self, index: int, worker: int, given: Given, version: int, slot: int) -> None:
-        at = self._records_at + index * _RECORD_WORDS
-        q, d = self._q, self._d
-        q[at], q[at + 1], q[at + 2], q[at + 3] = worker, given.incarnation, given.local_step, given.request
-        q[at + 4], q[at + 5], q[at + 6] = given.computed_at, version, slot
-        d[at + 7] = float("nan") if given.loss is None else given.loss
-        d[at + 8], d[at + 9] = time.time(), time.monotonic()
+    def _write(self, index: int, worker: int, given: Given, loss: float | None, version: int, slot: int) -> None:
+        _RECORD.pack_into(
+            self._bytes,
+            8 * (self._records_at + index * _RECORD_WORDS),
+            worker,
+            given.incarnation,
+            given.local_step,
+            given.request,
+            given.computed_at,
+            version,
+            slot,
+            math.nan if loss is None else loss,
+            time.time(),
+            time.monotonic(),
+        )
 
     @property
     def undrained(self) -> bool:
@@ -332,35 +339,31 @@ class Board:
 
     def _read(self, index: int) -> Record:
         at = self._records_at + index * _RECORD_WORDS
-        worker, incarnation, local_step, request, computed_at, version, slot = self._q[at : at + 7].tolist()
-        loss, wall, now = (float(value) for value in self._d[at + 7 : at + 10].tolist())
-        return Record(
-            worker,
-            incarnation,
-            local_step,
-            request,
-            computed_at,
-            version,
-            slot,
-            None if isnan(loss) else loss,
-            wall,
-            now,
-        )
+        found = Record(*_RECORD.unpack_from(self._bytes, 8 * at))
+        return replace(found, loss=None) if found.loss is not None and math.isnan(found.loss) else found
 
     # -- waiting ------------------------------------------------------------------------------------------------------
 
-    def announce_wait(self) -> int:
-        """Says that somebody is going to wait, and returns the signal that he has seen."""
-        self._q[_FIRST + _WAITERS] = 1
+    @property
+    def signal(self) -> int:
+        """Returns a number that changes with every piece of news; may be read without the lock."""
         return self._q[_FIRST + _SIGNAL]
+
+    def begin_wait(self) -> int:
+        """Says that somebody is going to sleep, and returns the signal that he has seen."""
+        self._q[_FIRST + _WAITERS] += 1
+        return self._q[_FIRST + _SIGNAL]
+
+    def end_wait(self) -> None:
+        """Says that somebody has woken up. Whoever dies in his sleep is counted for ever, which costs others a call each."""
+        self._q[_FIRST + _WAITERS] -= 1
 
     def wait(self, seen: int, timeout_s: float) -> None:
         """Sleeps until there is news since `seen`, or until the time is up; needs no lock."""
         wait_while(self._signal_at, seen, timeout_s)
 
-    def wake_all(self) -> None:
-        """There is news: everybody who waits shall look."""
+    def wake(self, count: int = 1 << 30) -> None:
+        """There is news: everybody who sleeps shall look, or as many as there is news for."""
         self._q[_FIRST + _SIGNAL] = (self._q[_FIRST + _SIGNAL] + 1) & 0x7FFFFFFF
-        if self._q[_FIRST + _WAITERS]:
-            self._q[_FIRST + _WAITERS] = 0
-            wake(self._signal_at, 1 << 30)
+        if self._q[_FIRST + _WAITERS] > 0:
+            wake(self._signal_at, count)

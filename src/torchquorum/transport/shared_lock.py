@@ -34,6 +34,9 @@ def _library() -> ctypes.CDLL | None:
 
 
 _libc = _library()
+_quick = (
+    ctypes.PyDLL(None) if _libc is not None else None
+)  # for calls that never wait: other threads need not run meanwhile
 
 
 def supported() -> bool:
@@ -47,12 +50,12 @@ def _parts(seconds: float) -> _Time:
 
 
 class SharedLock:
-    """A mutex at an address in shared memory."""
+    """A mutex at an address in shared memory; as a block, it is held, or the block gets False after `timeout_s`."""
 
     def __init__(self, address: int, *, create: bool) -> None:
-        assert _libc is not None, "asked for a shared lock where there is none"
-        self._mutex = ctypes.c_void_p(address)
-        self._trylock, self._unlock = _libc.pthread_mutex_trylock, _libc.pthread_mutex_unlock
+        assert _libc is not None and _quick is not None, "asked for a shared lock where there is none"
+        self._mutex, self.timeout_s, self._held = ctypes.c_void_p(address), 1.0, False
+        self._trylock, self._unlock = _quick.pthread_mutex_trylock, _quick.pthread_mutex_unlock
         self._timedlock, self._consistent = _libc.pthread_mutex_timedlock, _libc.pthread_mutex_consistent
         if create:
             attributes = ctypes.create_string_buffer(64)
@@ -61,6 +64,14 @@ class SharedLock:
             _libc.pthread_mutexattr_setrobust(attributes, _ROBUST)
             _libc.pthread_mutex_init(self._mutex, attributes)
             _libc.pthread_mutexattr_destroy(attributes)
+
+    def __enter__(self) -> bool:
+        self._held = self.acquire(self.timeout_s)
+        return self._held
+
+    def __exit__(self, *_: object) -> None:
+        if self._held:
+            self._unlock(self._mutex)
 
     def acquire(self, timeout_s: float) -> bool:
         """Takes the lock; False if it could not be had in time, or never will be."""

@@ -20,10 +20,10 @@ from torch import nn
 
 from torchquorum.transport.board import OPEN, Board, Given
 from torchquorum.transport.slots import Slots
-from torchquorum.worker.device_update import DeviceUpdate
+from torchquorum.worker.device_update import DeviceRound, DeviceUpdate, Part
 from torchquorum.worker.flat import FlatParameters
 
-WAIT_S = 0.2  # whoever waits for longer asks the ps, which knows for whom, and says so
+WAIT_S = 0.2  # with a core for each: whoever waits for longer asks the ps, which knows for whom, and says so
 SPIN_S = 0.0005
 PS_SILENT_S = 0.5
 CHUNK = 1 << 16
@@ -34,7 +34,7 @@ ROUNDS_IN = (torch.float32, torch.float64)  # in narrower ones the tail of a vec
 class Taken:
     """A version that was made on the board: the one it was made from, its slot, and the rates of the next update.
 
-    `loaded` says that the parameters hold it already.
+    `loaded` says that the parameters hold it already, `reading` that a GPU may still be reading its slot.
     """
 
     met: int
@@ -42,6 +42,7 @@ class Taken:
     slot: int
     rates: list[float]
     loaded: bool = False
+    reading: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,7 @@ class BoardSteps:
         own: This worker's gradient memory.
         rounds: Whether the rule is Sync.
         device: Makes updates where the parameters are, if that is one GPU and there are no rounds.
+        device_round: The same for rounds.
     """
 
     def __init__(
@@ -78,8 +80,9 @@ class BoardSteps:
         *,
         rounds: bool,
         device: DeviceUpdate | None = None,
+        device_round: DeviceRound | None = None,
     ) -> None:
-        self._device = device
+        self._device, self._device_round = device, device_round
         self._board, self._worker, self._incarnation = board, worker, incarnation
         self._ring, self._own, self.rounds = ring, own, rounds
         self._flat, self._region = flat, flat.layout.trained[0]
@@ -93,17 +96,25 @@ class BoardSteps:
         self._others: dict[int, tuple[int, Slots]] = {worker: (incarnation, own)}
         self._parts: dict[tuple[int, int], list[tuple[int, list[torch.Tensor]]]] = {}
         self._scratch = {d: torch.empty(CHUNK, dtype=d) for d in ROUNDS_IN} if rounds else {}
+        self._whole_share: list[Part] | None = None
         self.made = self.missed = 0
-        self._spins = board.num_workers <= (os.cpu_count() or 1)
+        cores = os.cpu_count() or 1
+        self._spins = board.num_workers <= cores
+        self._wait_s = WAIT_S * max(1, -(-board.num_workers // cores))  # they share the cores, so turns come later
 
-    def step(self, given: Given) -> Taken | None:
-        """Makes an update with this worker's gradient, or None: then it shall be pushed by message."""
+    def step(self, given: Given, loss: Callable[[], float | None] = lambda: None) -> Taken | None:
+        """Makes an update with this worker's gradient, or None: then it shall be pushed by message.
+
+        Args:
+            given: Which gradient it is.
+            loss: Returns its loss, once the gradient has been computed.
+        """
         board, taken = self._board, None
-        if self._device is not None and not self._device.gradients_there():
+        if self._device is not None and not board.only(self._worker) and not self._device.gradients_there():
             return None
         if board.state == OPEN and board.ps_silent_s < PS_SILENT_S:
             with torch.no_grad():
-                taken = self._in_round(given) if self.rounds else self._in_turn(given)
+                taken = self._in_round(given, loss) if self.rounds else self._in_turn(given, loss)
         self.made += taken is not None
         self.missed += taken is None
         return taken
@@ -124,32 +135,40 @@ class BoardSteps:
         )
 
     def _free_slot(self, current: int) -> int:
-        busy = self._board.busy()
-        busy.add(current)
-        return next(k for k in range(len(self._ring)) if k not in busy)
+        busy, slot = self._board.busy(), 0
+        while slot == current or slot in busy:
+            slot += 1
+        assert slot < len(self._ring), "there is a slot more than workers can use"
+        return slot
 
-    def _until(self, reached: Callable[[], bool], seen: int, era: int) -> bool:
+    def _until(self, reached: Callable[[], bool], era: int) -> bool:
         """Waits until something holds of this era; False if the board was closed meanwhile, or the wait grew long."""
         board = self._board
         started = time.perf_counter()
         while not reached():
             waited = time.perf_counter() - started
-            if board.state != OPEN or board.era != era or waited > WAIT_S:
+            if board.state != OPEN or board.era != era or waited > self._wait_s:
                 break
             if self._spins and waited < SPIN_S:
                 os.sched_yield()
                 continue
-            board.wait(seen, WAIT_S)
             with board.locked() as held:
                 if not held:
                     return False
-                seen = board.announce_wait()
+                if reached():
+                    break
+                seen = board.begin_wait()
+            board.wait(seen, self._wait_s)
+            with board.locked() as held:
+                if not held:
+                    return False
+                board.end_wait()
         # In another era the same version may lie elsewhere: the ps has finished what the workers had begun.
         return reached() and board.era == era
 
     # -- without rounds -----------------------------------------------------------------------------------------------
 
-    def _in_turn(self, given: Given) -> Taken | None:
+    def _in_turn(self, given: Given, loss: Callable[[], float | None]) -> Taken | None:
         turn = self._take_turn()
         if turn is None:
             return None
@@ -164,14 +183,18 @@ class BoardSteps:
         finally:
             if not fine:
                 self._give_turn_back(turn)
-        return self._publish(turn, given) if fine else None
+        return self._publish(turn, given, loss()) if fine else None
 
     def _take_turn(self) -> _Turn | None:
-        board, me = self._board, self._worker
+        board, me, slept = self._board, self._worker, False
         started = time.perf_counter()
         while True:
             with board.locked() as held:
-                if not held or not self._may():
+                if not held:
+                    return None
+                if slept:
+                    board.end_wait()
+                if not self._may():
                     return None
                 if board.writer < 0:
                     version, slot = board.version, board.slot
@@ -180,10 +203,10 @@ class BoardSteps:
                     board.use(me, target)
                     board.writer = me
                     return _Turn(version, slot, target, board.era, board.rates(version))
-                seen = board.announce_wait()
-            if time.perf_counter() - started > WAIT_S:
-                return None
-            board.wait(seen, WAIT_S)
+                if time.perf_counter() - started > self._wait_s:
+                    return None
+                seen, slept = board.begin_wait(), True
+            board.wait(seen, self._wait_s)
 
     def _write(self, turn: _Turn) -> bool:
         """Writes the next version; False if it would not be finite."""
@@ -214,17 +237,17 @@ class BoardSteps:
             ]
         return found
 
-    def _publish(self, turn: _Turn, given: Given) -> Taken | None:
+    def _publish(self, turn: _Turn, given: Given, loss: float | None) -> Taken | None:
         board, me = self._board, self._worker
         with board.locked() as held:
             mine = held and board.state == OPEN and board.era == turn.era and board.writer == me
             if mine:
                 version = turn.version + 1
                 self._ring.mark(turn.target, version)
-                board.record(me, given, version, turn.target)
+                board.record(me, given, loss, version, turn.target)
                 board.publish(version, turn.target)
                 board.writer = -1
-                board.wake_all()
+                board.wake(1)
                 loaded = self._device is not None
                 return Taken(turn.version, version, turn.target, board.rates(version), loaded)
         self.done()
@@ -235,20 +258,20 @@ class BoardSteps:
         with board.locked() as held:
             if held and board.era == turn.era and board.writer == self._worker:
                 board.writer = -1
-                board.wake_all()
+                board.wake(1)
         self.done()
 
     # -- with rounds --------------------------------------------------------------------------------------------------
 
-    def _in_round(self, given: Given) -> Taken | None:
+    def _in_round(self, given: Given, loss: Callable[[], float | None]) -> Taken | None:
         board, me = self._board, self._worker
-        version = given.computed_at + 1
+        version, value = given.computed_at + 1, loss()
         with board.locked() as held:
             if not held or not self._may() or board.version != given.computed_at:
                 return None
             era, current = board.era, board.slot
             board.lease(me, -1)
-            board.give(me, given, version)
+            board.give(me, given, value, version)
             everybody = range(board.num_workers)
             if all(board.gave(w) == version for w in everybody):
                 board.target = self._free_slot(current)
@@ -256,12 +279,11 @@ class BoardSteps:
                     board.use(w, board.target)
                 self._ring.mark(board.target, -1)
                 board.full = version
-                board.wake_all()
-            seen = board.announce_wait()
-        if not self._until(lambda: board.full == version, seen, era):
+                board.wake()
+        if not self._until(lambda: board.full == version, era):
             return None
-        target = board.target
-        self._write_part(current, target, board.rates(given.computed_at))
+        target, on_gpu = board.target, self._device_round is not None and self._device_round.ready()
+        self._write_part(current, target, board.rates(given.computed_at), on_gpu=on_gpu)
         with board.locked() as held:
             if not held or board.state != OPEN or board.era != era:
                 self.done()
@@ -271,16 +293,23 @@ class BoardSteps:
                 self._ring.mark(target, version)
                 board.record_round(version, target)
                 board.publish(version, target)
-                board.wake_all()
-            seen = board.announce_wait()
-        if not self._until(lambda: board.version >= version, seen, era):
+                board.wake()
+        if not self._until(lambda: board.version >= version, era):
             self.done()
             return None
-        return Taken(given.computed_at, version, target, board.rates(version))
+        if on_gpu and self._device_round is not None:
+            self._device_round.pull_rest(self._shares(), target)
+        return Taken(given.computed_at, version, target, board.rates(version), on_gpu, on_gpu)
 
-    def _write_part(self, current: int, target: int, rates: list[float]) -> None:
+    def _write_part(self, current: int, target: int, rates: list[float], *, on_gpu: bool = False) -> None:
         """Writes this worker's share of the vector: the mean in order of worker, then the update, as the ps would."""
         count = self._board.num_workers
+        if on_gpu and self._device_round is not None:
+            if self._follow_others():
+                self._parts.clear()
+            gradients = [self._others[w][1].sections[0] for w in range(count)]
+            self._device_round.write(self._shares(), gradients, self._worker, target, rates)
+            return
         for group, (old, new, *gradients) in self._part(current, target):
             if count == 1:
                 torch.add(old, gradients[0], alpha=-rates[group], out=new)
@@ -307,7 +336,14 @@ class BoardSteps:
                     found.append((group, [values[start:stop] for values in whole]))
         return found
 
-    def _share(self, index: int, numel: int) -> list[tuple[int, int, int]]:
+    def _shares(self) -> list[Part]:
+        """Returns all runs that are this worker's, with their sections, in no chunks."""
+        if self._whole_share is None:
+            sections = enumerate(self._region.sections)
+            self._whole_share = [(g, k, a, b) for k, s in sections for g, a, b in self._share(k, s.numel, s.numel)]
+        return self._whole_share
+
+    def _share(self, index: int, numel: int, chunk: int = CHUNK) -> list[tuple[int, int, int]]:
         """Returns the runs of one section that are this worker's, each of one parameter group, in chunks."""
         count, line = self._board.num_workers, 64
         cuts = [min(numel, (numel * w // count + line - 1) // line * line) for w in range(count)] + [numel]
@@ -319,9 +355,9 @@ class BoardSteps:
             start = max(first, piece.offset)
             stop = min(last, after.offset if after is not None else numel)  # with the padding, which is zero everywhere
             while start < stop:
-                if runs and runs[-1][0] == group and runs[-1][2] == start and start - runs[-1][1] < CHUNK:
+                if runs and runs[-1][0] == group and runs[-1][2] == start and start - runs[-1][1] < chunk:
                     _, start, _ = runs.pop()
-                end = min(stop, start + CHUNK)
+                end = min(stop, start + chunk)
                 runs.append((group, start, end))
                 start = end
         return runs
@@ -332,6 +368,9 @@ class BoardSteps:
         for w in range(self._board.num_workers):
             token = self._board.token(w)
             if w not in self._others or self._others[w][0] != token:
-                self._others[w] = token, Slots.open(self._board.gradients(w), self._region)
+                opened = Slots.open(self._board.gradients(w), self._region)
+                if self._device_round is not None:
+                    self._device_round.reach(opened)
+                self._others[w] = token, opened
                 changed = True
         return changed

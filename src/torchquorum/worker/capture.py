@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -35,7 +37,7 @@ class _Graph:
     loss: torch.Tensor
     gradients: list[torch.Tensor | None]
     flat: FlatParameters
-    totals: torch.Tensor | None
+    totals: npt.NDArray[np.float32] | None
 
 
 class CapturedStep:
@@ -77,13 +79,13 @@ class CapturedStep:
         signature = tuple((tuple(x.shape), x.dtype) for x in inputs)
         found = self._graphs.get(signature)
         if found is not None and found.flat is flat:
-            return self._replay(found, inputs, device)
+            return self._replay(found, inputs)
         count = self._seen[signature] = self._seen.get(signature, 0) + 1
         if count > EAGER_FIRST and not self.why_not and len(self._graphs) < MOST_GRAPHS:
             captured = self._try(flat, inputs)
             if captured is not None:
                 self._graphs[signature] = captured
-                return self._replay(captured, inputs, device)
+                return self._replay(captured, inputs)
         return self._beside(inputs, device)
 
     def _eager(self, inputs: tuple[torch.Tensor, ...]) -> float:
@@ -108,7 +110,7 @@ class CapturedStep:
         current.wait_stream(self._side)
         return value
 
-    def _replay(self, found: _Graph, inputs: tuple[torch.Tensor, ...], device: torch.device) -> float:
+    def _replay(self, found: _Graph, inputs: tuple[torch.Tensor, ...]) -> float:
         for static, given in zip(found.inputs, inputs, strict=True):
             if static is not given:
                 static.copy_(given, non_blocking=True)
@@ -118,20 +120,18 @@ class CapturedStep:
                 parameter.grad = gradient
         if found.flat.gradients is not None:
             found.flat.gradients.totals = found.totals
-        torch.cuda.current_stream(device).synchronize()
         self.captured = True
-        value = found.loss.item()
-        self._optimizer.step(loss=value)
-        return value
+        self._optimizer.check()
+        self._optimizer.push(found.loss.item)  # in memory of the host, there when the gradients are
+        return found.loss.item()
 
     def _try(self, flat: FlatParameters, inputs: tuple[torch.Tensor, ...]) -> _Graph | None:
         try:
             return self._capture(flat, inputs)
         except Exception as error:
-            self.why_not = " ".join(str(error).split())[:MOST_REASON] or type(error).__name__
+            self.why_not = _reason(error)
             for parameter in flat.parameters:
                 parameter.grad = None
-            torch.cuda.synchronize()
             self._optimizer.say(
                 f"the training step cannot be captured as a CUDA graph and goes on operation by operation: {self.why_not}"
             )
@@ -144,9 +144,9 @@ class CapturedStep:
         totals = torch.zeros(len(together.buffers), pin_memory=True) if together is not None else None
         for parameter in flat.parameters:
             parameter.grad = None
-        torch.cuda.synchronize()
+        torch.cuda.current_stream(static[0].device if static else None).synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may go on to use the GPU
             loss = self._loss(*static)
             loss.backward()
             gradients = [p.grad for p in flat.parameters]
@@ -157,7 +157,9 @@ class CapturedStep:
             loss_out.copy_(loss.detach().to(torch.float32), non_blocking=True)
         if complete and together is not None:
             gradients = list[torch.Tensor | None](together.views)
-        return _Graph(graph, static, loss_out, gradients, flat, totals if complete else None)
+        return _Graph(
+            graph, static, loss_out, gradients, flat, totals.numpy() if complete and totals is not None else None
+        )
 
 
 def _gather(parameters: list[nn.Parameter], gradients: list[Any], views: list[torch.Tensor]) -> bool:
@@ -189,3 +191,11 @@ def capture(loss: Loss, optimizer: Optimizer) -> CapturedStep:
         The step: called with the tensors of a batch, it returns the loss as a number.
     """
     return CapturedStep(loss, optimizer)
+
+
+def _reason(error: BaseException) -> str:
+    """Returns the first error of several, in one line: what ended the capture, not what followed from it."""
+    while error.__context__ is not None:
+        error = error.__context__
+    text = " ".join(str(error).splitlines()[:1]) or type(error).__name__
+    return text[:MOST_REASON]

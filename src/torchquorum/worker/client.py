@@ -32,7 +32,7 @@ from torchquorum.transport.slots import Slots, section_views
 from torchquorum.transport.zmq_channel import largest_frame_bytes
 from torchquorum.worker.board_steps import BoardSteps
 from torchquorum.worker.buffer_link import BufferLink
-from torchquorum.worker.device_update import DeviceUpdate
+from torchquorum.worker.device_update import DeviceRound, DeviceUpdate
 from torchquorum.worker.exchange import Exchange
 from torchquorum.worker.faults import error_of
 from torchquorum.worker.flat import FlatParameters
@@ -43,7 +43,9 @@ from torchquorum.worker.step import Step
 
 Connect = Callable[[str, bytes], Channel]
 GOODBYE_S = 2.0
+LISTEN_S = 0.001
 WORKERS_S = 120.0
+LaterLoss = Callable[[], float]
 _Kind = TypeVar("_Kind", bound=m.Message)
 
 
@@ -102,6 +104,7 @@ class Client:
         self.pipeline = False
         self.allow_nonfinite = False
         self._board: BoardSteps | None = None
+        self._listen_at = 0.0
 
     def go_on_from(self, before: Client) -> None:
         """Takes over the counts of a connection that was lost."""
@@ -225,8 +228,11 @@ class Client:
         self._send_open()
         self._take(self.patience.start_s)
 
-    def push(self, loss: float | None = None) -> Step:
-        """Sends the gradients; waits until they count and takes the version that follows (pipelined: the one before)."""
+    def push(self, loss: float | LaterLoss | None = None) -> Step:
+        """Sends the gradients; waits until they count and takes the version that follows (pipelined: the one before).
+
+        A loss that a GPU still computes is a function, which is called when the gradients are there.
+        """
         computed_at = self.version
         previous = self._take(self.patience.round_s) if self._open is not None else None
         before = self._pushed_at
@@ -235,13 +241,12 @@ class Client:
         self._pushed_at = computed_at
         self.local_step += 1
         self._request += 1
-        if loss is not None and not math.isfinite(loss):
-            loss = None
         if self._board is not None and self._board.direct and (step := self._push_on_board(loss)) is not None:
             return step
         exchange = self._moves()
         self._flat_checked()
         absent = exchange.fill()
+        loss = _known(loss)
         if self._board is not None and exchange.device is not None:
             self._board.done()
         finite = self.allow_nonfinite or exchange.finite()
@@ -269,23 +274,26 @@ class Client:
             return self._step(previous, before)
         return self._step(self._take(self.patience.round_s), computed_at)
 
-    def _push_on_board(self, loss: float | None) -> Step | None:
+    def _push_on_board(self, loss: float | LaterLoss | None) -> Step | None:
         """Makes the update with the other workers of this host, or None: then it goes by message, under the same number."""
         assert self._board is not None
         self._flat_checked()
-        if (received := self._channels[0].receive(0.0)) is not None:
-            self._heard_by_the_way(received)
+        if (now := time.monotonic()) >= self._listen_at:  # what comes meanwhile can wait for a millisecond
+            self._listen_at = now + LISTEN_S
+            if (received := self._channels[0].receive(0.0)) is not None:
+                self._heard_by_the_way(received)
         if self._closed(0):
             return None
-        given = Given(self.incarnation, self.local_step, self._request, self.version, loss)
-        taken = self._board.step(given)
+        given = Given(self.incarnation, self.local_step, self._request, self.version)
+        taken = self._board.step(given, lambda: _known(loss))
         if taken is None:
             return None
         exchange = self._moves()
         if not taken.loaded:
             with torch.no_grad():
                 exchange.pull(0, taken.slot)
-        if exchange.device is None or taken.loaded:
+            exchange.settle()
+        if not taken.reading:
             self._board.done()  # else the GPU may still be reading: it is done when the next gradient is there
         computed_at, self.version, self.lr = self.version, taken.version, taken.rates
         self.position = None
@@ -384,9 +392,17 @@ class Client:
         plan, exchange = self._plan, self._moves()
         board = Board.open(ref, plan.num_workers, len(plan.optimizer.groups))
         rounds = plan.rule.needed(plan.num_workers) > 1
-        device = DeviceUpdate(self._flat, exchange) if exchange.device is not None and not rounds else None
+        on_gpu = exchange.device is not None
         self._board = BoardSteps(
-            board, self.index, self.incarnation, self._flat, ring, own, rounds=rounds, device=device
+            board,
+            self.index,
+            self.incarnation,
+            self._flat,
+            ring,
+            own,
+            rounds=rounds,
+            device=DeviceUpdate(self._flat, exchange) if on_gpu and not rounds else None,
+            device_round=DeviceRound(self._flat, exchange, ring) if on_gpu and rounds else None,
         )
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -596,3 +612,8 @@ class Client:
         if self._closed(k):
             raise self._wait.closed(k, what)
         self._wait.check(k, waited_s, silent_s, patience_s, what, starting=starting)
+
+
+def _known(loss: float | LaterLoss | None) -> float | None:
+    value = loss() if callable(loss) else loss
+    return value if value is not None and math.isfinite(value) else None

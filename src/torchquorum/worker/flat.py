@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -73,6 +75,8 @@ class FlatParameters:
                 parameters[i].data = view.view(parameters[i].shape)
                 self._place[i] = (buffer, offset)
                 offset += taken
+        # Of none on a backend whose tensors have no addresses, where it cannot be told whether they were moved.
+        self._addresses = [(p, p.data_ptr(), i) for i, p in enumerate(parameters) if i in self._place and p.data_ptr()]
 
     @property
     def cuda_device(self) -> torch.device | None:
@@ -104,10 +108,8 @@ class FlatParameters:
 
     def check(self) -> None:
         """Raises ConfigError if the module's parameters were moved or replaced since."""
-        for i, (buffer, offset) in self._place.items():
-            parameter = self.parameters[i]
-            at = buffer.data_ptr()  # 0 on a backend whose tensors have no addresses, where this cannot be told
-            if at and parameter.data_ptr() != at + offset * buffer.element_size() and parameter.numel():
+        for parameter, address, i in self._addresses:
+            if parameter.data_ptr() != address:
                 name = self.layout.variables[i].name
                 raise ConfigError(
                     f"parameter {name} was moved after tq.Session began; move the model to its device and dtype before"
@@ -171,7 +173,7 @@ class FlatGradients:
         for i, parameter in enumerate(parameters):
             buffer, offset = self.place[i]
             self.views.append(buffer[offset : offset + parameter.numel()].view(parameter.shape))
-        self.totals: torch.Tensor | None = None
+        self.totals: npt.NDArray[np.float32] | None = None
 
     def in_use(self) -> bool:
         """Whether the parameters' gradients are the ones here."""
@@ -180,7 +182,7 @@ class FlatGradients:
     def finite(self) -> bool:
         """Whether there is neither NaN nor infinity among them."""
         # A sum is not finite if a term is not; if it is only too large for its dtype, a second look says so.
-        if self.totals is not None and bool(torch.isfinite(self.totals).all()):
+        if self.totals is not None and all(map(math.isfinite, self.totals.tolist())):
             return True
         return all(bool(torch.isfinite(b).all()) for b in self.buffers if b.dtype.is_floating_point)
 

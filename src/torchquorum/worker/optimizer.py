@@ -15,7 +15,7 @@ import torch
 from torchquorum.errors import ConfigError, LostPlaceError, TaskLostError
 from torchquorum.rules import Rule, Sync
 from torchquorum.transport.messages import AverageSpec, OptimizerSpec, ScheduleSpec
-from torchquorum.worker.client import Client, Step
+from torchquorum.worker.client import Client, LaterLoss, Step
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.nonfinite import Nonfinite
 
@@ -201,6 +201,16 @@ class Optimizer:
         Returns:
             What became of the gradients.
         """
+        self.check()
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if isinstance(loss, torch.Tensor):
+            loss = loss.detach()
+        return self.push(float(loss) if loss is not None else None)
+
+    def check(self) -> None:
+        """Raises ConfigError if there is no session, or the learning rates were changed here."""
         if self._client is None:
             raise ConfigError(
                 "optimizer.step() outside of `with tq.Session(task, model, optimizer)`: there is no ps to push to"
@@ -209,24 +219,26 @@ class Optimizer:
             raise ConfigError(
                 "the learning rate was changed on the worker, where it has no effect; give tq.Optimizer a schedule="
             )
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        if isinstance(loss, torch.Tensor):
-            loss = loss.detach()
-        shown = float(loss) if loss is not None else None
+
+    def push(self, loss: float | LaterLoss | None) -> Step:
+        """Pushes the gradients and pulls the variables, as `step` does.
+
+        Args:
+            loss: The loss; or a function that returns it, called when the gradients have been computed.
+        """
+        assert self._client is not None
         if self._watcher is None:
-            self.last = self._client.push(shown)
+            self.last = self._client.push(loss)
             self._nonfinite.follow(self.last, self._client)
             return self.last
         self._watcher.before_run()
         started = time.perf_counter()
         try:
-            self.last = self._client.push(shown)
+            self.last = self._client.push(loss)
             self._nonfinite.follow(self.last, self._client)
         except (LostPlaceError, TaskLostError) as error:
             self.last = self._watcher.recover(error)
-        self._watcher.after_run(self.last, shown, time.perf_counter() - started)
+        self._watcher.after_run(self.last, loss() if callable(loss) else loss, time.perf_counter() - started)
         return self.last
 
     def state_dict(self) -> dict[str, Any]:

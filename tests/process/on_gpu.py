@@ -1,0 +1,33 @@
+"""A worker on a GPU, for `tests/equivalence/test_capture.py`: says how its loss went and whether it used graph and board."""
+
+import sys
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import torchquorum as tq
+from torchquorum.rules import parse_rule
+
+task = tq.join([])
+torch.manual_seed(task.index)
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)).cuda()
+optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.2), rule=parse_rule(sys.argv[1]))
+step = tq.capture(lambda x, y: cross_entropy(model(x), y), optimizer)
+generator = torch.Generator().manual_seed(5)
+x, y = torch.randn(12, 8, generator=generator), torch.randint(0, 3, (12,), generator=generator)
+losses = []
+with tq.Session(task, model, optimizer, last_step=400, wait_for_workers=2) as session:
+    while not session.should_stop():
+        losses.append(step(x, y))
+    board = optimizer._client._board if optimizer._client is not None else None
+print(
+    "first",
+    losses[0],
+    "last",
+    losses[-1],
+    "captured",
+    step.captured,
+    "on the board",
+    board is not None and board.made > 50,
+)

@@ -32,6 +32,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return taken
 
     monkeypatch.setattr(board_steps.BoardSteps, "step", noted)
+    # However busy the machine is, nobody gives the board up because others are late.
+    monkeypatch.setattr(board_steps, "WAIT_S", 20.0)
+    monkeypatch.setattr(board_steps, "PS_SILENT_S", 20.0)
     return found
 
 
@@ -111,7 +114,7 @@ def test_the_ledger_has_every_gradient_once_also_while_checkpoints_are_made(
     rule: Any, made: list[int], tmp_path: Path
 ) -> None:
     count(Cluster(workers=3), rule, 400, tmp_path, save_every_steps=60)
-    assert len(made) > 100, "the board was not used"
+    assert len(made) > 30, "the board was not used"  # while a checkpoint is written it is closed
     entries = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
     gradients = [e for e in entries if "local_step" in e]
     keys = [(e["worker"], e["local_step"]) for e in gradients]

@@ -184,10 +184,23 @@ def test_rates_come_from_two_statuses() -> None:
 
 
 def test_the_loop_goes_on_while_the_writer_is_stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = threading.Event()
-    monkeypatch.setattr(summaries.SummaryThread, "_write_moment", lambda *_: go_on.wait(20))
+    stuck, go_on = threading.Event(), threading.Event()
+    freed: list[bool] = []
+    freed_before_the_end: list[bool] = []
+
+    def stick(*_: Any) -> None:
+        stuck.set()
+        freed.append(go_on.wait(60))
+
+    def free(_: tq.Session) -> None:
+        assert stuck.wait(60)
+        freed_before_the_end.extend(freed)
+        go_on.set()
+
+    monkeypatch.setattr(summaries.SummaryThread, "_write_moment", stick)
     hook = tq.SummaryHook(logdir=tmp_path, every_steps=1)
-    train(lambda _: [hook], last_step=50, at_end=lambda _: go_on.set())
+    assert train(lambda _: [hook], last_step=50, at_end=free) == [(50, 50)]
+    assert freed_before_the_end == [] and freed and all(freed)
 
 
 @pytest.mark.parametrize("arguments", [{"every_s": 1, "every_steps": 1}, {"every_s": 0}, {"every_steps": -1}])

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.chaos.cells import NAMESPACES, RULES, Cell
-from tests.chaos.network import Hosts, Proxy, free_ports
+from tests.chaos.network import Hosts, Proxy
+from tests.process.tasks import free_ports
 from tests.process.zygote import Forked, fork_task
 from torchquorum.cluster.secret import make_secret
 from torchquorum.formats.checkpoint import Reader, list_checkpoints

@@ -179,12 +179,16 @@ class Session:
         self._devices = SessionDevices(options, model, placement)
         self.hooks.append(self._devices)
 
-    def __enter__(self) -> Session:
+    def _begin_once(self) -> None:
+        """The first thing that a session does; it can be done once."""
         if self.state is not State.NEW:
             raise ConfigError("this session has begun already; make a new tq.Session for another run")
         self._go(State.CONNECTING)
         for hook in self.hooks:
             hook.begin(self)
+
+    def __enter__(self) -> Session:
+        self._begin_once()
         if self.task.alone is not None:
             self.task.alone.start()
         client = self._connect()

@@ -7,13 +7,11 @@ to another process and back through a plain socket; then a pull; then a step wit
 update and a pull. What a push takes is the step less the pull: it has the update in it, whose arithmetic is shown beside it.
 """
 
-import argparse
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pushers
@@ -149,16 +147,11 @@ def main() -> None:
     if sys.argv[1:2] == ["--echo"]:
         echo(int(sys.argv[2]))
         return
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--numel", type=int, default=NUMEL)
-    parser.add_argument("--output", type=Path, help="a folder for the JSON")
     args = parser.parse_args()
-    before = results.machine()
-    result = measure(args.numel, args.rounds)
-    show(result)
-    if args.output:
-        print(results.keep(result, args.output, before))
+    results.report(lambda: measure(args.numel, args.rounds), show, args.output)
 
 
 if __name__ == "__main__":

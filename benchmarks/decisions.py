@@ -6,10 +6,8 @@ The leader of ps task 0 is told of gradients, as its service tells it, and follo
 CPU time of one thread, so a busy machine hardly changes it.
 """
 
-import argparse
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import results
@@ -71,15 +69,10 @@ def show(result: Result) -> None:
 
 def main() -> None:
     """Measures, prints a table and writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--output", type=Path, help="a folder for the JSON")
     args = parser.parse_args()
-    before = results.machine()
-    result = measure(args.rounds)
-    show(result)
-    if args.output:
-        print(results.keep(result, args.output, before))
+    results.report(lambda: measure(args.rounds), show, args.output)
 
 
 if __name__ == "__main__":

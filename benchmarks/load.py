@@ -6,10 +6,8 @@ Rule Async over shared memory; a step is a push, its update and a pull. Beside i
 100 MB, where the bytes are the work.
 """
 
-import argparse
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pushers
@@ -78,17 +76,14 @@ def show(result: Result) -> None:
 
 def main() -> None:
     """Measures, prints a table and writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--workers", default="2,4,8,16,32")
-    parser.add_argument("--output", type=Path, help="a folder for the JSON")
     args = parser.parse_args()
-    before = results.machine()
-    result = measure(args.seconds, [int(n) for n in args.workers.split(",")], rounds=args.rounds)
-    show(result)
-    if args.output:
-        print(results.keep(result, args.output, before))
+    results.report(
+        lambda: measure(args.seconds, [int(n) for n in args.workers.split(",")], rounds=args.rounds), show, args.output
+    )
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ Starts real clusters, reads in /proc what the ps has for itself (anonymous and f
 that it made), and compares that with variables, optimizer state, averages, published versions and what is on its way.
 """
 
-import argparse
 import re
 import signal
 import subprocess
@@ -137,14 +136,9 @@ def show(result: Result) -> None:
 
 def main() -> None:
     """Measures, prints a table and writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="a folder for the JSON")
+    parser = results.parser(__doc__)
     args = parser.parse_args()
-    before = results.machine()
-    result = measure()
-    show(result)
-    if args.output:
-        print(results.keep(result, args.output, before))
+    results.report(lambda: measure(), show, args.output)
 
 
 if __name__ == "__main__":

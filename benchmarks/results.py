@@ -4,6 +4,7 @@ Called by the programs of this folder; imports nothing but the standard library.
 `DATE-KIND-N-cores.json`; measuring again on the same day replaces it.
 """
 
+import argparse
 import datetime
 import json
 import os
@@ -11,7 +12,7 @@ import platform
 import shlex
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -132,6 +133,22 @@ def _without_folders(argument: str) -> str:
     """Returns an argument without the folders of this machine: /a/python is python, --output=/a/b is --output=b."""
     name, equals, value = argument.rpartition("=")
     return f"{name}{equals}{Path(value).name}" if Path(value).is_absolute() else argument
+
+
+def parser(about: str | None) -> argparse.ArgumentParser:
+    """Returns the parser that all programs begin with: their own text, and a folder for the result."""
+    made = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--output", type=Path, help="a folder for the JSON")
+    return made
+
+
+def report(measure: Callable[[], Result], show: Callable[[Result], None], output: Path | None) -> None:
+    """Measures, prints the table, and keeps the result where a folder was given, with the machine as it was before."""
+    before = machine()
+    result = measure()
+    show(result)
+    if output:
+        print(keep(result, output, before))
 
 
 def newest(kind: str, folder: Path = FOLDER) -> dict[str, Any] | None:

@@ -6,9 +6,7 @@ Workers push ready-made gradients (pushers.py), rule Async. Against workers each
 computed its batch: then every worker adds 50 steps per second until something is full, on few cores too.
 """
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pushers
@@ -66,16 +64,11 @@ def show(result: Result) -> None:
 
 def main() -> None:
     """Measures, prints a table and writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--only", default=",".join(CURVES))
-    parser.add_argument("--output", type=Path, help="a folder for the JSON")
     args = parser.parse_args()
-    before = results.machine()
-    result = measure(args.seconds, args.only.split(","))
-    show(result)
-    if args.output:
-        print(results.keep(result, args.output, before))
+    results.report(lambda: measure(args.seconds, args.only.split(",")), show, args.output)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ do not. CPU milliseconds per batch count all processes of a cluster, user and sy
 machine they are steadier than rates.
 """
 
-import argparse
 import re
 import socket
 import statistics
@@ -201,24 +200,19 @@ def show(result: Result) -> None:
 
 def main() -> None:
     """Measures, prints a table and writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--seconds", type=float, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warm-up", type=int, default=200, help="batches of each worker before the clock starts")
     parser.add_argument("--tensorflow", metavar="PYTHON", help="an interpreter that has tensorflow")
     parser.add_argument("--only", default="", help="comma-separated names to measure, beside independent")
-    parser.add_argument("--output", type=Path, help="a folder for the JSON")
     args = parser.parse_args()
-    before = results.machine()
     options = Options(args.seconds, args.warm_up, args.tensorflow or None)
     only = [name.strip() for name in args.only.split(",") if name.strip()]
     unknown = set(only) - set(measures(options))
     if unknown:
         parser.error(f"--only {', '.join(sorted(unknown))}: choose among {', '.join(measures(options))}")
-    result = measure(options, args.rounds, only)
-    show(result)
-    if args.output:
-        print(results.keep(result, args.output, before))
+    results.report(lambda: measure(options, args.rounds, only), show, args.output)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ The first step is read in the ledger: when the first gradient arrived, less when
 which every task does, is measured beside it.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -74,15 +73,10 @@ def show(result: Result) -> None:
 
 def main() -> None:
     """Measures, prints a table and writes JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = results.parser(__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--output", type=Path, help="a folder for the JSON")
     args = parser.parse_args()
-    before = results.machine()
-    result = measure(args.rounds)
-    show(result)
-    if args.output:
-        print(results.keep(result, args.output, before))
+    results.report(lambda: measure(args.rounds), show, args.output)
 
 
 if __name__ == "__main__":

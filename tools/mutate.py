@@ -27,7 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "torchquorum" / "rules"
 EXPLAINED = ROOT / "tests" / "mutation" / "equivalent.txt"
 # The quick ones first: most mutants go no further.
-TESTS = [f"tests/unit/rules/test_{n}.py" for n in ("quorum", "presets", "against_tensorflow", "quorum_properties")]
+_TESTED_BY = ("quorum", "quorum_lives", "quorum_end", "presets", "against_tensorflow", "quorum_properties")
+TESTS = [f"tests/unit/rules/test_{name}.py" for name in _TESTED_BY]
 LIMIT_S = 60
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {

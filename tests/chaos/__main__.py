@@ -18,7 +18,6 @@ from pathlib import Path
 from tests.chaos.cells import CELLS, DIAGONAL, FAULTS, MOMENTS, NAMESPACES, RULES, TASKS, Cell
 from tests.chaos.network import missing
 from tests.chaos.runner import Result, run_cell
-from tests.chaos.zygote import Zygote
 
 SHORT = dict(zip(MOMENTS, ("first", "middle", "saving", "end"), strict=True))
 
@@ -39,10 +38,9 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the table is printed also then
     results: dict[Cell, Result] = {}
     began = time.monotonic()
-    zygote = Zygote()
     pool = ThreadPoolExecutor(args.jobs)
     try:
-        for done in as_completed([pool.submit(run_cell, cell, zygote, i, args.keep) for i, cell in enumerate(cells)]):
+        for done in as_completed([pool.submit(run_cell, cell, i, args.keep) for i, cell in enumerate(cells)]):
             result = done.result()
             results[result.cell] = result
             mark = "ok" if not result.problem else "FAILED"
@@ -51,7 +49,6 @@ def main() -> int:
                 print("    " + result.problem.replace("\n", "\n    "), flush=True)
     finally:
         pool.shutdown(cancel_futures=True)
-        zygote.close()
         print_table(results)
         if args.markdown is not None:
             args.markdown.write_text(markdown(results))

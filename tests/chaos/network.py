@@ -5,14 +5,12 @@ Needs root and the commands `ip` and `tc`. What always holds: closing a network 
 
 from __future__ import annotations
 
-import itertools
 import os
 import selectors
 import shutil
 import socket
 import subprocess
 import threading
-from collections.abc import Sequence
 
 SLOW = ("rate", "1mbit", "burst", "4kb", "latency", "400ms")
 SUBNET = "10.213.9"
@@ -158,20 +156,3 @@ class Proxy:
         for end in (one, other):
             watched.unregister(end)
             end.close()
-
-
-_turn = itertools.count(os.getpid() * 61)
-
-
-def free_ports(count: int) -> Sequence[int]:
-    """Returns ports of this host that are free now, and below those that the kernel gives to outgoing connections."""
-    found: list[int] = []
-    while len(found) < count:
-        port = 20000 + next(_turn) % 12000
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        found.append(port)
-    return found

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 
 import torchquorum as tq
+from tests.process.run_flags import make_parser, make_session
 from torchquorum.rules import parse_rule
 from torchquorum.server import ending, saver, serve, service
-from torchquorum.worker.client import Patience
 
 GATE_S = 120.0
 POLL_S = 0.005
@@ -25,19 +25,11 @@ GATED_FROM = 7  # there is a checkpoint before the one during which something ha
 
 
 def parse() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser()
+    parser = make_parser()
     parser.add_argument("--gates", type=Path, required=True)
-    parser.add_argument("--logdir", required=True)
-    parser.add_argument("--rule", required=True)
-    parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--gate-at", type=int, required=True)
-    parser.add_argument("--save-steps", type=int, required=True)
     parser.add_argument("--size", type=int, default=1000)
-    parser.add_argument("--pause", type=float, default=0.005)
-    parser.add_argument("--liveness", type=float, default=1.0)
-    parser.add_argument("--silence", type=float, default=1.0)
-    parser.add_argument("--start", type=float, default=40.0)
-    parser.add_argument("--durable", default="")
+    parser.set_defaults(pause=0.005, liveness=1.0, silence=1.0, start=40.0, round=40.0)
     return parser
 
 
@@ -91,19 +83,7 @@ def main() -> None:
     args = parse().parse_args()
     model = Counter(args.size)
     optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), rule=parse_rule(args.rule))
-    patience = Patience(start_s=args.start, round_s=40.0, silence_s=args.silence, probe_s=0.2, say_s=2.0)
-    options: dict[str, Any] = {"durable": args.durable} if args.durable else {}
-    with tq.Session(
-        task,
-        model,
-        optimizer,
-        last_step=args.steps,
-        logdir=args.logdir,
-        liveness_s=args.liveness,
-        save_every_steps=args.save_steps,
-        patience=patience,
-        **options,
-    ) as session:
+    with make_session(args, task, model, optimizer) as session:
         print(f"ready at {session.global_step} over {'+'.join(session.transports)}", flush=True)
         gate(args.gates, "begin")
         while not session.should_stop():

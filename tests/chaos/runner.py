@@ -12,13 +12,13 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests.chaos.cells import NAMESPACES, RULES, Cell
-from tests.chaos.network import Hosts, Proxy, free_ports
-from tests.chaos.zygote import Zygote
+from tests.chaos.network import Hosts, Proxy
+from tests.process.tasks import free_ports
+from tests.process.zygote import Forked, fork_task
 from torchquorum.cluster.secret import make_secret
 from torchquorum.formats.checkpoint import Reader, list_checkpoints
 from torchquorum.formats.ledger import Entry, read_records
@@ -46,7 +46,7 @@ class Running:
     output: Path
     host: int | None
     argv: list[str]
-    pids: list[int] = field(default_factory=list)
+    lives: list[Forked] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -57,8 +57,8 @@ class Running:
 class Run:
     """One cell at work."""
 
-    def __init__(self, cell: Cell, zygote: Zygote, number: int, folder: Path) -> None:
-        self.cell, self._zygote = cell, zygote
+    def __init__(self, cell: Cell, number: int, folder: Path) -> None:
+        self.cell = cell
         self.folder, self.gates, self.logdir = folder, folder / "gates", folder / "run"
         self.gates.mkdir()
         self.deadline = time.monotonic() + DEADLINE_S
@@ -134,7 +134,7 @@ class Run:
         # Between hosts without a secret that has to be said. With one there is no lane beside the port, so that all goes
         # through the proxy of a stall.
         env = {"TORCHQUORUM_INSECURE": "1"} if self.proxy is None else {"TORCHQUORUM_SECRET": SECRET}
-        task.pids.append(self._zygote.start(task.argv, task.output, netns, env=env))
+        task.lives.append(fork_task(task.argv, task.output, netns=netns, env=env))
 
     def start_all(self) -> None:
         """Starts every task, the ps tasks first."""
@@ -145,7 +145,7 @@ class Run:
 
     def code(self, task: Running) -> int | None:
         """Returns how a task's last process ended."""
-        return self._zygote.code(task.pids[-1])
+        return task.lives[-1].poll()
 
     def open(self, *gates: str) -> None:
         """Opens gates."""
@@ -166,14 +166,11 @@ class Run:
     def close(self) -> None:
         """Ends whatever is left."""
         for task in self.tasks:
-            for pid in task.pids:
-                if self._zygote.code(pid) is None:
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
+            for life in task.lives:
+                life.kill()
         for task in self.tasks:
-            until = time.monotonic() + 10
-            while any(self._zygote.code(pid) is None for pid in task.pids) and time.monotonic() < until:
-                time.sleep(POLL_S)
+            for life in task.lives:
+                life.wait(60)
         if self.proxy is not None:
             self.proxy.close()
         if self.hosts is not None:
@@ -211,16 +208,16 @@ class Run:
         victim, fault = self.victim, self.cell.fault
         match fault:
             case "kill -9":
-                os.kill(victim.pids[-1], signal.SIGKILL)
+                victim.lives[-1].send_signal(signal.SIGKILL)
                 self.open_all()
             case "restart":
                 self._restart(victim)
                 self.open_all()
             case "SIGSTOP":
-                os.kill(victim.pids[-1], signal.SIGSTOP)
+                victim.lives[-1].send_signal(signal.SIGSTOP)
                 self.open_all()
                 self.wait_until_noticed()
-                os.kill(victim.pids[-1], signal.SIGCONT)
+                victim.lives[-1].send_signal(signal.SIGCONT)
             case "network cut" | "half-open":
                 assert self.hosts is not None and victim.host is not None
                 self.hosts.cut(victim.host)
@@ -250,7 +247,7 @@ class Run:
         self.open("late")
 
     def _restart(self, victim: Running, mend: Callable[[], None] = lambda: None) -> None:
-        os.kill(victim.pids[-1], signal.SIGKILL)
+        victim.lives[-1].send_signal(signal.SIGKILL)
         self.wait(f"the end of {victim.name}", lambda: self.code(victim) is not None)
         before = self._heard = len(victim.text)
         self.start(victim)
@@ -342,13 +339,13 @@ class Result:
     problem: str = ""
 
 
-def run_cell(cell: Cell, zygote: Zygote, number: int, keep: Path | None = None) -> Result:
+def run_cell(cell: Cell, number: int, keep: Path | None = None) -> Result:
     """Runs a cell; a failure is in the result, with the last lines of every task."""
     began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="chaos-", dir=keep))
     problem, run = "", None
     try:
-        run = Run(cell, zygote, number, folder)
+        run = Run(cell, number, folder)
         run.start_all()
         run.await_moment()
         run.strike()

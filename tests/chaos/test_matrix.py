@@ -1,6 +1,5 @@
 """A part of the fault matrix, one cell per task and fault; `make chaos` runs all of it."""
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -8,14 +7,6 @@ import pytest
 from tests.chaos.cells import CELLS, DIAGONAL, FAULTS, MOMENTS, NAMESPACES, RULES, TABLE, TASKS
 from tests.chaos.network import missing
 from tests.chaos.runner import run_cell
-from tests.chaos.zygote import Zygote
-
-
-@pytest.fixture
-def zygote() -> Iterator[Zygote]:
-    zygote = Zygote()
-    yield zygote
-    zygote.close()
 
 
 def test_every_cell_has_an_outcome_and_the_diagonal_meets_every_row_rule_and_moment() -> None:
@@ -26,9 +17,9 @@ def test_every_cell_has_an_outcome_and_the_diagonal_meets_every_row_rule_and_mom
 
 
 @pytest.mark.netns
-def test_the_diagonal_of_the_matrix_comes_to_its_outcomes(zygote: Zygote) -> None:
+def test_the_diagonal_of_the_matrix_comes_to_its_outcomes() -> None:
     cells = [cell for cell in DIAGONAL if not (missing() and cell.fault in NAMESPACES)]
     with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(lambda job: run_cell(job[1], zygote, job[0]), enumerate(cells)))
+        results = list(pool.map(lambda job: run_cell(job[1], job[0]), enumerate(cells)))
     failed = [f"{r.cell}: {r.problem}" for r in results if r.problem]
     assert not failed, "\n\n".join(failed)

@@ -102,7 +102,7 @@ def captured(
     return Cluster(**cluster).run(work)[0]
 
 
-def same(ours: tuple[list[float], Any, Any], theirs: tuple[list[float], Any]) -> None:
+def assert_same(ours: tuple[list[float], Any, Any], theirs: tuple[list[float], Any]) -> None:
     torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(ours[1], theirs[1], rtol=1e-5, atol=1e-6)
 
@@ -113,7 +113,7 @@ def same(ours: tuple[list[float], Any, Any], theirs: tuple[list[float], Any]) ->
 def test_a_captured_step_is_the_ordinary_loop(make: Callable[[], nn.Module], kind: str, device: str) -> None:
     data = batches(STEPS)
     ours = captured(make, kind, data, device)
-    same(ours, plain(make, kind, data, device))
+    assert_same(ours, plain(make, kind, data, device))
     assert ours[2].captured is (device == "cuda")
     assert ours[2].why_not == ""
 
@@ -121,14 +121,14 @@ def test_a_captured_step_is_the_ordinary_loop(make: Callable[[], nn.Module], kin
 @pytest.mark.parametrize("device", DEVICES)
 def test_over_tcp_and_several_ps_tasks_too(device: str) -> None:
     data = batches(STEPS)
-    same(captured(mlp, "Adam", data, device, ps=2, transport="tcp"), plain(mlp, "Adam", data, device))
+    assert_same(captured(mlp, "Adam", data, device, ps=2, transport="tcp"), plain(mlp, "Adam", data, device))
 
 
 @needs_gpu
 def test_a_model_that_looks_at_its_values_goes_on_uncaptured_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     data = batches(STEPS)
     ours = captured(Looks, "SGD", data, "cuda")
-    same(ours, plain(Looks, "SGD", data, "cuda"))
+    assert_same(ours, plain(Looks, "SGD", data, "cuda"))
     assert not ours[2].captured and ours[2].why_not
     assert capsys.readouterr().err.count("cannot be captured as a CUDA graph") == 1
 
@@ -137,7 +137,7 @@ def test_a_model_that_looks_at_its_values_goes_on_uncaptured_and_says_so(capsys:
 def test_batches_of_several_sizes_each_get_their_graph() -> None:
     data = batches(24, rows=lambda k: (12, 7)[k % 2])
     ours = captured(mlp, "SGD", data, "cuda")
-    same(ours, plain(mlp, "SGD", data, "cuda"))
+    assert_same(ours, plain(mlp, "SGD", data, "cuda"))
     assert ours[2].captured
 
 

@@ -21,6 +21,14 @@ def load(name: str) -> dict[str, np.ndarray]:
         return dict(archive)
 
 
+def load_batches() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns the images, their labels, and the rows of each worker's batches by step."""
+    data = load("data.npz")
+    images = torch.from_numpy(data["pool_images"]).float() / 255
+    labels, rows = (torch.from_numpy(data[name].astype(np.int64)) for name in ("pool_labels", "idx_sync"))
+    return images, labels, rows
+
+
 class Golden(nn.Module):
     """TensorFlow's layout: x @ w + b."""
 
@@ -40,10 +48,8 @@ class Golden(nn.Module):
 
 @pytest.mark.parametrize("ps", [1, 2])
 def test_moving_averages_equal_tensorflow(ps: int) -> None:
-    data, init, golden = load("data.npz"), load("init.npz"), load("ema.npz")
-    images = torch.from_numpy(data["pool_images"]).float() / 255
-    labels = torch.from_numpy(data["pool_labels"].astype(np.int64))
-    rows = torch.from_numpy(data["idx_sync"].astype(np.int64))
+    init, golden = load("init.npz"), load("ema.npz")
+    images, labels, rows = load_batches()
     steps = rows.shape[1]
     regularize = tq.l2_regularizer(1e-4)
     cluster = Cluster(ps=ps, workers=2)
@@ -85,10 +91,8 @@ def test_moving_averages_equal_tensorflow(ps: int) -> None:
 @pytest.mark.parametrize("ps", [1, 2])
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
 def test_sync_equals_tensorflow(ps: int, transport: str) -> None:
-    data, init, golden = load("data.npz"), load("init.npz"), load("sync2.npz")
-    images = torch.from_numpy(data["pool_images"]).float() / 255
-    labels = torch.from_numpy(data["pool_labels"].astype(np.int64))
-    rows = torch.from_numpy(data["idx_sync"].astype(np.int64))
+    init, golden = load("init.npz"), load("sync2.npz")
+    images, labels, rows = load_batches()
     steps = rows.shape[1]
     regularize = tq.l2_regularizer(1e-4)
     losses = np.zeros(golden["loss"].shape)

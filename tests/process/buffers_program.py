@@ -1,24 +1,18 @@
 """A user's program whose buffer counts the batches that its model has seen; it is larger than a door lets through."""
 
-import argparse
 import time
 
 import torch
+from run_flags import make_parser, make_session
 from torch import nn
 
 import torchquorum as tq
 from torchquorum.rules import parse_rule
-from torchquorum.worker.client import Patience
 
 task = tq.join()
-parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=60)
-parser.add_argument("--rule", default="sync")
-parser.add_argument("--pause", type=float, default=0.0)
+parser = make_parser()
 parser.add_argument("--buffers", default="chief")
-parser.add_argument("--logdir")
-parser.add_argument("--save-steps", type=int)
-parser.add_argument("--afresh", action="store_true")
+parser.set_defaults(steps=60)
 args = parser.parse_args()
 
 
@@ -37,17 +31,7 @@ class Counter(nn.Module):
 
 model = Counter()
 optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), rule=parse_rule(args.rule))
-with tq.Session(
-    task,
-    model,
-    optimizer,
-    last_step=args.steps,
-    logdir=args.logdir,
-    save_every_steps=args.save_steps,
-    start_afresh=args.afresh,
-    buffers=args.buffers,
-    patience=Patience(start_s=60.0, round_s=60.0, silence_s=10.0, probe_s=0.2, say_s=5.0),
-) as session:
+with make_session(args, task, model, optimizer, buffers=args.buffers) as session:
     print(f"started at {session.global_step} having seen {model.seen[0].item():g}", flush=True)
     while not session.should_stop():
         optimizer.zero_grad()

@@ -1,48 +1,29 @@
 """A small real training, started as real processes by tests: every batch is a function of its number, so that a run whose
 updates were each made exactly once ends with the same bits as any other such run."""
 
-import argparse
 import time
 
 import torch
+from run_flags import make_parser, make_session
 from torch import nn
 
 import torchquorum as tq
 from torchquorum.rules import parse_rule
-from torchquorum.worker.client import Patience
 
 
 def main() -> None:
     task = tq.join()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--rule", default="sync")
+    parser = make_parser()
     parser.add_argument("--optimizer", default="Adam")
-    parser.add_argument("--logdir", required=True)
-    parser.add_argument("--durable", default="")
-    parser.add_argument("--save-steps", type=int, default=25)
     parser.add_argument("--width", type=int, default=30)
     parser.add_argument("--fail-at", type=int, default=-1)
-    parser.add_argument("--start", type=float, default=60.0)
-    parser.add_argument("--pause", type=float, default=0.003)
+    parser.set_defaults(steps=200, save_steps=25, pause=0.003, silence=20.0, liveness=20.0)
     args = parser.parse_args()
     torch.manual_seed(7)
     model = nn.Sequential(nn.Linear(20, args.width), nn.Tanh(), nn.Linear(args.width, 3))
     inner = getattr(torch.optim, args.optimizer)(model.parameters(), lr=0.01)
     optimizer = tq.Optimizer(inner, rule=parse_rule(args.rule), average=tq.ExponentialMovingAverage(0.9))
-    patience = Patience(start_s=args.start, round_s=60.0, silence_s=20.0, probe_s=0.2, say_s=10.0)
-    with tq.Session(
-        task,
-        model,
-        optimizer,
-        last_step=args.steps,
-        logdir=args.logdir,
-        save_every_steps=args.save_steps,
-        wait_for_workers=task.num_workers,
-        durable=args.durable or None,
-        liveness_s=20.0,
-        patience=patience,
-    ) as session:
+    with make_session(args, task, model, optimizer, wait_for_workers=task.num_workers) as session:
         print(f"started at {session.global_step} over {'+'.join(session.transports)}", flush=True)
         batch = 0
         while not session.should_stop():

@@ -3,7 +3,6 @@ every accuracy that is printed is the step of the checkpoint it was found in.
 """
 
 import sys
-import time
 
 import torch
 from torch import nn
@@ -28,7 +27,6 @@ with tq.Session(
     while True:  # asks only afterwards whether to stop, as many programs do
         model.weight.grad = -torch.ones_like(model.weight)
         optimizer.step()
-        time.sleep(0.02)
         if session.should_stop():
             break
 print(f"done at {session.global_step}: {model.weight.item():g}", flush=True)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.chaos.network import free_ports
-from tests.chaos.zygote import Zygote
+from tests.process.tasks import free_ports
+from tests.process.zygote import Forked, fork_task
 
 PROGRAM = Path(__file__).parent / "durable_program.py"
 DEADLINE_S = 150.0
@@ -22,21 +20,20 @@ class Cluster:
 
     def __init__(
         self,
-        zygote: Zygote,
         folder: Path,
         ps: int,
         *options: str,
         logdir: Path | None = None,
         limits: Limits | None = None,
     ) -> None:
-        self._zygote, self.folder, self.logdir = zygote, folder, logdir or folder / "run"
+        self.folder, self.logdir = folder, logdir or folder / "run"
         self._limits = limits or {}
         folder.mkdir()
         ports = free_ports(ps + 2)
         names = [f"127.0.0.1:{port}" for port in ports]
         self._flags = [f"--ps_hosts={','.join(names[:ps])}", f"--worker_hosts={','.join(names[ps:])}"]
         self._flags += [f"--logdir={self.logdir}", *options]
-        self.pids: dict[tuple[str, int], int] = {}
+        self.lives: dict[tuple[str, int], Forked] = {}
         self.ps = [("ps", k) for k in range(ps)]
         self.workers = [("worker", k) for k in range(2)]
         self.deadline = time.monotonic() + DEADLINE_S
@@ -46,7 +43,7 @@ class Cluster:
     def start(self, task: tuple[str, int]) -> None:
         job, index = task
         argv = [str(PROGRAM), f"--job_name={job}", f"--task_id={index}", *self._flags]
-        self.pids[task] = self._zygote.start(argv, self.folder / f"{job}-{index}.txt", limits=self._limits.get(task))
+        self.lives[task] = fork_task(argv, self.folder / f"{job}-{index}.txt", limits=self._limits.get(task))
 
     def text(self, task: tuple[str, int]) -> str:
         path = self.folder / f"{task[0]}-{task[1]}.txt"
@@ -59,23 +56,21 @@ class Cluster:
 
     def wait(self, what: str, happened: Callable[[], object]) -> None:
         while not happened():
-            lines = "\n".join(f"--- {t}\n" + self.text(t)[-1500:] for t in self.pids)
+            lines = "\n".join(f"--- {t}\n" + self.text(t)[-1500:] for t in self.lives)
             assert time.monotonic() < self.deadline, f"waited in vain for {what}\n{lines}"
             time.sleep(0.01)
 
     def kill(self, *tasks: tuple[str, int]) -> None:
         for task in tasks:
-            os.kill(self.pids[task], signal.SIGKILL)
+            self.lives[task].kill()
         for task in tasks:
-            self.wait(f"the end of {task}", lambda task=task: self._zygote.code(self.pids[task]) is not None)
+            self.lives[task].wait(DEADLINE_S)
 
     def ended(self) -> bool:
-        return all(self._zygote.code(pid) is not None for pid in self.pids.values())
+        return None not in self.codes()
 
     def codes(self) -> list[int | None]:
-        return [self._zygote.code(pid) for pid in self.pids.values()]
+        return [life.poll() for life in self.lives.values()]
 
     def close(self) -> None:
-        for task, pid in self.pids.items():
-            if self._zygote.code(pid) is None:
-                self.kill(task)
+        self.kill(*self.lives)

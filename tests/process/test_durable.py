@@ -3,26 +3,17 @@
 import random
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.chaos.zygote import Zygote
 from tests.process.forked import Cluster
 from torchquorum.formats.checkpoint import Reader, newest_good
 from torchquorum.formats.journal import SUFFIX
 from torchquorum.formats.ledger import Entry, read_records
 
 LAST_STEP, KILLS = 120, 5
-
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    zygote = Zygote()
-    yield zygote
-    zygote.close()
 
 
 def saved(logdir: Path) -> dict[str, torch.Tensor]:
@@ -43,11 +34,11 @@ def saved(logdir: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("ps", "mode", "optimizer"), [(1, "write", "Adam"), (2, "fsync", "SGD")])
 def test_a_ps_killed_at_random_instants_costs_nothing_and_the_result_is_the_uninterrupted_one_bit_for_bit(
-    zygote: Zygote, tmp_path: Path, ps: int, mode: str, optimizer: str
+    tmp_path: Path, ps: int, mode: str, optimizer: str
 ) -> None:
     options = (f"--optimizer={optimizer}", f"--steps={LAST_STEP}")
-    plain = Cluster(zygote, tmp_path / "plain", ps, *options, "--pause=0")
-    killed = Cluster(zygote, tmp_path / "killed", ps, *options, f"--durable={mode}")
+    plain = Cluster(tmp_path / "plain", ps, *options, "--pause=0")
+    killed = Cluster(tmp_path / "killed", ps, *options, f"--durable={mode}")
     draw = random.Random(time.time_ns())
     kills = 0
     try:

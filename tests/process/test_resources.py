@@ -7,17 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.zygote import Zygote
 from tests.process.forked import Cluster
 from torchquorum.cli.scratch import clear_left_behind, scratch_folder
 from torchquorum.formats.checkpoint import list_checkpoints
-
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    zygote = Zygote()
-    yield zygote
-    zygote.close()
 
 
 @pytest.fixture
@@ -40,13 +32,13 @@ def finished(cluster: Cluster) -> str:
         cluster.wait("the end", cluster.ended)
     finally:
         cluster.close()
-    return "\n".join(cluster.text(task) for task in cluster.pids)
+    return "\n".join(cluster.text(task) for task in cluster.lives)
 
 
-def test_shared_memory_that_is_too_small_is_replaced_by_tcp(zygote: Zygote, tmp_path: Path) -> None:
+def test_shared_memory_that_is_too_small_is_replaced_by_tcp(tmp_path: Path) -> None:
     # 3 MB of parameters; files, and with them memory segments, may have 1 MB in worker 1.
     limits = {("worker", 1): {"FSIZE": 1 << 20}}
-    cluster = Cluster(zygote, tmp_path / "a", 1, "--steps=12", "--width=30000", "--save-steps=100", limits=limits)
+    cluster = Cluster(tmp_path / "a", 1, "--steps=12", "--width=30000", "--save-steps=100", limits=limits)
     text = finished(cluster)
     assert cluster.codes() == [0, 0, 0], text[-3000:]
     assert "no shared memory of" in cluster.text(("worker", 1)) and "using TCP instead" in cluster.text(("worker", 1))
@@ -54,14 +46,14 @@ def test_shared_memory_that_is_too_small_is_replaced_by_tcp(zygote: Zygote, tmp_
 
 
 @pytest.mark.parametrize("files", [20, 28])
-def test_a_ps_without_a_file_to_open_serves_or_says_so(zygote: Zygote, tmp_path: Path, files: int) -> None:
-    cluster = Cluster(zygote, tmp_path / "a", 1, "--steps=12", "--start=6", limits={("ps", 0): {"NOFILE": files}})
+def test_a_ps_without_a_file_to_open_serves_or_says_so(tmp_path: Path, files: int) -> None:
+    cluster = Cluster(tmp_path / "a", 1, "--steps=12", "--start=6", limits={("ps", 0): {"NOFILE": files}})
     # One that cannot even accept a connection waits for the chief, for an hour: the workers are who notices.
-    workers = [cluster.pids[task] for task in cluster.workers]
+    workers = [cluster.lives[task] for task in cluster.workers]
     try:
-        cluster.wait("the workers' end", lambda: all(zygote.code(pid) is not None for pid in workers))
-        text = "\n".join(cluster.text(task) for task in cluster.pids)
-        if [zygote.code(pid) for pid in workers] == [0, 0]:
+        cluster.wait("the workers' end", lambda: all(life.poll() is not None for life in workers))
+        text = "\n".join(cluster.text(task) for task in cluster.lives)
+        if [life.poll() for life in workers] == [0, 0]:
             cluster.wait("the end", cluster.ended)
     finally:
         cluster.close()
@@ -73,31 +65,29 @@ def test_a_ps_without_a_file_to_open_serves_or_says_so(zygote: Zygote, tmp_path:
         assert "Too many open files" in text or "gave up" in text, text[-3000:]
 
 
-def test_a_worker_that_runs_out_of_memory_ends_the_run_with_its_error_and_what_was_saved_stays(
-    zygote: Zygote, tmp_path: Path
-) -> None:
-    cluster = Cluster(zygote, tmp_path / "a", 1, "--steps=400", "--save-steps=5", "--fail-at=20", "--start=5")
+def test_a_worker_that_runs_out_of_memory_ends_the_run_with_its_error_and_what_was_saved_stays(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path / "a", 1, "--steps=400", "--save-steps=5", "--fail-at=20", "--start=5")
     cluster.wait("its end", lambda: "no memory is left" in cluster.text(("worker", 1)))
-    os.kill(cluster.pids["worker", 0], 15)
+    cluster.lives["worker", 0].terminate()
     text = finished(cluster)
-    assert zygote.code(cluster.pids["worker", 1]) == 1 and "MemoryError" in text
-    assert zygote.code(cluster.pids["ps", 0]) == 1 and "a worker failed" in cluster.text(("ps", 0))
+    assert cluster.lives["worker", 1].poll() == 1 and "MemoryError" in text
+    assert cluster.lives["ps", 0].poll() == 1 and "a worker failed" in cluster.text(("ps", 0))
     infos = list_checkpoints(cluster.logdir)
     assert infos and all(info.problem is None for info in infos)
 
 
 def test_a_durable_run_on_a_full_disk_stops_and_goes_on_with_all_it_told_when_there_is_room(
-    zygote: Zygote, tmp_path: Path, tiny_disk: Path
+    tmp_path: Path, tiny_disk: Path
 ) -> None:
     options = ("--steps=150", "--save-steps=1000", "--durable=write", "--start=5")
-    cluster = Cluster(zygote, tmp_path / "a", 1, *options, logdir=tiny_disk)
+    cluster = Cluster(tmp_path / "a", 1, *options, logdir=tiny_disk)
     text = finished(cluster)
     assert cluster.codes()[0] == 1
     assert "cannot be written (No space left on device); the disk is full" in text and "Traceback" not in text
     told = cluster.told()
     assert 5 < told < 150
     subprocess.run(["mount", "-o", "remount,size=20m", str(tiny_disk)], timeout=60, check=True)
-    again = Cluster(zygote, tmp_path / "b", 1, *options, logdir=tiny_disk)
+    again = Cluster(tmp_path / "b", 1, *options, logdir=tiny_disk)
     finished(again)
     assert again.codes() == [0, 0, 0]
     assert f"started at {told} " in again.text(("worker", 0)) or f"started at {told + 1} " in again.text(("worker", 0))
@@ -105,18 +95,18 @@ def test_a_durable_run_on_a_full_disk_stops_and_goes_on_with_all_it_told_when_th
 
 
 def test_a_folder_that_is_read_only_costs_the_records_and_a_durable_run_is_refused(
-    zygote: Zygote, tmp_path: Path, tiny_disk: Path
+    tmp_path: Path, tiny_disk: Path
 ) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], timeout=60, check=True)
-    run = Cluster(zygote, tmp_path / "a", 1, "--steps=12", "--save-steps=4", logdir=tiny_disk / "run")
+    run = Cluster(tmp_path / "a", 1, "--steps=12", "--save-steps=4", logdir=tiny_disk / "run")
     text = finished(run)
     assert run.codes() == [0, 0, 0], text[-3000:]
     assert "no ledger" in text and "read-only" in text
-    refused = Cluster(zygote, tmp_path / "b", 1, "--steps=12", "--durable=write", "--start=4", logdir=tiny_disk / "run")
+    refused = Cluster(tmp_path / "b", 1, "--steps=12", "--durable=write", "--start=4", logdir=tiny_disk / "run")
     refused.wait("the refusal", lambda: "the file system is read-only" in refused.text(("worker", 0)))
-    refused.wait("its end", lambda: zygote.code(refused.pids["worker", 0]) is not None)
+    refused.wait("its end", lambda: refused.lives["worker", 0].poll() is not None)
     refused.close()
-    assert zygote.code(refused.pids["worker", 0]) == 1 and "Traceback" not in refused.text(("worker", 0))
+    assert refused.lives["worker", 0].poll() == 1 and "Traceback" not in refused.text(("worker", 0))
 
 
 def test_the_folder_of_a_killed_command_is_removed_by_the_next_and_a_living_ones_is_not(

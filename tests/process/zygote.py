@@ -3,7 +3,8 @@
 Importing costs a second and a half per process, and the tests start hundreds of them. `fork_python` gives a child what
 `python SCRIPT ...` or `python -m MODULE ...` would have: its own arguments, environment, folder, streams and signals, the
 script as `__main__`, and the interpreter's own end. What always holds: the zygote has one thread, so that a fork has all
-there is; one serves one pytest process and ends with it. Tests of the command line start real processes instead.
+there is; one serves one process, pytest or the fault matrix, and ends with it. Tests of the command line start real processes
+instead.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from __future__ import annotations
 import array
 import atexit
 import contextlib
+import ctypes
 import gc
 import json
 import os
+import resource
 import runpy
 import select
 import signal
@@ -33,6 +36,7 @@ _MAX_REQUEST_BYTES = 1 << 20
 _START_S = 120.0
 _CODE = struct.Struct("i")
 _LENGTH = struct.Struct("I")
+_PR_SET_PDEATHSIG, _CLONE_NEWNET = 1, 0x40000000
 
 
 # -- in pytest ------------------------------------------------------------------------------------------------------------
@@ -90,9 +94,10 @@ class Forked:
 
 
 class Zygote:
-    """The zygote as pytest sees it."""
+    """The zygote as pytest sees it; may be asked on any thread."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._socket, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno())]
@@ -100,15 +105,26 @@ class Zygote:
         self.pid = self._process.pid
         self._socket.settimeout(_START_S)
 
-    def fork(self, command: Sequence[str], environment: Mapping[str, str], folder: Path, fds: Sequence[int]) -> Forked:
-        """Starts a Python command, the interpreter's path first; `fds` are its standard output and errors."""
+    def fork(
+        self, command: Sequence[str], environment: Mapping[str, str], folder: Path, fds: Sequence[int], **more: Any
+    ) -> Forked:
+        """Starts a Python command, the interpreter's path first; `fds` are its standard output and errors.
+
+        Args:
+            command: The interpreter's path, then what follows it.
+            environment: All of the child's.
+            folder: Where it runs.
+            fds: Its standard output and errors.
+            **more: What `_confine` reads: a network namespace, limits, whether it ends with the zygote.
+        """
         status, child_status = os.pipe()
         try:
-            asked = {"command": list(command), "environment": dict(environment), "folder": str(folder)}
+            asked = {"command": list(command), "environment": dict(environment), "folder": str(folder), **more}
             body = json.dumps(asked).encode()
-            socket.send_fds(self._socket, [_LENGTH.pack(len(body))], [*fds, child_status])
-            self._socket.sendall(body)
-            pid = _CODE.unpack(_receive(self._socket, _CODE.size))[0]
+            with self._lock:
+                socket.send_fds(self._socket, [_LENGTH.pack(len(body))], [*fds, child_status])
+                self._socket.sendall(body)
+                pid = _CODE.unpack(_receive(self._socket, _CODE.size))[0]
         finally:
             os.close(child_status)
         return Forked(pid, command, status)
@@ -124,15 +140,17 @@ class Zygote:
 
 
 _zygote: Zygote | None = None
+_zygote_lock = threading.Lock()
 
 
 def _the_zygote() -> Zygote:
     """Returns this process's zygote, which is started when it is first needed."""
     global _zygote
-    if _zygote is None:
-        _zygote = Zygote()
-        atexit.register(_zygote.end)
-    return _zygote
+    with _zygote_lock:
+        if _zygote is None:
+            _zygote = Zygote()
+            atexit.register(_zygote.end)
+        return _zygote
 
 
 def fork_python(command: Sequence[str], environment: Mapping[str, str]) -> Forked:
@@ -144,6 +162,30 @@ def fork_python(command: Sequence[str], environment: Mapping[str, str]) -> Forke
         os.close(child_out)
     process.stdout = os.fdopen(out, "r", encoding="utf-8", errors="replace")
     return process
+
+
+def fork_task(
+    argv: Sequence[str],
+    output: Path,
+    *,
+    netns: str | None = None,
+    limits: Mapping[str, int] | None = None,
+    env: Mapping[str, str] | None = None,
+) -> Forked:
+    """Starts a script as a fork of the zygote, whose end is its end too; both its output streams are added to a file.
+
+    Args:
+        argv: The script and its arguments.
+        output: The file.
+        netns: A network namespace to be in.
+        limits: Such as {"NOFILE": 64}.
+        env: Variables of its environment beside those of this process.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    more = {"netns": netns, "limits": dict(limits or {}), "ends_with_zygote": True}
+    with output.open("ab") as file:
+        fds = [file.fileno(), file.fileno()]
+        return _the_zygote().fork([sys.executable, *argv], environment, Path.cwd(), fds, **more)
 
 
 def run_python(
@@ -209,6 +251,7 @@ def serve(asks: socket.socket) -> dict[str, Any] | None:
             out, errors, status = fds
             pid = os.fork()
             if pid == 0:
+                _confine(asked)
                 _become(asked, out, errors)
                 return asked
             os.close(out)
@@ -239,6 +282,20 @@ def _reap(status_of: dict[int, int]) -> None:
         with contextlib.suppress(BrokenPipeError):
             os.write(pipe, _CODE.pack(os.waitstatus_to_exitcode(status)))
         os.close(pipe)
+
+
+def _confine(asked: Mapping[str, Any]) -> None:
+    """In the child: gives it the network, the limits and the end that were asked for."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if asked.get("ends_with_zygote"):
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if asked.get("netns"):
+        namespace = os.open(f"/run/netns/{asked['netns']}", os.O_RDONLY)
+        if libc.setns(namespace, _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+        os.close(namespace)
+    for name, value in asked.get("limits", {}).items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
 
 
 def _become(asked: dict[str, Any], out: int, errors: int) -> None:

@@ -133,6 +133,13 @@ def _numbers(record: bytes, found: Scanned, row: int) -> npt.NDArray[Any]:
         raise RowError(row, str(error)) from None
 
 
+def _default(name: str, spec: FixedLenFeature, row: int) -> Any:
+    """Returns what stands for a feature that a row has not; without a default that is an error."""
+    if spec.default_value is None:
+        raise _missing(name, row)
+    return spec.default_value
+
+
 class _NumberColumn:
     def __init__(self, name: str, spec: FixedLenFeature, rows: int) -> None:
         self._name, self._spec = name, spec
@@ -152,9 +159,7 @@ class _NumberColumn:
 
     def put(self, row: int, record: bytes, found: Scanned | None) -> None:
         if found is None or _absent(found):
-            if self._spec.default_value is None:
-                raise _missing(self._name, row)
-            self._out[row] = self._spec.default_value
+            self._out[row] = _default(self._name, self._spec, row)
             return
         kind, pieces, _ = found
         _check_kind(self._name, self._kind, kind, row)
@@ -245,9 +250,7 @@ class _StringColumn:
 
     def put(self, row: int, record: bytes, found: Scanned | None) -> None:
         if found is None or _absent(found):
-            if self._spec.default_value is None:
-                raise _missing(self._name, row)
-            self._out[row] = self._spec.default_value
+            self._out[row] = _default(self._name, self._spec, row)
             return
         kind, pieces, _ = found
         _check_kind(self._name, "bytes_list", kind, row)

@@ -148,7 +148,8 @@ class JournalWriter:
         self._path = self._folder / journal_name(head)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+            # For the owner alone: it names the lives of workers, in whose names one could speak to a ps without a secret.
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             self._size = 0
             os.write(self._fd, _MAGIC)
             self._size = len(_MAGIC)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from functools import lru_cache
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ class Entry(msgspec.Struct, frozen=True):
 
     Attributes:
         worker: The worker's index.
-        incarnation: Which life of that worker, in hexadecimal.
+        incarnation: Which life of that worker; see `name_life`.
         local_step: Its how-manieth gradient in that life.
         version: The version it was computed at.
         met: The version it met.
@@ -76,6 +78,15 @@ _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Entry)
 _event_decoder = msgspec.json.Decoder(Event)
 _EVENT = b'{"event"'
+
+
+@lru_cache(1024)
+def name_life(incarnation: int) -> str:
+    """Returns a name for a worker's life, in hexadecimal, from which its incarnation cannot be told.
+
+    Whoever knows that could speak in the worker's name at a ps without a secret, and a run's folder may be open to more people.
+    """
+    return blake2b(str(incarnation).encode(), digest_size=8, person=b"tq-life").hexdigest()
 
 
 class LedgerWriter:

@@ -25,7 +25,8 @@ def forward(kind: str, value: float) -> float:
 
 
 def place(scale: Scale, value: float) -> float:
-    """Returns the pixel of a value."""
+    """Returns the pixel of a value; a logarithmic axis shows what lies below it, zero for one, at its foot."""
+    value = max(value, scale.low) if scale.kind == "log" else value
     low, high = forward(scale.kind, scale.low), forward(scale.kind, scale.high)
     part = (forward(scale.kind, value) - low) / (high - low) if high > low else 0.5
     return scale.start + part * (scale.end - scale.start)

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from torchquorum.formats.journal import Record
-from torchquorum.formats.ledger import Entry, Event, LedgerWriter
+from torchquorum.formats.ledger import Entry, Event, LedgerWriter, name_life
 from torchquorum.rules import quorum
 from torchquorum.rules.quorum import Key, Quorum
 from torchquorum.server.tally import Tally
@@ -300,7 +300,7 @@ class Leader:
             self._ledger.write(
                 Entry(
                     worker=key.worker,
-                    incarnation=f"{key.incarnation:016x}",
+                    incarnation=name_life(key.incarnation),
                     local_step=key.local_step,
                     version=action.version,
                     met=action.met,

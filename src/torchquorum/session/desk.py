@@ -265,7 +265,7 @@ class Desk:
             case g.Ask() | g.Batch() | g.Recall() | g.Fetch() | g.SaveNow() | g.Finish() if (
                 message.run != self._standing.run
             ):
-                return [self._state([])]
+                return [self._state_for_others()]
             case g.Ask():
                 run.peer = peer
                 self._renew(message)
@@ -339,6 +339,11 @@ class Desk:
             self._standing.state = "loading"
             self._tray.append(work)
         return self._state([])
+
+    def _state_for_others(self) -> Message:
+        """What somebody hears who does not name the run: that it is not his, and nothing with which to speak in its name."""
+        state = self._standing.state
+        return g.State("", self.life, state, "", 0, 0, 0, -1, "", None, [], False, time.monotonic())
 
     def _state(self, unknown: list[int]) -> Message:
         s = self._standing

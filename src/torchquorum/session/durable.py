@@ -1,4 +1,4 @@
-"""What survives, as the session sees it: the option `durable`, how far a journal leads, what the end of a run needs.
+"""What survives, as the session sees it: the option `durable`, how far a journal leads, what is saved.
 
 The chief asks when it makes the variables again; the ps tasks then replay what it found. What always holds: the version that
 is found is one that every shard has, and no worker was ever told of a later one.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from torchquorum import env
-from torchquorum.errors import ConfigError, LostVariablesError
+from torchquorum.errors import ConfigError
 from torchquorum.formats.checkpoint import CheckpointError, list_checkpoints, load_manifest, newest_good
 from torchquorum.formats.journal import MODES, find_common
 from torchquorum.formats.storage import is_remote, locate
@@ -79,11 +79,3 @@ def find_journal(path: str | None, plan: Plan, say: Callable[[str], None]) -> Jo
 def is_saved(logdir: str | None, step: int) -> bool:
     """Whether a step is in the run's folder: ps task 0 saves the last one if it takes the chief for dead."""
     return logdir is not None and any(i.step >= step and i.problem is None for i in list_checkpoints(locate(logdir)))
-
-
-def lost_at_the_end(error: Exception) -> LostVariablesError:
-    """Returns the error of a ps that was lost after the loop and did not come back: it costs the steps not yet saved."""
-    return LostVariablesError(
-        f"{error} The last step of the run is not saved: when the ps tasks are back, start the program again: it goes on from "
-        "the last checkpoint."
-    )

@@ -65,11 +65,7 @@ class EvaluatorSession(Session):
     # -- the life of the session --------------------------------------------------------------------------------------
 
     def __enter__(self) -> Session:
-        if self.state is not State.NEW:
-            raise ConfigError("this session has begun already; make a new tq.Session for another run")
-        self._go(State.CONNECTING)
-        for hook in self.hooks:
-            hook.begin(self)
+        self._begin_once()
         if not any(map(_evaluates, self.hooks)):
             say(
                 f"{self.task}: the program gives nothing to evaluate with; add hooks=[tq.EvaluateHook(...)] to its session"

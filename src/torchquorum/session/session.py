@@ -17,7 +17,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
-import torch
 from torch import nn
 
 from torchquorum import env
@@ -27,7 +26,6 @@ from torchquorum.errors import (
     ConfigError,
     DeadlineError,
     LostPlaceError,
-    LostVariablesError,
     SavedElsewhereError,
     TaskLostError,
     TorchQuorumError,
@@ -38,23 +36,24 @@ from torchquorum.session import position
 from torchquorum.session.buffers import RunBuffers
 from torchquorum.session.checkpoint_hook import CheckpointHook
 from torchquorum.session.config import ConfigProto, read_device_options
+from torchquorum.session.connection import Connection
 from torchquorum.session.devices import SessionDevices
-from torchquorum.session.durable import find_checkpoint, find_journal, is_saved, lost_at_the_end, read_durable
+from torchquorum.session.durable import is_saved, read_durable
 from torchquorum.session.folder import check_folder
+from torchquorum.session.goal import Goal
 from torchquorum.session.hooks import Hook, Ran, end_all
 from torchquorum.session.join import Task, say
+from torchquorum.session.origin import Origin
 from torchquorum.session.position import Resumable
 from torchquorum.session.ready import give_scalar
+from torchquorum.session.recovery import check_still_over, find_again, lost_at_the_end
 from torchquorum.session.states import State, check_step
 from torchquorum.transport.messages import Plan
-from torchquorum.worker.beat import Beat
-from torchquorum.worker.buffers import tied_names
 from torchquorum.worker.client import Client, Patience, Step
-from torchquorum.worker.flat import FlatParameters, describe
+from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.optimizer import Optimizer
 from torchquorum.worker.place import Placement
 
-REJOIN_S = 10.0
 _Answer = TypeVar("_Answer")
 
 
@@ -135,30 +134,16 @@ class Session:
             raise ConfigError(
                 f"optimizer={type(optimizer).__name__}: wrap it first: tq.Optimizer(optimizer, rule=tq.Sync())"
             )
-        for name, value in (("last_step", last_step), ("num_steps", num_steps)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ConfigError(
-                    f"{name}={value!r}: must be a whole number, 1 or more; leave it out to train until the loop ends"
-                )
-        if last_step is not None and num_steps is not None:
-            raise ConfigError(f"last_step={last_step} and num_steps={num_steps}: give one of the two")
-        if max_seconds is not None and max_seconds <= 0:
-            raise ConfigError(f"max_seconds={max_seconds}: must be more than 0; leave it out for no limit")
+        self._goal = Goal(last_step, num_steps, max_seconds)
         if liveness_s <= 0:
             raise ConfigError(f"liveness_s={liveness_s}: must be more than 0 seconds")
         self.task, self.model, self.optimizer = task, model, optimizer
         self.logdir = check_folder(task, logdir if logdir is not None else env.logdir())
-        self._last_step, self._num_steps, self._max_seconds = last_step, num_steps, max_seconds
-        self._liveness_s = liveness_s
-        self._durable = read_durable(durable, self.logdir)
-        self._began_at = time.monotonic()
+        mode = read_durable(durable, self.logdir)
         self.patience = patience or Patience()
-        self._client: Client | None = None
-        self._beat: Beat | None = None
-        self._lead = 0
+        self._connection = Connection(task, self.client_class, self.patience, min(1.0, liveness_s / 4))
         self._results: dict[str, float] = {}
         self.flat: FlatParameters | None = None
-        self._initial: list[torch.Tensor] | None = None
         self.hooks = list(hooks)
         self.state = State.NEW
         self._stop_asked = self._after_loop = False
@@ -166,13 +151,21 @@ class Session:
         self._data: dict[str, Resumable] = dict(data) if isinstance(data, Mapping) else {"data": data} if data else {}
         if not 1 <= wait_for_workers <= task.num_workers:
             raise ConfigError(f"wait_for_workers={wait_for_workers}: the cluster has {task.num_workers} workers")
-        self._restore, self._keep, self._start_afresh = restore, keep, start_afresh
-        self._wait_for_workers = wait_for_workers
+        self._keep, self._wait_for_workers = keep, wait_for_workers
         self._buffers = RunBuffers(self, buffers)
+        self._origin = Origin(
+            self,
+            self._buffers,
+            self._goal,
+            restore=restore,
+            start_afresh=start_afresh,
+            keep=keep,
+            durable=mode,
+            liveness_s=liveness_s,
+        )
         self._signals = Signals(
             lambda line: say(f"{task}: {line}"), "saving and ending the run" if task.is_chief else "leaving the run"
         )
-        self._saves = 0
         self._saved_step = -1
         saver = CheckpointHook(every_s=save_every_s, every_steps=save_every_steps)
         if self.logdir is not None and task.is_chief:
@@ -186,15 +179,19 @@ class Session:
         self._devices = SessionDevices(options, model, placement)
         self.hooks.append(self._devices)
 
-    def __enter__(self) -> Session:
+    def _begin_once(self) -> None:
+        """The first thing that a session does; it can be done once."""
         if self.state is not State.NEW:
             raise ConfigError("this session has begun already; make a new tq.Session for another run")
         self._go(State.CONNECTING)
         for hook in self.hooks:
             hook.begin(self)
+
+    def __enter__(self) -> Session:
+        self._begin_once()
         if self.task.alone is not None:
             self.task.alone.start()
-        client = self._client = self._connect()
+        client = self._connect()
         try:
             self._begin(client)
         except BaseException:
@@ -203,7 +200,7 @@ class Session:
             raise
         self.optimizer.attach(client, self)
         self._signals.install()
-        self._began_at = time.monotonic()
+        self._goal.start_clock()
         self._go(State.RUNNING)
         try:
             for hook in self.hooks:
@@ -225,45 +222,39 @@ class Session:
             if type(hook).after_run is not Hook.after_run:
                 hook.after_run(self, Ran(step, loss, seconds))
 
-    def _connect(self, before: Client | None = None) -> Client:
-        """Makes the connection; after a loss, in the same life: surviving ps tasks know this worker."""
-        client = self.client_class(
-            self.task.cluster,
-            self.task.index,
-            secrets.randbits(62) if before is None else before.incarnation,
-            self.task.connect,
-            transport=self.task.transport,
-            patience=self.patience,
-            say=say,
-        )
+    def _connect(self) -> Client:
+        return self._connection.open(self._prepare)
+
+    def _prepare(self, client: Client) -> None:
         client.while_waiting = self._obey_signals
         self._buffers.connect(client)
-        if before is not None:
-            client.go_on_from(before)
-        return client
 
     def _begin(self, client: Client) -> None:
-        plan, parameters = self._plan()
+        plan, parameters = self._origin.plan()
         self.flat = FlatParameters(plan.layout(), parameters)
         created = client.hello()
         if self.task.is_chief:
             self._go(State.CREATING)
             self._create(client, plan, self.flat, created)
         self._go(State.WAITING)
-        self._join(client, plan, self.flat)
+        self._connection.join(plan, self.flat)
         self._buffers.begin(client)
         client.wait_for_workers(self._wait_for_workers)
-        if client.position is not None:
+        self._take_position(client, restore=True)
+        self._saved_step = client.version if client.version > 0 else -1
+
+    def _take_position(self, client: Client, *, restore: bool) -> None:
+        """Goes to the position that came with a checkpoint, if there is one, and takes positions from now on."""
+        if restore and client.position is not None:
             position.restore(client.position, self._data, lambda line: say(f"{self.task}: {line}"))
         if self.logdir is not None:
             client.begin_positions(lambda: position.capture(self._data, self._buffers.local))
-        self._saved_step = client.version if client.version > 0 else -1
 
     def create_only(self) -> Plan:
         """Restores or initialises the variables without joining, as the client of a graph does; returns the plan."""
-        client = self._client = self._connect()
+        client = self._connect()
         try:
-            plan, parameters = self._plan()
+            plan, parameters = self._origin.plan()
             self.flat = FlatParameters(plan.layout(), parameters)
             self._create(client, plan, self.flat, client.hello())
             return plan
@@ -271,41 +262,8 @@ class Session:
             client.close()
 
     def _create(self, client: Client, plan: Plan, flat: FlatParameters, created: list[bool]) -> None:
-        """The chief goes on with live variables, or restores, or initialises."""
-        if all(created):
-            client.create(plan, flat)
-            say(f"{self.task}: the ps tasks hold live variables already; going on with them")
-            return
-        path = self._newest()
-        if path is None and (any(created) or self.state is State.RECOVERING) and not self._start_afresh:
-            lost = [str(ps) for ps, there in zip(self.task.cluster.tasks("ps"), created, strict=True) if not there]
-            raise LostVariablesError(
-                f"{self.task}: {', '.join(lost)} was restarted and its variables are lost: there is no checkpoint to go on "
-                f"from{f' in {self.logdir}' if self.logdir else ''}. Give the session a logdir, so that it saves; or pass "
-                "start_afresh=True to begin again at step 0."
-            )
-        if path is None and self._start_afresh:
-            self._first_values(flat)
-            self._buffers.first_values()
-        journal = find_journal(path, plan, lambda line: say(f"{self.task}: {line}"))
-        if self._num_steps is not None and self._last_step is None:
-            self._last_step = plan.last_step = self._num_steps + journal.version
-        client.create(plan, flat, path, reign=secrets.randbits(62), replace=True, journal=journal)
-
-    def _first_values(self, flat: FlatParameters) -> None:
-        """Keeps the values that the run begins with, or goes back to them."""
-        if self._initial is None:
-            self._initial = [p.detach().clone() for p in flat.parameters]
-            return
-        with torch.no_grad():
-            for parameter, value in zip(flat.parameters, self._initial, strict=True):
-                parameter.copy_(value)
-
-    def _join(self, client: Client, plan: Plan, flat: FlatParameters) -> None:
-        first = self.task.cluster.address(self.task.cluster.tasks("ps")[0])
-        beats = self.task.connect(first, f"beat/{self.task.index}/{secrets.token_hex(8)}".encode())
-        self._beat = Beat(beats, self.task.index, client.incarnation, min(1.0, self._liveness_s / 4), self._lead)
-        client.join(plan, flat)
+        """The chief makes the variables, or goes on with live ones."""
+        self._origin.create(client, plan, flat, created)
 
     def recover(self, error: Exception) -> Step:
         """A ps task was lost: waits for it, and goes on from what it holds or from a checkpoint.
@@ -322,46 +280,32 @@ class Session:
         deadline = time.monotonic() + self.patience.start_s
         before = self._known()
         self._reached = before.version
-        while True:
-            try:
-                client = self._rejoin()
-                rolled_back = client.version < before.version
-                if rolled_back:
-                    self._buffers.begin(client)
-                went_on_at = client.version
-                # Those who trained together go on together: else the first one back would fill their rounds.
-                client.wait_for_workers(self._wait_for_workers, at_most_s=REJOIN_S)
-                taken_up = client.take_up(before) if not (rolled_back or stopping) else None
-                break
-            except (TaskLostError, LostPlaceError, DeadlineError) as again:
-                if time.monotonic() > deadline:
-                    if stopping:
-                        self._go(State.STOPPING)
-                        raise lost_at_the_end(again) from None
-                    raise again from None
-                time.sleep(0.2)
-        if rolled_back and client.position is not None:
-            position.restore(client.position, self._data, lambda line: say(f"{self.task}: {line}"))
-        if self.logdir is not None:
-            client.begin_positions(lambda: position.capture(self._data, self._buffers.local))
+        try:
+            found = find_again(
+                self._rejoin,
+                before,
+                self._buffers,
+                wait_for_workers=self._wait_for_workers,
+                after_loop=stopping,
+                deadline=deadline,
+            )
+        except (TaskLostError, LostPlaceError, DeadlineError) as last:
+            if not stopping:
+                raise
+            self._go(State.STOPPING)
+            raise lost_at_the_end(last) from None
+        client = found.client
+        self._take_position(client, restore=found.steps_back > 0)
         if stopping:
-            self._check_still_over(client)
+            check_still_over(self.task, client.version, self.last_step)
         self.optimizer.attach(client, self)
         self._go(State.STOPPING if stopping else State.RUNNING)
-        back = f", {before.version - went_on_at} steps before where it was" if rolled_back else ""
-        say(f"{self.task}: going on at global step {went_on_at}{back}")
+        back = f", {found.steps_back} steps before where it was" if found.steps_back else ""
+        say(f"{self.task}: going on at global step {found.version}{back}")
         for hook in self.hooks if not stopping else ():
             hook.after_create_session(self)
         lost = Step(client.version, client.local_step, False, "ps lost", 0, client.lr[0], client.stopped)
-        return taken_up or lost
-
-    def _check_still_over(self, client: Client) -> None:
-        """A ps was lost after the loop: that is no harm unless the run has lost steps that nobody will make again."""
-        if self.task.is_chief and self._last_step is not None and client.version < self._last_step:
-            raise LostVariablesError(
-                f"{self.task}: a ps task was lost after the last step and before the last checkpoint: the run is back at "
-                f"global step {client.version} of {self._last_step}. Start the program again: it goes on from there."
-            )
+        return found.taken_up or lost
 
     def _surviving(self, ask: Callable[[], _Answer]) -> _Answer:
         """Asks the ps tasks for something; if one is lost meanwhile, finds it again and asks once more."""
@@ -372,33 +316,15 @@ class Session:
                 self.recover(error)
 
     def _rejoin(self) -> Client:
-        before = self._known()
-        self._close_client()
-        client = self._client = self._connect(before)
-        plan, _ = self._plan()
+        self._connection.close()
+        client = self._connect()
+        plan, _ = self._origin.plan()
         assert self.flat is not None
         created = client.hello()
         if self.task.is_chief and not all(created):
             self._create(client, plan, self.flat, created)
-        self._join(client, plan, self.flat)
+        self._connection.join(plan, self.flat)
         return client
-
-    def _close_client(self) -> None:
-        if self._beat is not None:
-            self._beat.stop()
-            self._lead = self._beat.lead
-            self._beat = None
-        if self._client is not None:
-            self._client.close()
-
-    def _newest(self) -> str | None:
-        """The chief looks for a checkpoint to go on from."""
-        own = self.state is State.RECOVERING and (
-            self._saves > 0 or bool(self._durable)
-        )  # then what is there is this run's own
-        if self.logdir is None or not (self._restore or own):
-            return None
-        return find_checkpoint(self.logdir, self._last_step, lambda line: say(f"{self.task}: {line}"))
 
     def _go(self, state: State) -> None:
         """The only place where the state changes."""
@@ -406,8 +332,7 @@ class Session:
 
     def _obey_signals(self) -> None:
         """A signal has asked this worker to stop, or the time is up: the chief ends the run for everybody."""
-        late = self._max_seconds is not None and time.monotonic() - self._began_at > self._max_seconds
-        if (self._signals.asked or (late and self.task.is_chief)) and not self._stop_asked:
+        if (self._signals.asked or (self._goal.is_late and self.task.is_chief)) and not self._stop_asked:
             self._stop_asked = True
             if self.task.is_chief:
                 self._known().stop()
@@ -428,7 +353,7 @@ class Session:
         folder = self.logdir
         if folder is None:
             raise ConfigError("session.save(): the session has no logdir to save into")
-        self._saves += 1
+        self._origin.has_saved = True
         self._running().send_position()
         state = self._surviving(lambda: self._running().save(secrets.randbits(48), folder, self._keep, wait_s=wait_s))
         if state is None:
@@ -437,28 +362,6 @@ class Session:
             raise TorchQuorumError(f"no checkpoint at step {state.step}: {state.text}")
         self._saved_step = state.step
         return state.path
-
-    def _plan(self) -> tuple[Plan, list[nn.Parameter]]:
-        variables, parameters = describe(self.model, self.optimizer.inner)
-        plan = Plan(
-            variables=variables,
-            optimizer=self.optimizer.spec(),
-            rule=self.optimizer.rule,
-            schedule=self.optimizer.schedule,
-            average=self.optimizer.average,
-            num_shards=self.task.num_ps,
-            num_workers=self.task.num_workers,
-            placement=self.optimizer.placement,
-            slice_bytes=self.optimizer.slice_bytes,
-            last_step=self._last_step,
-            liveness_s=self._liveness_s,
-            logdir=self.logdir,
-            keep=self._keep,
-            durable=self._durable,
-            tied=tied_names(self.model),
-        )
-        self._buffers.describe(plan)
-        return plan, parameters
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -490,7 +393,7 @@ class Session:
     def _end(self) -> None:
         self._devices.close()
         self._signals.remove()
-        self._close_client()
+        self._connection.close()
         if self.task.alone is not None:
             self.task.alone.finish()
 
@@ -503,8 +406,7 @@ class Session:
 
     def end_at(self, last_step: int) -> None:
         """Makes this the global step at which the run is over, if none was given; called before the session begins."""
-        if self._last_step is None and self._num_steps is None:
-            self._last_step = last_step
+        self._goal.end_at(last_step)
 
     def request_stop(self) -> None:
         """Makes this worker's loop end: `should_stop` is true from now on."""
@@ -528,12 +430,12 @@ class Session:
     @property
     def leads(self) -> bool:
         """Whether this worker does what is the chief's to do: it is the chief, or stands in for it while it is dead."""
-        return self.task.index == (self._beat.lead if self._beat is not None else self._lead)
+        return self.task.index == self._connection.lead
 
     @property
     def last_step(self) -> int | None:
         """Returns the global step at which the run is over, if this worker was given one."""
-        return self._last_step
+        return self._goal.last_step
 
     @property
     def results(self) -> dict[str, float]:
@@ -601,12 +503,7 @@ class Session:
             say(f"{self.task}: {', '.join(values)} could not be noted in {self.logdir}: {error.strerror}")
 
     def _known(self) -> Client:
-        if self._client is None:
-            raise ConfigError("the session has not begun: use it as `with tq.Session(...) as session:`")
-        return self._client
+        return self._connection.known
 
     def _running(self) -> Client:
-        client = self._known()
-        if self._beat is None:
-            raise ConfigError("the session is over; ask inside its `with` block")
-        return client
+        return self._connection.running

@@ -181,7 +181,8 @@ class State(Message):
 
     `state` is free, loading, joining, ready, finished or failed, with `text` for people. `held` says what the batch
     `doing` waits for at the ps tasks, if it waits. `unknown` lists awaited batches that never arrived, or were dropped.
-    `stamp` is the task's own clock, for the next Ask.
+    `stamp` is the task's own clock, for the next Ask. Who asks about another run than the task's hears only `state`: `run` is
+    then empty and `incarnation` 0, for with these one could speak in the run's and the worker's name.
     """
 
     run: str

@@ -18,7 +18,7 @@ def readers() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("torchquorum-reader-")]
 
 
-def eventually(condition: Any, timeout_s: float = 5.0) -> bool:
+def eventually(condition: Any, timeout_s: float = 60.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -49,17 +49,19 @@ def test_batches_come_in_order_and_the_end_of_the_data_reaches_the_loop() -> Non
 
 def test_no_more_than_depth_batches_are_read_ahead() -> None:
     read: list[int] = []
+    waiting_then: list[int] = []
 
     def source() -> Iterator[int]:
         for i in range(100):
+            waiting_then.append(i - batches.taken)
             read.append(i)
             yield i
 
     with tq.Prefetcher(source(), depth=3) as batches:
         assert next(batches) == 0
         assert eventually(lambda: len(read) == 4)
-        time.sleep(0.05)
-        assert len(read) == 4
+        assert list(batches) == list(range(1, 100))
+    assert max(waiting_then) == 2  # more was read only where there was room, and all the room was used
 
 
 def test_an_exception_in_a_reader_is_raised_in_the_loop_with_the_readers_name() -> None:
@@ -139,7 +141,8 @@ def test_a_position_is_that_of_the_next_batch_and_not_of_what_was_read_ahead() -
     expected = [rows_of(next(plain)) for _ in range(23)]
     with tq.Prefetcher(make_batches(), depth=6) as batches:
         seen = [rows_of(next(batches)) for _ in range(9)]
-        time.sleep(0.05)
+        reader: Any = batches._reader
+        assert eventually(lambda: len(reader._ready) == 6)
         state, epoch = batches.state_dict(), batches.epoch
     assert seen == expected[:9]
     assert (epoch, state["epoch"], state["step_in_epoch"]) == (1, 1, 4)

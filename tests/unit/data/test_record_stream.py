@@ -4,20 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.data.parts import write_parts
 from torchquorum.data.record_stream import Reading, RecordStream, Shuffler
 from torchquorum.data.shares import Share
 from torchquorum.errors import DataError
-from torchquorum.formats.tfrecord_write import TFRecordWriter
-
-
-def write(folder: Path, counts: list[int]) -> tuple[Path, ...]:
-    paths = []
-    for number, count in enumerate(counts):
-        paths.append(folder / f"part-{number}")
-        with TFRecordWriter(paths[-1]) as writer:
-            for record in range(count):
-                writer.write(b"%d/%d" % (number, record))
-    return tuple(paths)
 
 
 def reading(
@@ -56,7 +46,7 @@ def test_a_shuffle_buffer_works_as_the_one_of_tf_data() -> None:
 def test_every_epoch_has_all_records_and_an_order_of_its_own(
     shuffle: int, stride: int, files: bool, tmp_path: Path
 ) -> None:
-    paths = write(tmp_path, [20, 0, 13, 7])
+    paths = write_parts(tmp_path, [20, 0, 13, 7])
     epochs = []
     for epoch in range(3):
         epochs.append(
@@ -75,7 +65,7 @@ def test_every_epoch_has_all_records_and_an_order_of_its_own(
 @pytest.mark.parametrize("shuffle", [0, 1, 10, 39, 40, 41, 200])
 @pytest.mark.parametrize("stride", [1, 3])
 def test_a_stream_goes_on_from_every_position(shuffle: int, stride: int, tmp_path: Path) -> None:
-    paths = write(tmp_path, [20, 0, 13, 7])
+    paths = write_parts(tmp_path, [20, 0, 13, 7])
     how = reading(paths, shuffle=shuffle, stride=stride, files=True)
     stream = RecordStream(how, 0, 0, 2)
     positions, records = [(0, 0)], []
@@ -88,7 +78,7 @@ def test_a_stream_goes_on_from_every_position(shuffle: int, stride: int, tmp_pat
 
 
 def test_going_to_a_position_reads_only_what_is_in_the_buffer(tmp_path: Path) -> None:
-    paths = write(tmp_path, [200])
+    paths = write_parts(tmp_path, [200])
     body = bytearray(paths[0].read_bytes())
     body[12 + 3] ^= 255  # in the data of the first record
     whole = [record for record, _ in RecordStream(reading(paths, shuffle=8), 0, 0, 1).take(200)]
@@ -99,7 +89,7 @@ def test_going_to_a_position_reads_only_what_is_in_the_buffer(tmp_path: Path) ->
 
 
 def test_an_endless_stream_without_records_is_an_error_and_an_ended_one_is_empty(tmp_path: Path) -> None:
-    paths = write(tmp_path, [0, 0])
+    paths = write_parts(tmp_path, [0, 0])
     assert drain(RecordStream(reading(paths), 0, 0, 5)) == []
     with pytest.raises(DataError, match=r"part-0 and 1 more: no records for this share \(0/1\), and repeat=None"):
         RecordStream(reading(paths), 0, 0, None).take(1)

@@ -5,22 +5,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.unit.data.parts import write_parts
 from torchquorum.data.shares import Share, ShareReader, check_share, find_files
 from torchquorum.errors import ConfigError, DataError
-from torchquorum.formats.tfrecord_write import TFRecordWriter
 
 
-def write(folder: Path, counts: list[int]) -> list[Path]:
-    paths = []
-    for number, count in enumerate(counts):
-        paths.append(folder / f"part-{number}")
-        with TFRecordWriter(paths[-1]) as writer:
-            for record in range(count):
-                writer.write(b"%d/%d" % (number, record))
-    return paths
-
-
-def read(paths: list[Path], share: Share, most: int = 5) -> list[bytes]:
+def read(paths: tuple[Path, ...], share: Share, most: int = 5) -> list[bytes]:
     reader, records = ShareReader(paths, share, "auto"), []
     while block := reader.read(most):
         assert len(block) <= most
@@ -33,7 +23,7 @@ def read(paths: list[Path], share: Share, most: int = 5) -> list[bytes]:
 def test_every_record_comes_exactly_once_over_workers_and_their_processes(
     counts: list[int], workers: int, loaders: Any, tmp_path: Path
 ) -> None:
-    paths = write(tmp_path, counts)
+    paths = write_parts(tmp_path, counts)
     whole = Share(tuple(range(len(paths))))
     found, sizes = [], []
     for worker in range(workers):
@@ -56,7 +46,7 @@ def test_whole_files_are_shared_out_where_there_are_enough() -> None:
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=5), stride=st.integers(1, 4), data=st.data())
 def test_skipping_and_reading_may_alternate(counts: list[int], stride: int, data: Any, tmp_path: Path) -> None:
-    paths = write(tmp_path, counts)
+    paths = write_parts(tmp_path, counts)
     share = Share(tuple(range(len(paths))), stride, data.draw(st.integers(0, stride - 1)))
     expected, at = read(paths, share), 0
     reader = ShareReader(paths, share, None)
@@ -71,7 +61,7 @@ def test_skipping_and_reading_may_alternate(counts: list[int], stride: int, data
 
 
 def test_files_are_found_by_name_by_pattern_and_in_lists(tmp_path: Path) -> None:
-    paths = write(tmp_path, [1, 1, 1])
+    paths = write_parts(tmp_path, [1, 1, 1])
     assert find_files(str(tmp_path / "part-*")) == tuple(paths)
     assert find_files([paths[2], str(tmp_path / "part-[01]")]) == (paths[2], paths[0], paths[1])
     odd = tmp_path / "odd[1]"
@@ -89,7 +79,7 @@ def test_files_are_found_by_name_by_pattern_and_in_lists(tmp_path: Path) -> None
     ],
 )
 def test_files_that_are_not_there_are_named(files: str, message: str, tmp_path: Path) -> None:
-    write(tmp_path, [1])
+    write_parts(tmp_path, [1])
     with pytest.raises(DataError, match=message):
         find_files(tmp_path / files)
 

@@ -1,6 +1,7 @@
 """The journal on disk: what was written comes back, what was torn is left out, and other reigns' records stay out."""
 
 import resource
+import stat
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ def test_what_is_appended_comes_back_in_order(tmp_path: Path, mode: str) -> None
         (v, [2], [(0, 5, v)], f"1:{v}".encode()) for v in (1, 2, 3)
     ]
     assert read_head(path) == head()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600  # it names the lives of workers
 
 
 def test_a_file_cut_anywhere_gives_the_records_before_the_cut(tmp_path: Path) -> None:

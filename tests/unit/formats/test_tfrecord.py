@@ -147,23 +147,26 @@ def assert_damaged(path: Path, good: int, offset: int, message: str) -> None:
     assert f"{path}: record {good}, at byte {offset}: " in str(caught.value)
 
 
+def with_a_bit_flipped(path: Path, place: int) -> Path:
+    body = bytearray(path.read_bytes())
+    body[place] ^= 4
+    bad = path.with_name("bad")
+    bad.write_bytes(body)
+    return bad
+
+
 def test_a_damaged_length_is_named_by_file_and_offset(tmp_path: Path) -> None:
     path = write(tmp_path / "file", [b"abc", b"defg", b"h"])
     for place in range(19, 31):
-        body = bytearray(path.read_bytes())
-        body[place] ^= 4
-        (tmp_path / "bad").write_bytes(body)
-        assert_damaged(tmp_path / "bad", 1, 19, "the length does not match its checksum")
+        assert_damaged(with_a_bit_flipped(path, place), 1, 19, "the length does not match its checksum")
 
 
 def test_damaged_data_is_named_by_file_and_offset(tmp_path: Path) -> None:
     path = write(tmp_path / "file", [b"abc", b"defg", b"h"])
     for place in range(31, 39):
-        body = bytearray(path.read_bytes())
-        body[place] ^= 4
-        (tmp_path / "bad").write_bytes(body)
-        assert_damaged(tmp_path / "bad", 1, 19, "the data does not match its checksum")
-        assert len(list(read_records(tmp_path / "bad", verify=False))) == 3
+        bad = with_a_bit_flipped(path, place)
+        assert_damaged(bad, 1, 19, "the data does not match its checksum")
+        assert len(list(read_records(bad, verify=False))) == 3
 
 
 def test_a_file_cut_off_anywhere_is_named_by_file_and_offset(tmp_path: Path) -> None:

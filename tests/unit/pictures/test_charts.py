@@ -19,7 +19,7 @@ from torchquorum.pictures.history import read_history
 from torchquorum.pictures.png import write_png
 from torchquorum.pictures.reading import read_comparison
 from torchquorum.pictures.run_page import run_page
-from torchquorum.pictures.scene import Scale, Text
+from torchquorum.pictures.scene import Dot, Scale, Text
 from torchquorum.pictures.svg import to_svg
 
 X, Y = Axis(name="time", unit="s", from_zero=True), Axis(name="loss")
@@ -71,10 +71,16 @@ def test_a_chart_says_its_axes_with_units_and_an_empty_one_says_why() -> None:
 
 
 @pytest.mark.parametrize("values", [[1.0, 1.0], [0.0, 0.0], [-3.0, 5.0], [1e-9, 1e9], [math.nan, 2.0]])
-def test_odd_values_are_drawn(values: list[float]) -> None:
-    for kind in ("linear", "log"):
-        series = Series(name="n", x=[0.0, 1.0], y=values, colour="c0", dots=True)
-        ElementTree.fromstring(to_svg(line_chart("t", [series], X, Axis(name="y", kind=kind))))
+@pytest.mark.parametrize("kind", ["linear", "log"])
+def test_odd_values_are_drawn_inside_the_axes_and_what_is_no_number_is_left_out(values: list[float], kind: str) -> None:
+    series = Series(name="n", x=[0.0, 1.0], y=values, colour="c0", dots=True)
+    scene = line_chart("t", [series], X, Axis(name="y", kind=kind))
+    assert scene.axes is not None
+    across, up = scene.axes
+    dots = [item for item in scene.items if isinstance(item, Dot)]
+    assert len(dots) == sum(math.isfinite(v) for v in values)
+    assert all(across.start <= dot.x <= across.end and up.end <= dot.y <= up.start for dot in dots)
+    assert len(list(ElementTree.fromstring(to_svg(scene)).iter("circle"))) == len(dots)
 
 
 def test_a_picture_is_well_formed_svg_and_names_from_outside_are_escaped() -> None:

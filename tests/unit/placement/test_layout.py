@@ -154,8 +154,11 @@ def test_every_element_is_in_exactly_one_piece_and_every_piece_is_aligned(
 OURS = [variable("w", 4, 5), variable("b", 5), variable("table", 3, group=CONSTANT)]
 
 
-def test_the_same_variables_pass() -> None:
-    check_same_variables(OURS, tuple(OURS), "somebody")
+def test_the_same_variables_pass_and_any_one_left_out_does_not() -> None:
+    assert check_same_variables(OURS, tuple(OURS), "somebody") is None
+    for i in range(len(OURS)):
+        with pytest.raises(RefusedError):
+            check_same_variables(OURS, OURS[:i] + OURS[i + 1 :], "somebody")
 
 
 @pytest.mark.parametrize(

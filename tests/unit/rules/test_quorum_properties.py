@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from typing import ClassVar
 
 import hypothesis.strategies as st
 import pytest
@@ -61,7 +62,12 @@ class Process:
 
 
 class World(RuleBasedStateMachine):
-    """A quorum, its workers, a network that repeats itself, and the books that are kept about all of them."""
+    """A quorum, its workers, a network that repeats itself, and the books that are kept about all of them.
+
+    Every rule and every invariant asserts. `seen` counts what happened in all the worlds together.
+    """
+
+    seen: ClassVar[Counter[type]] = Counter()
 
     @initialize(
         rule=PRESETS | CUSTOM,
@@ -217,6 +223,7 @@ class World(RuleBasedStateMachine):
     def follow(self, actions: list[Action]) -> None:
         """Does what the quorum said, and keeps the books."""
         for action in actions:
+            self.seen[type(action)] += 1
             match action:
                 case Accepted(key):
                     assert key not in self.accepted and key not in self.refused
@@ -322,6 +329,7 @@ class World(RuleBasedStateMachine):
 
 
 def test_whatever_happens_the_invariants_hold_and_nobody_waits_for_ever():
+    World.seen.clear()
     run_state_machine_as_test(
         World,
         settings=settings(
@@ -332,6 +340,8 @@ def test_whatever_happens_the_invariants_hold_and_nobody_waits_for_ever():
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
         ),
     )
+    # The worlds were worth asking: gradients came and were refused, updates were made, workers went on and died.
+    assert set(World.seen) >= {Accepted, Refused, Applied, Released, Died}
 
 
 # -- cost: a simulator of thousands of workers must not pay for all of them at every event ----------------------------

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
@@ -127,3 +128,23 @@ def test_a_batch_is_computed_again_only_if_its_gradient_came_too_late(
         received = channel.receive(30.0)
         assert received is not None and isinstance(g.split(received)[0], g.Done)  # said again
     assert take_all(desk) == ([1] if reason == "expired" else [])
+
+
+def test_who_does_not_name_the_run_hears_nothing_with_which_to_speak_in_its_name(
+    desk: Desk, channel: ZmqChannel
+) -> None:
+    begin(channel)
+    desk.update(incarnation=12345, state="ready", version=9)
+    own = ask(channel, g.Ask("run", [], 0.0))
+    assert isinstance(own, g.State) and (own.run, own.incarnation, own.version) == ("run", 12345, 9)
+    with closing(ZmqChannel(desk.address, b"stranger")) as stranger:
+        for guess in (
+            g.Ask("", [], 0.0),
+            g.Ask("guess", [1], 0.0),
+            g.Finish("guess", True, True),
+            g.Recall("guess", 1),
+        ):
+            told = ask(stranger, guess)
+            assert isinstance(told, g.State) and told.state == "ready"
+            assert (told.run, told.incarnation, told.version, told.local_step) == ("", 0, 0, 0)
+    assert not any(isinstance(w.message, g.Finish) for w in desk._tray)

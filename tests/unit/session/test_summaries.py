@@ -26,12 +26,23 @@ def points(folder: Path, tag: str) -> list[tuple[int, float]]:
     return [(e.step, e.value) for e in read(folder).Scalars(tag)]
 
 
+def until_written(hook: tq.SummaryHook) -> None:
+    """Waits until the writer has nothing left to do."""
+    deadline = time.monotonic() + 60
+    while hook._thread is not None and hook._thread.behind:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_a_run_leaves_scalars_histograms_graph_and_configuration(tmp_path: Path) -> None:
-    hook = lambda _: [  # noqa: E731
-        tq.EvaluateHook(10, lambda _: 0.75),
-        tq.SummaryHook(every_steps=10, example=torch.ones(4, 3)),
-    ]
-    train(hook, last_step=30, workers=2, logdir=tmp_path, in_loop=lambda _: time.sleep(0.002))
+    summary = {index: tq.SummaryHook(every_steps=10, example=torch.ones(4, 3)) for index in range(2)}
+    train(
+        lambda task: [tq.EvaluateHook(10, lambda _: 0.75), summary[task.index]],
+        last_step=30,
+        workers=2,
+        logdir=tmp_path,
+        in_loop=lambda session: until_written(summary[session.task.index]),
+    )
     tags: Any = read(tmp_path).Tags()
     assert {
         "loss",
@@ -113,9 +124,10 @@ def test_a_run_that_fails_leaves_its_summaries_and_no_thread(tmp_path: Path) -> 
             lambda _: [tq.SummaryHook(logdir=tmp_path, every_steps=1), tq.NanGuardHook()],
             losses=lambda step: float("nan") if step == 5 else 1.0,
         )
-    deadline = time.monotonic() + 5
-    while any(t.name == "torchquorum-summaries" for t in threading.enumerate()) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    for thread in threading.enumerate():
+        if thread.name == "torchquorum-summaries":
+            thread.join(60)
+            assert not thread.is_alive()
     assert [step for step, _ in points(tmp_path, "loss")][:4] == [1, 2, 3, 4]
 
 
@@ -130,11 +142,7 @@ def test_what_was_written_beyond_the_step_of_a_resumed_run_counts_no_more(tmp_pa
                 hook._last = (time.perf_counter(), 10)
                 hook.after_create_session(session)
 
-    def written(session: tq.Session) -> None:
-        while hook._thread is not None and hook._thread.behind:
-            time.sleep(0.01)
-
-    train(lambda _: [hook, Back()], last_step=8, in_loop=written)
+    train(lambda _: [hook, Back()], last_step=8, in_loop=lambda _: until_written(hook))
     assert [step for step, _ in points(tmp_path, "learning_rate")][:8] == [1, 2, 3, 4, 5, 7, 8, 8]
 
 
@@ -184,10 +192,23 @@ def test_rates_come_from_two_statuses() -> None:
 
 
 def test_the_loop_goes_on_while_the_writer_is_stuck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on = threading.Event()
-    monkeypatch.setattr(summaries.SummaryThread, "_write_moment", lambda *_: go_on.wait(20))
+    stuck, go_on = threading.Event(), threading.Event()
+    freed: list[bool] = []
+    freed_before_the_end: list[bool] = []
+
+    def stick(*_: Any) -> None:
+        stuck.set()
+        freed.append(go_on.wait(60))
+
+    def free(_: tq.Session) -> None:
+        assert stuck.wait(60)
+        freed_before_the_end.extend(freed)
+        go_on.set()
+
+    monkeypatch.setattr(summaries.SummaryThread, "_write_moment", stick)
     hook = tq.SummaryHook(logdir=tmp_path, every_steps=1)
-    train(lambda _: [hook], last_step=50, at_end=lambda _: go_on.set())
+    assert train(lambda _: [hook], last_step=50, at_end=free) == [(50, 50)]
+    assert freed_before_the_end == [] and freed and all(freed)
 
 
 @pytest.mark.parametrize("arguments", [{"every_s": 1, "every_steps": 1}, {"every_s": 0}, {"every_steps": -1}])

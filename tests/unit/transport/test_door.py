@@ -5,6 +5,7 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -221,9 +222,16 @@ def test_a_worker_whose_ps_is_gone_receives_nothing_and_does_not_spin(address: s
 def test_a_guest_that_leaves_is_forgotten(listener: DoorListener) -> None:
     guests = [DoorChannel(listener.name) for _ in range(3)]
     let_in(listener, 3)
+    peers = list(listener._peers)
     for guest in guests:
         guest.close()
     let_in(listener, 0)
+    assert listener._guests == {} and listener._peers == {}
+    assert all(listener.send(peer, [b"too late"]) is None for peer in peers)
+    with closing(DoorChannel(listener.name)) as newcomer:
+        let_in(listener, 1)
+        assert not set(listener._peers) & set(peers)  # nobody gets a place, and its answers, a second time
+        assert newcomer.receive(0.0) is None
 
 
 def test_wait_also_watches_the_way_to_shard_0(listener: DoorListener) -> None:

@@ -56,7 +56,8 @@ def refused(address: str, access: Access) -> str:
         channel.close()
 
 
-def talk(listener: ZmqListener, channel: ZmqChannel) -> None:
+def talk(listener: ZmqListener, channel: ZmqChannel) -> list[bytes]:
+    """Sends a ping, sees that it comes whole, and answers; returns what the channel hears."""
     channel.send([b"ping", b"x" * 200_000])
     received = None
     deadline = time.monotonic() + DEADLINE_S
@@ -64,13 +65,13 @@ def talk(listener: ZmqListener, channel: ZmqChannel) -> None:
         received = listener.receive(0.1)
     assert received is not None and bytes(received[1][0]) == b"ping" and len(received[1][1]) == 200_000
     listener.send(received[0], [b"pong"])
-    assert [bytes(f) for f in channel.receive(DEADLINE_S) or []] == [b"pong"]
+    return [bytes(frame) for frame in channel.receive(DEADLINE_S) or []]
 
 
 def test_who_has_the_secret_gets_in_and_others_are_told_and_counted(address: str) -> None:
     listener, channel = ZmqListener(address, access=OURS), ZmqChannel(address, b"w", OURS)
     try:
-        talk(listener, channel)
+        assert talk(listener, channel) == [b"pong"]
         assert "does not accept this task's secret" in (wrong := refused(address, THEIRS))
         assert f"/job:ps/task:0 ({address})" in wrong and "--secret-file" in wrong
         assert "this task was given none" in (missing := refused(address, OPEN)) and "--secret-file" in missing
@@ -78,7 +79,7 @@ def test_who_has_the_secret_gets_in_and_others_are_told_and_counted(address: str
         # Who comes without one may see by himself that he is not wanted, and go before he is judged.
         until(lambda: any(listener.turned_away.get(why, 0) > 0 for why in (NO_SECRET, UNFINISHED)))
         assert listener.receive(0.0) is None  # nothing of what they said came through
-        talk(listener, channel)
+        assert talk(listener, channel) == [b"pong"]
     finally:
         channel.close()
         listener.close()
@@ -124,7 +125,7 @@ def test_an_address_for_other_hosts_is_served_with_a_secret_or_the_word(address:
     listener = ZmqListener(f"some-name:{port}", access=access)
     channel = ZmqChannel(address, b"w", access)
     try:
-        talk(listener, channel)
+        assert talk(listener, channel) == [b"pong"]
     finally:
         channel.close()
         listener.close()
@@ -156,7 +157,7 @@ def test_garbage_and_half_greetings_are_counted_and_harm_nobody(listener: ZmqLis
     until(lambda: sum(listener.turned_away.values()) >= 2)
     access = OURS if listener._context is not None else OPEN
     channel = ZmqChannel(address, b"w", access)
-    talk(listener, channel)
+    assert talk(listener, channel) == [b"pong"]
     channel.close()
     half.close()
 
@@ -184,7 +185,7 @@ def test_who_does_not_read_loses_what_does_not_fit(listener: ZmqListener, addres
     access = OURS if listener._context is not None else OPEN
     channel = ZmqChannel(address, b"slow", access)
     channel.socket.setsockopt(zmq.RCVHWM, 1)
-    talk(listener, channel)
+    assert talk(listener, channel) == [b"pong"]
     large = bytes(8 << 20)
     sent = [listener.send(b"slow", [b"", large]) for _ in range(40)]
     assert sum(s is not None and not s.done for s in sent) <= 2
@@ -194,10 +195,10 @@ def test_who_does_not_read_loses_what_does_not_fit(listener: ZmqListener, addres
 def test_a_peer_that_talks_too_much_loses_its_connection_and_not_its_place(listener: ZmqListener, address: str) -> None:
     access = OURS if listener._context is not None else OPEN
     channel = ZmqChannel(address, b"loud", access)
-    talk(listener, channel)
+    assert talk(listener, channel) == [b"pong"]
     listener.hang_up(b"loud")
     channel.send([b"once more"])
     until(lambda: listener.receive(0.05) is not None)
     until(lambda: listener.turned_away.get("talks too much", 0) == 1)
-    talk(listener, channel)  # ZeroMQ comes back by itself
+    assert talk(listener, channel) == [b"pong"]  # ZeroMQ comes back by itself
     channel.close()

@@ -152,8 +152,16 @@ def test_a_port_that_is_given_up_within_a_moment_is_taken() -> None:
         timer = threading.Timer(0.3, holder.close)
         timer.start()
         listener = ZmqListener(f"localhost:{port}")
-        listener.close()
         timer.join()
+        assert holder.fileno() == -1
+    channel = ZmqChannel(f"localhost:{port}", b"x")
+    try:
+        channel.send([b"hello"])
+        received = listener.receive(WAIT_S)
+        assert received is not None and [bytes(f) for f in received[1]] == [b"hello"]
+    finally:
+        channel.close()
+        listener.close()
 
 
 def test_a_listening_socket_of_the_launcher_is_taken_over() -> None:

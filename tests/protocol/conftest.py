@@ -1,0 +1,23 @@
+"""A ps task that a test talks to by hand: with nobody in it, or with two workers in a sync run."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.protocol.by_hand import Ps
+
+
+@pytest.fixture
+def ps() -> Iterator[Ps]:
+    ps = Ps()
+    yield ps
+    ps.close()
+
+
+@pytest.fixture
+def running(ps: Ps) -> Ps:
+    """Two workers have joined a sync run."""
+    ps.create()
+    ps.join(0)
+    ps.join(1)
+    return ps

@@ -117,7 +117,11 @@ class JournalWriter:
         Raises:
             JournalError: It cannot be written; the file ends with the record before.
         """
-        self._write(_encoder.encode(record), payload)
+        try:
+            self._write(_encoder.encode(record), payload)
+        except OSError as error:
+            raise self._failed(error) from error
+        self.uncommitted = self._sync
 
     def commit(self) -> None:
         """Waits until the disk has what was appended, if that is asked for."""
@@ -155,24 +159,22 @@ class JournalWriter:
             self._size = len(_MAGIC)
             self._write(_encoder.encode(head), b"")
             if self._sync:
-                self.commit()
+                os.fdatasync(self._fd)
                 sync_path(self._folder)
         except OSError as error:
-            raise self._failed(error) from error
+            failed = self._failed(error)
+            self.close()
+            raise failed from error
 
     def _write(self, packed: bytes, payload: Payload) -> None:
         pieces = [_FRAME.pack(len(packed), len(payload), _checksum(packed, payload)), packed, payload]
         wanted = sum(len(piece) for piece in pieces)
-        try:
-            written = os.writev(self._fd, pieces)
-            if written < wanted:  # a full disk takes what it can; asked again, it says why it takes no more
-                rest = b"".join(pieces)[written:]
-                while rest:
-                    rest = rest[os.write(self._fd, rest) :]
-        except OSError as error:
-            raise self._failed(error) from error
+        written = os.writev(self._fd, pieces)
+        if written < wanted:  # a full disk takes what it can; asked again, it says why it takes no more
+            rest = b"".join(pieces)[written:]
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
         self._size += wanted
-        self.uncommitted = self._sync
 
     def _failed(self, error: OSError) -> JournalError:
         if self._fd >= 0:

@@ -1,11 +1,13 @@
 """The journal on disk: what was written comes back, what was torn is left out, and other reigns' records stay out."""
 
+import os
 import resource
 import stat
 from pathlib import Path
 
 import pytest
 
+from torchquorum.formats import journal
 from torchquorum.formats.journal import (
     SUFFIX,
     Head,
@@ -143,3 +145,61 @@ def test_a_folder_that_is_full_is_an_error_and_leaves_whole_records(tmp_path: Pa
     assert "cannot be written (File too large)" in failed and "start the tasks again" in failed
     assert written > 5 and [r.version for r, _ in read_file(writer._path)] == list(range(1, written + 1))
     writer.close()
+
+
+def test_a_file_that_is_no_journal_has_no_head_and_no_records(tmp_path: Path) -> None:
+    path = write(tmp_path, head(), range(1, 3))
+    whole = path.read_bytes()
+    for content in (b"", b"other" * 30, whole[:8], whole[:20]):
+        path.write_bytes(content)
+        assert read_head(path) is None and list(read_file(path)) == []
+    assert read_head(tmp_path / "nowhere") is None
+
+
+def framed(packed: bytes) -> bytes:
+    return journal._FRAME.pack(len(packed), 0, journal._checksum(packed, b"")) + packed
+
+
+def test_whole_frames_that_hold_something_else_end_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path, head(), range(1, 3))
+    whole = path.read_bytes()
+    path.write_bytes(whole + framed(b"\x01"))
+    assert [r.version for r, _ in read_file(path)] == [1, 2]
+    path.write_bytes(whole + framed(journal._encoder.encode(Record(7, [], []))))  # a version that does not follow
+    assert [r.version for r, _ in read_file(path)] == [1, 2]
+    path.write_bytes(whole[: len(journal._MAGIC)] + framed(b"\x01"))
+    assert read_head(path) is None
+
+
+def test_a_line_that_does_not_lead_where_it_should_is_an_error(tmp_path: Path) -> None:
+    write(tmp_path, head(), range(1, 4))
+    with pytest.raises(JournalError, match="leads to version 3, not to 5"):
+        replayed(tmp_path, 1, 0, 5)
+
+
+def test_a_folder_in_which_nothing_can_be_begun_is_an_error_that_holds_nothing_open(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(JournalError, match=r"cannot be written \(File exists\)"):
+        JournalWriter(tmp_path / "file", head(), "write")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size in (0, 20):  # not even the first bytes, or not all of the head
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            with pytest.raises(JournalError, match=r"cannot be written \(File too large\)"):
+                JournalWriter(tmp_path, head(), "write")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_place_that_cannot_wait_for_its_disk_is_an_error_of_the_commit(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path, head(), "fsync")
+    writer.append(Record(1, [], []), b"one")
+    reading, writing = os.pipe()
+    os.dup2(writing, writer._fd)
+    for _ in range(2):
+        with pytest.raises(JournalError, match=r"cannot be written \(Invalid argument\); see what is wrong there"):
+            writer.commit()
+    writer.close()
+    writer.close()
+    os.close(reading)
+    os.close(writing)

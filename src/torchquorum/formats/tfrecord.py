@@ -270,8 +270,7 @@ class RecordReader:
         there = self._source.size()
         if there is not None and self.offset + size > there:  # no memory for a length that cannot be true
             raise self._cut_off("data", length, there - self.offset)
-        if not self._fill(size, _CHUNK_BYTES):
-            raise AssertionError("a record's header was there")
+        self._fill(size, _CHUNK_BYTES)
         if len(self._buffer) - self._at < size:
             raise self._cut_off("data", length, len(self._buffer) - self._at)
         return True

@@ -210,3 +210,44 @@ MEMORY = """
 def test_neither_saving_nor_reading_a_range_holds_a_second_copy(tmp_path):
     saving, reading = map(int, run_child(MEMORY, tmp_path).split())
     assert saving < 40 and reading < 40, f"256 MiB: saving took {saving} MiB more, reading 1000 elements {reading}"
+
+
+def test_tied_names_and_buffers_are_in_the_state_dict_and_tied_names_without_sense_are_not(tmp_path):
+    tensors: Tensors = {("variable", name, ""): torch.arange(6.0).view(2, 3) for name in ("w", "mean")}
+    path = save(tmp_path, 1, tensors, plan={"tied": {"head": "w", "w": "w", "lost": "gone", "odd": 5}})
+    manifest = load_manifest(path)
+    buffers = [msgspec.structs.replace(p, kind="buffer") for p in manifest.pieces if p.variable == "mean"]
+    manifest.pieces, manifest.buffers = [p for p in manifest.pieces if p.variable == "w"], buffers
+    with Reader(path, manifest) as reader:
+        found = reader.state_dict()
+    assert found.keys() == {"w", "head", "mean"}
+    assert torch.equal(found["head"], found["w"]) and found["head"].data_ptr() != found["w"].data_ptr()
+    assert torch.equal(found["mean"], torch.arange(6.0).view(2, 3))
+    with Reader(save(tmp_path, 2, tensors, plan={"tied": "nonsense"})) as reader:
+        assert reader.state_dict().keys() == {"w", "mean"}
+
+
+def test_a_hole_between_two_pieces_is_named_by_its_first_element(tmp_path):
+    path = save(tmp_path, 5)
+    manifest = load_manifest(path)
+    manifest.pieces = [p for p in manifest.pieces if p.kind == "variable" and p.variable == "layer.float32"]
+    del manifest.pieces[1]
+    with Reader(path, manifest) as reader:
+        with pytest.raises(CheckpointError, match="element 25 of 77 is missing"):
+            reader.read("variable", "layer.float32")
+        assert reader.read("variable", "layer.float32", stop=25).numel() == 25
+
+
+def test_a_part_that_is_gone_when_it_is_read_is_named(tmp_path):
+    path = save(tmp_path, 5)
+    with Reader(path) as reader:
+        (path / part_name(1, 3)).write_bytes(b"no tensors")
+        with pytest.raises(CheckpointError, match="part-00001-of-00003.* is damaged: .* cannot be read"):
+            reader.read("variable", "layer.float32")
+    manifest = load_manifest(save(tmp_path, 6))
+    (tmp_path / "model.ckpt-6" / part_name(0, 3)).unlink()
+    with (
+        Reader(tmp_path / "model.ckpt-6", manifest) as reader,
+        pytest.raises(CheckpointError, match="part-00000-of-00003.* is damaged: .* cannot be read"),
+    ):
+        reader.read("variable", "layer.float32")

@@ -246,3 +246,75 @@ def test_varints_come_back(numbers: list[int]) -> None:
     values, continued = decode_varints(np.frombuffer(packed, np.uint8))
     assert values.tolist() == numbers
     assert continued.tolist() == [place for place, byte in enumerate(packed) if byte > 127]
+
+
+def test_examples_and_features_are_shown_shortly() -> None:
+    example = Example({"pixels": list(range(9)), "name": b"a name that is long", "nothing": Feature()})
+    assert repr(example["pixels"]) == "Feature(int64_list=[0, 1, 2, 3, and 5 more])"
+    assert repr(example["name"]) == "Feature(bytes_list=[b'a name that '... (19 bytes)])"
+    assert repr(Example({"nothing": Feature()})) == "Example({'nothing': Feature()})"
+    assert len(example["pixels"]) == 9 and example["nothing"] == Feature() != example["pixels"]
+    assert example != "example" and example["pixels"] != [0]
+
+
+def test_any_bytes_are_read_not_only_those_of_the_type_bytes() -> None:
+    record = Example({"label": 7}).SerializeToString()
+    assert Example.FromString(bytearray(record)) == Example({"label": 7})  # pyright: ignore[reportArgumentType]
+    assert Example.FromString(memoryview(record)) == Example({"label": 7})  # pyright: ignore[reportArgumentType]
+
+
+def test_numbers_that_a_list_cannot_hold_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"bytes_list with 5: must be a list of bytes or text"):
+        Feature(bytes_list=[b"a", 5])
+    with pytest.raises(ConfigError, match=r"float_list=\['a'\]: must be a list of numbers"):
+        Feature(float_list=["a"])
+    with pytest.raises(ConfigError, match=r"int64_list with 9223372036854775808: must be from"):
+        Feature(int64_list=np.array([2**63], np.uint64))
+    assert Feature(bytes_list=["a", bytearray(b"b"), memoryview(b"c")]).value == [b"a", b"b", b"c"]
+    assert Feature(int64_list=np.array([5], np.uint64)).value.tolist() == [5]
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        b"\x0a\x04\x0a\x02\x0a\x00",  # an entry that is a name alone
+        b"\x0a\x02\x12\x00",  # a set of features with one
+        b"\x0a\x0b\x0a\x09\x0a\x00\x12\x05\x0a\x03\x0a\x05a",  # a value longer than its list
+        b"\x0a\x0b\x0a\x09\x0a\x00\x12\x05\x0a\x03\x12\x01a",  # a list with one
+        b"\xff\xff\xff\xff\x7f\x00",  # a field's number beyond all
+        b"\x0b\x0c",  # a group, which is passed over
+        b"\x0b\x12\x03abc\x0d1234\x119876543\x08\x80\x01\x0c",  # one with all kinds of fields
+        b"\x0b\x12\x09abc\x0c",  # one with a field longer than all
+        b"\x0b\x14",  # the end of another
+        b"\x0b\x00\x0c",  # one with the field 0
+        b"\x0b\x08\x01",  # one without end
+        b"\x0b" * 99 + b"\x0c" * 99,
+        b"\x0b" * 101 + b"\x0c" * 101,
+        b"\x0c",
+        b"\x0e\x00",  # a kind of field that there is not
+        b"\x09abc",  # a number of eight bytes, of which there are three
+    ],
+)
+def test_what_nobody_writes_gets_the_verdict_that_protobuf_gives(record: bytes) -> None:
+    assert_same_verdict(record)
+
+
+def test_a_field_that_nobody_knows_is_passed_over() -> None:
+    # As TensorFlow's own protobuf does; the one for Python drops the whole feature.
+    assert Example.FromString(b"\x0a\x06\x0a\x04\x0a\x00\x18\x05") == Example({"": Feature()})
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (b"\x80\x80\x80\x80\x10", "a field with too large a number at byte 0"),
+        (b"\x0b" * 150, "more than 100 groups within each other"),
+        (b"\x0b\x14", "the end of another group than was begun"),
+        (b"\x0b\x12\x09abc", "a field of 9 bytes where 3 are left"),
+        (b"\x0b\x00", "a field with the number 0"),
+        (b"\x0b", "a group that does not end"),
+    ],
+)
+def test_bytes_that_are_no_example_are_named_by_their_place(record: bytes, message: str) -> None:
+    with pytest.raises(ExampleError, match=f"no tf.train.Example: .*{message}"):
+        Example.FromString(record)

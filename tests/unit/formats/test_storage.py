@@ -1,7 +1,9 @@
 """Run folders on addresses of fsspec: in memory, and on a real server that speaks S3."""
 
+import datetime
 import errno
 import secrets
+import stat
 import sys
 import time
 from pathlib import Path
@@ -14,13 +16,14 @@ from tests.s3 import s3_server
 from tests.unit.formats.checkpoints import example, save
 from torchquorum.errors import ConfigError
 from torchquorum.formats import segments
-from torchquorum.formats.checkpoint import Reader, list_checkpoints, newest_good, verify
+from torchquorum.formats.checkpoint import CheckpointError, Reader, list_checkpoints, newest_good, verify
+from torchquorum.formats.checkpoint_manifest import MANIFEST
 from torchquorum.formats.checkpoint_names import this_host
 from torchquorum.formats.checkpoint_write import begin, export, prune, write_part
 from torchquorum.formats.ledger import NAME, Event, LedgerWriter, read_records
 from torchquorum.formats.measures import Measure, append_measures, read_measures
 from torchquorum.formats.segments import fetch_run
-from torchquorum.formats.storage import RemotePath, absolute, locate, write_whole
+from torchquorum.formats.storage import RemotePath, absolute, check_writable, is_there, locate, write_whole
 from torchquorum.pictures.history import read_history
 
 pytestmark = pytest.mark.library_keeps_sockets
@@ -83,6 +86,86 @@ class TestAddresses:
         with pytest.raises(ConfigError, match=r"pip install 'torchquorum\[gs\]'"):
             locate("gs://bucket/run1")
 
+    def test_addresses_are_values(self):
+        first, second = locate("memory://bucket/a"), locate("memory://bucket/b")
+        assert locate(first) is first and {first, locate("memory://bucket/a")} == {first} != {second}
+        assert sorted([second, first]) == [first, second] and first != "memory://bucket/a"  # type: ignore[type-var]
+        assert repr(first) == "RemotePath('memory://bucket/a')"
+
+
+class Driver:
+    """A file system of a stranger's, which says of itself what it was given, or fails with it."""
+
+    def __init__(self, says):
+        self.says = says
+
+    def info(self, path, **_):
+        if isinstance(self.says, Exception):
+            raise self.says
+        return self.says
+
+    exists = isdir = isfile = ls = info
+
+    def pipe_file(self, path, data):
+        self.info(path)
+
+
+class TestDrivers:
+    @pytest.mark.parametrize(
+        ("error", "kind", "number", "text"),
+        [
+            (PermissionError("Access Denied"), PermissionError, errno.EACCES, "PermissionError: Access Denied"),
+            (OSError(errno.ENOSPC, "no more"), OSError, errno.ENOSPC, "OSError: no more"),
+            (TimeoutError("slow"), OSError, errno.EIO, "TimeoutError: slow"),
+            (KeyError("region"), OSError, errno.EIO, "KeyError: 'region'"),
+            (FileNotFoundError("x"), FileNotFoundError, errno.ENOENT, "there is no such object"),
+            (FileNotFoundError("no such bucket"), FileNotFoundError, errno.ENOENT, "no such bucket"),
+        ],
+        ids=repr,
+    )
+    def test_whatever_a_driver_says_becomes_an_error_of_the_system_with_its_address(self, error, kind, number, text):
+        place = RemotePath(Driver(error), "bucket/run", "strange")
+        for act in (place.stat, place.exists, place.iterdir, lambda: place.write_bytes(b"x")):
+            with pytest.raises(kind) as caught:
+                act()
+            assert (caught.value.errno, caught.value.strerror) == (number, text)
+            assert caught.value.filename == "strange://bucket/run"
+
+    def test_a_place_that_cannot_be_reached_is_an_error_of_the_users_settings(self):
+        place = RemotePath(Driver(OSError(errno.EIO, "refused")), "bucket/run", "strange")
+        with pytest.raises(ConfigError, match=r"strange://bucket/run cannot be read: OSError: refused; are address"):
+            is_there(place)
+        with pytest.raises(ConfigError, match=r"cannot be written to: OSError: refused; is the bucket there"):
+            check_writable(place)
+        with pytest.raises(
+            CheckpointError, match="cannot list the checkpoints in strange://bucket/run: OSError: refused"
+        ):
+            list_checkpoints(place)
+
+    def test_the_time_of_the_last_change_is_found_in_the_words_of_each_driver(self):
+        at = datetime.datetime(2020, 1, 2, tzinfo=datetime.UTC)
+        for info in ({"LastModified": at}, {"mtime": at.timestamp()}, {"updated": "soon", "created": at}):
+            found = RemotePath(Driver({"size": 5, **info}), "bucket/a", "strange").stat()
+            assert (found.st_mtime, found.st_size, stat.S_ISREG(found.st_mode)) == (at.timestamp(), 5, True)
+        unknown = RemotePath(Driver({"type": "directory"}), "bucket/a", "strange").stat()
+        assert abs(unknown.st_mtime - time.time()) < 600 and stat.S_ISDIR(unknown.st_mode)
+
+
+class TestFilesOfThisHost:
+    def test_a_text_appears_whole_or_not_at_all(self, tmp_path):
+        target = tmp_path / "new" / "report.json"
+        write_whole(target, "{}")
+        write_whole(target, "[]")
+        assert [p.name for p in target.parent.iterdir()] == ["report.json"] and target.read_text() == "[]"
+        (tmp_path / "taken").mkdir()
+        with pytest.raises(IsADirectoryError):
+            write_whole(tmp_path / "taken", "{}")
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "taken"]
+
+    def test_a_folder_of_this_host_is_tried_when_it_is_written_to(self, tmp_path):
+        check_writable(tmp_path / "not yet")
+        assert is_there(tmp_path) and not is_there(tmp_path / "not yet") and not (tmp_path / "not yet").exists()
+
 
 class TestCheckpoints:
     def test_what_was_saved_comes_back_and_the_oldest_go(self, folder):
@@ -139,6 +222,13 @@ class TestCheckpoints:
         assert [path.name for path in removed] == [f"part-00000-of-00001.{this_host()}-4194300-00ff00ff.safetensors"]
         assert len(list((folder / "model.ckpt-2").iterdir())) == 1  # ours; the one from elsewhere may be alive, too
         assert [info.step for info in list_checkpoints(folder)] == [1]
+
+    def test_a_damaged_checkpoint_keeps_its_parts_until_its_time_has_come(self, folder):
+        path = save(folder, 2)
+        (path / MANIFEST).write_bytes(b"{")
+        write_part(folder / f".model.ckpt-2.partial-{this_host()}-4194300-00ff00ff", 0, 1, {"x": torch.ones(3)})
+        before = sorted(entry.name for entry in path.iterdir())
+        assert prune(folder) == [] and sorted(entry.name for entry in path.iterdir()) == before
 
     def test_a_second_one_of_the_same_step_takes_over_with_its_manifest(self, folder):
         path = save(folder, 5, example(1))
@@ -218,7 +308,9 @@ class TestFilesThatGrow:
         for step in (1, 2):
             append_measures(folder, [Measure("accuracy", 0.5, step, 1.0)])
         write_whole(folder / "report.json", "{}")
-        fetch_run(folder, tmp_path, ("measures.jsonl",))
+        fetch_run(folder, tmp_path, ("measures.jsonl", NAME))
+        fetch_run(folder, tmp_path, ("measures.jsonl", NAME))  # what is here already stays
+        assert not (tmp_path / NAME).exists() and (folder / "report.json").read_text() == "{}"
         assert [m.global_step for m in read_measures(tmp_path)] == [1, 2]
         assert (tmp_path / "report.json").read_text() == "{}"
 

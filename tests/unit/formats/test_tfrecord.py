@@ -1,4 +1,5 @@
 import gzip
+import os
 import pickle
 import struct
 import tracemalloc
@@ -291,3 +292,67 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         list(read_records(tmp_path))
     with pytest.raises(ConfigError, match="compression='lzma': must be 'GZIP', 'ZLIB'"):
         list(read_records(tmp_path, "lzma"))
+    with pytest.raises(ConfigError, match="compression=5: must be 'GZIP', 'ZLIB'"):
+        list(read_records(tmp_path, 5))  # pyright: ignore[reportArgumentType]
+
+
+def test_after_damage_nothing_more_is_read_or_passed_over(tmp_path: Path) -> None:
+    whole = frame(b"first") + frame(b"second") + frame(b"third")
+    damaged = bytearray(whole)
+    damaged[len(frame(b"first"))] ^= 1  # the second one's length
+    (tmp_path / "file").write_bytes(damaged)
+    for ways in ("read", "skip"), ("skip", "read"), ("skip", "skip"), ("read", "read"):
+        reader = RecordReader(tmp_path / "file")
+        assert reader.read(1) == [(b"first", 0)]
+        for way in ways:
+            with pytest.raises(RecordError, match="record 1, at byte 21: the length does not match its checksum"):
+                getattr(reader, way)(1)
+        reader.close()
+
+
+def test_data_that_was_found_damaged_is_not_passed_over_later(tmp_path: Path) -> None:
+    damaged = bytearray(frame(b"first") + frame(b"second") + frame(b"third"))
+    damaged[-1] ^= 1
+    (tmp_path / "file").write_bytes(damaged)
+    reader = RecordReader(tmp_path / "file")
+    assert [record for record, _ in reader.read()] == [b"first", b"second"]
+    with pytest.raises(RecordError, match="record 2, at byte 43: the data does not match its checksum"):
+        reader.skip(1)
+    reader.close()
+
+
+@pytest.mark.parametrize("compression", [None, "GZIP", "ZLIB"])
+def test_records_longer_than_what_is_read_at_once_are_passed_over(compression: str | None, tmp_path: Path) -> None:
+    records = [b"a" * 3_000_000, b"b", b"c" * 2_000_000, b"d"]
+    reader = RecordReader(write(tmp_path / "file", records, compression))
+    assert reader.skip(1) == 1 and reader.read(1)[0][0] == b"b"
+    assert reader.skip(1) == 1 and reader.skip(0) == 0 and reader.read(1)[0][0] == b"d"
+    assert reader.skip(5) == 0 and reader.read() == []
+    reader.close()
+
+
+@pytest.mark.parametrize("compression", [None, "GZIP"])
+def test_a_record_that_ends_too_early_is_not_passed_over(compression: str | None, tmp_path: Path) -> None:
+    body = frame(b"one") + frame(b"x" * 3_000_000)[:2_000_000]
+    (tmp_path / "file").write_bytes(gzip.compress(body) if compression else body)
+    reader = RecordReader(tmp_path / "file", compression)
+    with pytest.raises(
+        RecordError, match="the file ends in the record's data: 3,000,016 bytes were announced, 2,000,000"
+    ):
+        reader.skip(2)
+    reader.close()
+
+
+def test_records_of_thousands_of_lengths_come_back(tmp_path: Path) -> None:
+    records = [bytes(length) for length in range(5000)]  # more than the reader remembers
+    assert list(read_records(write(tmp_path / "file", records))) == records
+
+
+def test_a_disk_that_fails_while_it_is_read_is_named(tmp_path: Path) -> None:
+    reader = RecordReader(write(tmp_path / "file", [bytes(3_000_000)] * 2))
+    folder = os.open(tmp_path, os.O_RDONLY)
+    os.dup2(folder, reader._source._file.fileno())  # from now on the system refuses to read it
+    os.close(folder)
+    with pytest.raises(DataError, match="file: it cannot be read: Is a directory"):
+        reader.read()
+    reader.close()

@@ -1,3 +1,4 @@
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -5,6 +6,7 @@ import pytest
 
 import torchquorum as tq
 from torchquorum.errors import ConfigError, DataError
+from torchquorum.formats import tfrecord_write
 from torchquorum.formats.tfrecord import read_records
 from torchquorum.formats.tfrecord_write import TFRecordWriter
 
@@ -93,3 +95,45 @@ def test_a_full_disk_is_said_and_leaves_nothing(tmp_path: Path, monkeypatch: pyt
         with pytest.raises(DataError, match="file: it cannot be written: No space left on device"):
             writer.write(b"x" * 100)
     assert names(tmp_path) == []
+
+
+def test_anything_that_holds_bytes_is_a_record_and_one_that_protobuf_could_not_read_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tfrecord_write, "MAX_RECORD_BYTES", 5)
+    with TFRecordWriter(tmp_path / "file") as writer:
+        writer.write(bytearray(b"one"))  # pyright: ignore[reportArgumentType]
+        writer.write(memoryview(b"three"))  # pyright: ignore[reportArgumentType]
+        with pytest.raises(ConfigError, match="file: a record of 6 bytes, at most 5 are allowed"):
+            writer.write(b"twelve")
+    assert list(read_records(tmp_path / "file")) == [b"one", b"three"]
+
+
+@pytest.mark.parametrize("step", ["flush", "finish", "close"])
+def test_a_disk_that_is_full_only_when_the_buffer_is_emptied_is_said_and_leaves_nothing(
+    tmp_path: Path, step: str
+) -> None:
+    (tmp_path / "file").write_bytes(b"before")
+    writer = TFRecordWriter(tmp_path / "file")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        writer.write(b"x" * 1000)
+        with pytest.raises(DataError, match="file: it cannot be written: File too large; free the way"):
+            getattr(writer, step)()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert names(tmp_path) == ["file"] and (tmp_path / "file").read_bytes() == b"before"
+    writer.discard()
+    writer.flush()
+    with pytest.raises(ConfigError, match="the writer is closed"):
+        writer.write(b"more")
+
+
+def test_a_name_that_was_taken_by_a_folder_meanwhile_is_said_and_leaves_nothing(tmp_path: Path) -> None:
+    writer = TFRecordWriter(tmp_path / "file")
+    writer.write(b"one")
+    (tmp_path / "file" / "inside").mkdir(parents=True)
+    with pytest.raises(DataError, match="file: it cannot be written: Is a directory"):
+        writer.close()
+    assert names(tmp_path) == ["file"]

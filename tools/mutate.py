@@ -1,24 +1,25 @@
 """`make mutate`: changes src/torchquorum/rules in one place at a time and asks the tests of the rules whether they notice.
 
-    python tools/mutate.py                    all mutants; ends with 1 if one survives that is not explained
+    python tools/mutate.py                             all mutants, two at a time
     python tools/mutate.py --only quorum.py:120        those of one line
 
 A mutant is one change of the syntax tree: an operator, a comparison, a constant, a condition, a boolean word, a return value
 or a statement left out. It is imported from memory in a fork; no file is written. Survivors that no test can tell from the
-original are explained in tests/mutation/equivalent.txt, one line each, by the text of the changed line, so that the
-explanation goes when the line does.
+original are explained in tests/mutation/equivalent.txt, one line each, by the text of the changed line. It ends with 1 if a
+mutant survives that is not explained, and if an explanation is stale: its line is gone, or a test notices its mutant.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
-import io
+import copy
 import os
+import resource
 import signal
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,9 @@ EXPLAINED = ROOT / "tests" / "mutation" / "equivalent.txt"
 # The quick ones first: most mutants go no further.
 _TESTED_BY = ("quorum", "quorum_lives", "quorum_end", "presets", "against_tensorflow", "quorum_properties")
 TESTS = [f"tests/unit/rules/test_{name}.py" for name in _TESTED_BY]
-LIMIT_S = 60
+# A mutant that needs more is one that never ends; all tests together take 6 s of processor time and 200 MiB.
+LIMIT_CPU_S, LIMIT_S, LIMIT_BYTES = 60, 600, 4 << 30
+REPORT_S = 30.0
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -47,39 +50,44 @@ class Mutant:
     Attributes:
         file: The module's file.
         line: Where, from 1.
-        what: The change in words.
-        text: The changed line as it stands.
-        tree: The changed module.
+        name: What the explanations call it: the file, the changed line as it stands, the change in words.
+        node: Which node of the syntax tree is changed, in the order of `ast.walk`.
+        variant: Which of the changes that it allows.
     """
 
     file: Path
     line: int
-    what: str
-    text: str
-    tree: ast.Module
+    name: str
+    node: int
+    variant: int
 
-    @property
-    def name(self) -> str:
-        """Returns what the explanations call it."""
-        return f"{self.file.name} | {self.text} | {self.what}"
+    def tree(self) -> ast.Module:
+        """Returns the changed module."""
+        tree = ast.parse(self.file.read_text(encoding="utf-8"))
+        node = _placed(tree)[self.node]
+        _replace(tree, node, _changed(node, self.variant)[1])
+        return ast.fix_missing_locations(tree)
 
 
 def mutants(file: Path) -> Iterator[Mutant]:
     """Yields every mutant of a module."""
     source = file.read_text(encoding="utf-8")
     tree, lines = ast.parse(source), source.splitlines()
-    nodes = [node for node in ast.walk(tree) if hasattr(node, "lineno")]
     skipped = _not_behaviour(tree)
-    for index, node in enumerate(nodes):
-        if id(node) in skipped:
-            continue
-        for variant in range(_variants(node)):
-            changed = ast.parse(source)
-            target = [n for n in ast.walk(changed) if hasattr(n, "lineno")][index]
-            what = _change(changed, target, variant)
-            if what:
+    names: Counter[str] = Counter()
+    for index, node in enumerate(_placed(tree)):
+        for variant in range(0 if id(node) in skipped else _variants(node)):
+            if what := _changed(copy.deepcopy(node), variant)[0]:
                 line: int = node.lineno  # type: ignore[attr-defined]
-                yield Mutant(file, line, what, lines[line - 1].strip(), ast.fix_missing_locations(changed))
+                name = f"{file.name} | {lines[line - 1].strip()} | {what}"
+                names[name] += 1
+                if names[name] > 1:  # the same change of another place that reads the same
+                    name += f", place {names[name]}"
+                yield Mutant(file, line, name, index, variant)
+
+
+def _placed(tree: ast.Module) -> list[ast.AST]:
+    return [node for node in ast.walk(tree) if hasattr(node, "lineno")]
 
 
 def _not_behaviour(tree: ast.Module) -> set[int]:
@@ -114,57 +122,54 @@ def _variants(node: ast.AST) -> int:
     return 2 if isinstance(node, ast.Constant | ast.Compare) else 1
 
 
-def _change(tree: ast.Module, node: ast.AST, variant: int) -> str:
-    """Changes a node in place; returns the change in words, "" where there is nothing to change."""
+def _changed(node: ast.AST, variant: int) -> tuple[str, ast.AST]:
+    """Returns the change in words, "" where there is nothing to change, and what stands in the place of the node then."""
     match node:
         case ast.Compare() if variant < len(node.ops) and type(node.ops[variant]) in COMPARISONS:
             old = node.ops[variant]
             node.ops[variant] = COMPARISONS[type(old)]()
-            return f"{type(old).__name__} -> {type(node.ops[variant]).__name__} ({variant})"
+            return f"{type(old).__name__} -> {type(node.ops[variant]).__name__} ({variant})", node
         case ast.BinOp() if type(node.op) in OPERATORS:
             old_name = type(node.op).__name__
             node.op = OPERATORS[type(node.op)]()
-            return f"{old_name} -> {type(node.op).__name__}"
+            return f"{old_name} -> {type(node.op).__name__}", node
         case ast.BoolOp():
             was = isinstance(node.op, ast.And)
             node.op = ast.Or() if was else ast.And()
-            return "and -> or" if was else "or -> and"
+            return ("and -> or" if was else "or -> and"), node
         case ast.UnaryOp(op=ast.Not()):
-            return _replace(tree, node, node.operand, "not left out")
+            return "not left out", node.operand
         case ast.Constant(value=bool()) if variant == 0:
             node.value = not node.value
-            return f"{not node.value} -> {node.value}"
+            return f"{not node.value} -> {node.value}", node
         case ast.Constant(value=int() | float()) if not isinstance(node.value, bool):
             old_value = node.value
             node.value = old_value + 1 if variant == 0 else old_value - 1  # type: ignore[operator]
-            return f"{old_value} -> {node.value}"
+            return f"{old_value} -> {node.value}", node
         case ast.Constant(value=str()) if variant == 0 and node.value:
             node.value += "x"
-            return "a text changed"
+            return "a text changed", node
         case ast.Return() if node.value is not None and not _is_none(node.value):
             node.value = ast.Constant(None)
-            return "returns None"
+            return "returns None", node
         case ast.IfExp():
-            return _replace(tree, node, node.orelse, "always the else")
+            return "always the else", node.orelse
         case ast.Expr() | ast.Assign() | ast.AugAssign() | ast.Delete() | ast.Continue() | ast.Break() | ast.Raise():
-            return _replace(tree, node, ast.Pass(), "statement left out")
-    return ""
+            return "statement left out", ast.Pass()
+    return "", node
 
 
 def _is_none(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
-def _replace(tree: ast.Module, old: ast.AST, new: ast.AST, what: str) -> str:
+def _replace(tree: ast.Module, old: ast.AST, new: ast.AST) -> None:
     for parent in ast.walk(tree):
         for name, value in ast.iter_fields(parent):
             if value is old:
                 setattr(parent, name, ast.copy_location(new, old))
-                return what
-            if isinstance(value, list) and any(v is old for v in value):
-                value[next(i for i, v in enumerate(value) if v is old)] = ast.copy_location(new, old)
-                return what
-    return ""
+            elif isinstance(value, list):
+                value[:] = [ast.copy_location(new, old) if v is old else v for v in value]
 
 
 class _Loader:
@@ -178,68 +183,108 @@ class _Loader:
         """As the import system asks."""
         from importlib.util import spec_from_loader
 
-        return spec_from_loader(name, self, origin=str(self._mutant.file)) if name == self._name else None
+        if name != self._name:
+            return None
+        package = self._mutant.file.name == "__init__.py"
+        spec = spec_from_loader(name, self, origin=str(self._mutant.file), is_package=package)  # type: ignore[arg-type]
+        if package and spec is not None:
+            spec.submodule_search_locations = [str(PACKAGE)]
+        return spec
 
     def create_module(self, spec: object) -> None:
         """An ordinary module."""
 
     def exec_module(self, module: object) -> None:
         """Runs the changed tree."""
-        exec(compile(self._mutant.tree, str(self._mutant.file), "exec"), vars(module))
+        exec(compile(self._mutant.tree(), str(self._mutant.file), "exec"), vars(module))
 
 
-def is_noticed(mutant: Mutant) -> bool:
-    """Runs the tests on a mutant, in a fork; a hang is noticed too."""
+def start(mutant: Mutant | None) -> int:
+    """Runs the tests on a mutant, or on the rules as they are, in a fork; returns its number. A hang is noticed too."""
     child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            os.setsid()
-            signal.alarm(LIMIT_S)
-            for name in [n for n in sys.modules if n.startswith(("torchquorum", "tests"))]:
-                del sys.modules[name]
+    if child:
+        return child
+    code = 1
+    try:
+        signal.alarm(LIMIT_S)
+        resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_CPU_S, LIMIT_CPU_S))
+        resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
+        for name in [n for n in sys.modules if n.startswith(("torchquorum", "tests"))]:
+            del sys.modules[name]
+        if mutant is not None:
             sys.meta_path.insert(0, _Loader(mutant))  # type: ignore[arg-type]
-            import pytest
+            silence = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(silence, 1)
+            os.dup2(silence, 2)
+        import pytest
 
-            with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-                code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", *TESTS]))
-        finally:
-            os._exit(code & 0xFF)
-    return os.waitpid(child, 0)[1] != 0
+        code = int(
+            pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore", "--no-header", *TESTS])
+        )
+    finally:
+        sys.stdout.flush()
+        os._exit(code & 0xFF)
+
+
+def survivors(found: list[Mutant], jobs: int) -> list[Mutant]:
+    """Tries the mutants, some at a time, says how far it is, and returns those that no test noticed."""
+    left, running, survive = list(reversed(found)), dict[int, Mutant](), list[Mutant]()
+    said = time.monotonic()
+    while left or running:
+        while left and len(running) < jobs:
+            mutant = left.pop()
+            running[start(mutant)] = mutant
+        child, status = os.wait()
+        mutant = running.pop(child)
+        if status == 0:
+            survive.append(mutant)
+            print(f"survives: line {mutant.line} of {mutant.name}", flush=True)
+        if time.monotonic() - said > REPORT_S:
+            said = time.monotonic()
+            tried = len(found) - len(left) - len(running)
+            print(f"{tried} of {len(found)} tried, {len(survive)} survive", flush=True)
+    return survive
+
+
+def explanations() -> set[str]:
+    """Returns the names of the mutants that are explained; an explanation without a reason is none."""
+    lines = EXPLAINED.read_text(encoding="utf-8").splitlines() if EXPLAINED.is_file() else []
+    parts = [line.rpartition(" | ") for line in lines if line and not line.startswith("#")]
+    return {name for name, _, reason in parts if reason.strip()}
 
 
 def main() -> int:
     """Tries every mutant."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", help="file.py or file.py:line")
-    parser.add_argument("--jobs", default="0/1", metavar="K/N", help="the K-th of N parts, from 0")
+    parser.add_argument("--jobs", type=int, default=2, help="how many at a time")
     args = parser.parse_args()
     os.chdir(ROOT)
     sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
-    import hypothesis.strategies  # noqa: F401  (once, not in every fork)
+    import hypothesis.stateful  # noqa: F401  (once, not in every fork)
+    import numpy  # noqa: F401
     import pytest  # noqa: F401
 
+    begun = time.monotonic()
     found = [mutant for file in sorted(PACKAGE.glob("*.py")) for mutant in mutants(file)]
     if args.only:
         name, _, line = args.only.partition(":")
         found = [x for x in found if x.file.name == name and (not line or x.line == int(line))]
-    part, parts = map(int, args.jobs.split("/"))
-    found = found[part::parts]
-    lines = EXPLAINED.read_text(encoding="utf-8").splitlines() if EXPLAINED.is_file() else []
-    explained = {line.rpartition(" | ")[0] for line in lines if line and not line.startswith("#")}
-    begun, survivors, known = time.monotonic(), [], 0
-    for mutant in found:
-        if not is_noticed(mutant):
-            known += mutant.name in explained
-            if mutant.name not in explained:
-                survivors.append(mutant)
-                print(f"survives: {mutant.file.name}:{mutant.line} | {mutant.text} | {mutant.what}", flush=True)
-    noticed = len(found) - known - len(survivors)
+    print(f"{len(found)} mutants", flush=True)
+    if os.waitpid(start(None), 0)[1] != 0:
+        print("the tests fail on the rules as they are; mend that first")
+        return 1
+    survive, explained = {mutant.name for mutant in survivors(found, args.jobs)}, explanations()
+    stale = explained - survive if not args.only else explained & {mutant.name for mutant in found} - survive
+    for name in sorted(survive - explained):
+        print(f"not explained: {name}")
+    for name in sorted(stale):
+        print(f"stale, as the line is gone or a test notices: {name}")
     print(
-        f"{len(found)} mutants: {noticed} noticed, {known} equivalent and explained, {len(survivors)} survive; "
-        f"{time.monotonic() - begun:.0f} s"
+        f"{len(found)} mutants: {len(found) - len(survive)} noticed, {len(survive & explained)} equivalent and explained, "
+        f"{len(survive - explained)} survive; {time.monotonic() - begun:.0f} s"
     )
-    return int(bool(survivors))
+    return int(bool(survive - explained or stale))
 
 
 if __name__ == "__main__":

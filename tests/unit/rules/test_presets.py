@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from torchquorum import rules
 from torchquorum.errors import ConfigError
 from torchquorum.rules import Async, Bounded, Buffered, Rule, Sync, parse_rule
 
@@ -176,3 +177,36 @@ def test_a_rule_with_a_senseless_number_says_which(text, what):
     with pytest.raises(ConfigError) as error:
         parse_rule(text)
     assert what in str(error.value)
+
+
+@pytest.mark.parametrize(("text", "example"), [("bounded", "bounded:3"), ("buffered:", "buffered:2")])
+def test_a_rule_that_lacks_its_number_is_answered_with_an_example(text, example):
+    with pytest.raises(ConfigError) as error:
+        parse_rule(text)
+    assert str(error.value).endswith(f"buffered:K; it needs a number, such as {example}")
+    assert isinstance(parse_rule(example), Rule)
+
+
+def test_a_rule_for_a_number_of_workers_is_for_that_number_where_it_is_known():
+    assert parse_rule("sync:2of3", num_workers=3) == parse_rule("sync:2of3") == Sync(2)
+    assert parse_rule("sync:2", num_workers=9) == Sync(2) and parse_rule("bounded:2", num_workers=9) == Bounded(2)
+    for workers in (2, 4):
+        with pytest.raises(
+            ConfigError, match=f"rule 'sync:2of3': is for 3 workers, and there are {workers}; give as many"
+        ):
+            parse_rule("sync:2of3", num_workers=workers)
+    with pytest.raises(ConfigError, match="'x' is not a whole number"):
+        parse_rule("sync:2ofx", num_workers=3)
+    with pytest.raises(ConfigError, match="allowed are"):
+        parse_rule("async:2of3", num_workers=4)
+
+
+def test_a_rule_without_options_is_async_under_another_name():
+    assert options(Rule()) == options(Async())
+    assert Rule().name == "Rule" and {Async().name, Sync().name} == {"Async", "Sync"}
+    assert {Bounded(1).name, Buffered(1).name} == {"Bounded", "Buffered"}
+
+
+def test_the_package_offers_the_rules_by_name():
+    names = {name: getattr(rules, name) for name in rules.__all__}
+    assert names.keys() == {"Async", "Bounded", "Buffered", "Quorum", "Rule", "Sync", "parse_rule"}

@@ -88,6 +88,8 @@ def test_variables_of_another_size_get_a_fault_and_change_nothing(ps: Ps, sizes:
         ({"schedule": m.ScheduleSpec("LambdaLR", {})}, "a function cannot travel"),
         ({"schedule": m.ScheduleSpec("StepLR", {"nonsense": 1})}, "StepLR"),
         ({"placement": "anywhere"}, "round_robin, greedy"),
+        ({"average": m.AverageSpec(2.0, True)}, "decay 2.0: must be between 0 and 1"),
+        ({"average": m.AverageSpec(float("nan"), True)}, "decay nan: must be between 0 and 1"),
     ],
 )
 def test_a_plan_that_cannot_be_carried_out_is_refused_and_a_better_one_accepted(

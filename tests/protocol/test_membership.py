@@ -9,6 +9,7 @@ from tests.protocol.by_hand import VARIABLES, Ps, by_peer, layout_of, make_plan,
 from torchquorum.placement.layout import Variable
 from torchquorum.server.ending import IDLE_S, LATE_S
 from torchquorum.server.shard import Reply
+from torchquorum.server.strangers import LIVES_WATCHED
 from torchquorum.transport.slots import Slots
 
 # -- saying hello ---------------------------------------------------------------------------------------------------------
@@ -43,6 +44,14 @@ def test_a_process_number_that_cannot_be_is_not_watched(ps: Ps, pid: int) -> Non
 
 
 # -- creating and joining -------------------------------------------------------------------------------------------------
+
+
+def test_of_a_worker_that_starts_again_and_again_only_the_last_lives_are_watched(ps: Ps) -> None:
+    for life in range(LIVES_WATCHED + 5):
+        hello = m.Hello(m.PROTOCOL, "/job:worker/task:1", life, "here", 1000 + life)
+        assert only(ps.send(name(1), hello), m.Welcome)
+    ps.send(name(0), m.Hello(m.PROTOCOL, "/job:worker/task:0", 7, "here", 999))
+    assert list(ps.service.pids) == [(1, life) for life in range(5, LIVES_WATCHED + 5)] + [(0, 7)]
 
 
 def test_a_join_before_the_variables_exist_waits_and_says_for_whom(ps: Ps) -> None:
@@ -98,7 +107,12 @@ def test_a_late_worker_starts_at_the_current_version(ps: Ps) -> None:
         ({"optimizer": m.OptimizerSpec("SGD", [{"lr": 0.5}])}, ["another optimizer", "0.5", "1.0"]),
         ({"optimizer": m.OptimizerSpec("Adam", [{"lr": 1.0}])}, ["another optimizer", "Adam", "SGD"]),
         ({"rule": tq.Async()}, ["another rule", "Async()", "Sync()"]),
+        (
+            {"optimizer": m.OptimizerSpec("SGD", [{"lr": 1.0}] * 2)},
+            ["another optimizer", "parameter groups: 2", "is 1"],
+        ),
         ({"schedule": m.ScheduleSpec("ExponentialLR", {"gamma": 0.9})}, ["another schedule", "ExponentialLR"]),
+        ({"average": m.AverageSpec(0.9, True)}, ["another average", "decay=0.9, num_updates=True", "None"]),
         ({"placement": "greedy"}, ["another placement", "greedy", "round_robin"]),
         ({"slice_bytes": 10}, ["another slice_bytes", "10", "None"]),
         ({"num_workers": 3}, ["another num_workers", "3", "2"]),
@@ -115,6 +129,14 @@ def test_a_worker_with_another_program_is_refused_and_the_difference_is_shown(
     for words in shown:
         assert words in fault.text
     assert ps.state() == before
+
+
+def test_a_schedule_with_other_arguments_is_shown_by_those_that_differ(ps: Ps) -> None:
+    ps.create(schedule=m.ScheduleSpec("StepLR", {"step_size": 5, "gamma": 0.5}))
+    other = make_plan(schedule=m.ScheduleSpec("StepLR", {"step_size": 5, "last": 1}))
+    text = only(ps.join(1, plan=other), m.Fault).text
+    assert "schedule StepLR, gamma: nothing, the chief's is 0.5" in text
+    assert "schedule StepLR, last: 1, the chief's is nothing" in text and "step_size" not in text
 
 
 @pytest.mark.parametrize("changes", [{"num_shards": 2}, {"num_shards": 0}, {"num_shards": -1}, {"num_workers": 0}])

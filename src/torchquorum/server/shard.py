@@ -108,14 +108,12 @@ class Shard:
         slot = self.versions.slots.bytes[self.versions.current]
         slot.copy_(initial)
         try:
-            self.update = Update(
-                self.region, plan.variables, plan.optimizer, plan.schedule, section_views(self.region, slot)
-            )
+            values_now = section_views(self.region, slot)
+            self.update = Update(self.region, plan.variables, plan.optimizer, plan.schedule, values_now)
+            self.averages = Averages(plan.average, values_now) if plan.average is not None else None
         except Exception:
             self.versions.close()
             raise
-        values_now = section_views(self.region, slot)
-        self.averages = Averages(plan.average, values_now) if plan.average is not None else None
         self.mean = MeanGradient(self.region, plan.variables)
         self.board = Board.create(plan.num_workers, len(plan.optimizer.groups)) if may_have_board(plan) else None
         if self.board is not None:

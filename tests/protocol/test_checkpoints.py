@@ -1,0 +1,421 @@
+"""Checkpoints, restores and the journal, by hand: what ps tasks say and do while the disk does what it likes."""
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchquorum as tq
+import torchquorum.transport.messages as m
+from tests.protocol.by_hand import Ps, make_plan, name, only
+from torchquorum.formats.checkpoint import list_checkpoints, load_manifest, verify
+from torchquorum.formats.journal import JournalError, find_common
+from torchquorum.formats.ledger import Event, read_records
+from torchquorum.server.checkpoints import STAND_IN_S
+from torchquorum.server.service import LEADER, SHARD_SILENCE_S
+from torchquorum.server.shard import Reply
+
+Make = Callable[..., Ps]
+DEADLINE_S = 60.0
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[Ps] = []
+
+    def build(*given: int, **more: int) -> Ps:
+        made.append(Ps(*given, **more))
+        return made[-1]
+
+    yield build
+    for ps in made:
+        ps.service.parts.saver.close()
+        ps.close()
+
+
+def start(ps: Ps, logdir: Path, steps: int = 1, **changes: Any) -> None:
+    """Two workers join a run with a folder and make some updates."""
+    assert isinstance(ps.create(logdir=str(logdir), **changes)[0].message, m.Created)
+    for worker in (0, 1):
+        ps.join(worker)
+    for step in range(1, steps + 1):
+        for worker in (0, 1):
+            ps.push(worker, step, step - 1)
+    assert ps.service.shard is not None and ps.service.shard.version == steps
+
+
+def save(ps: Ps, number: int, folder: Path, *, keep: int = 5) -> m.SaveState:
+    return only(ps.send(name(0), m.Save(0, 1, number, str(folder), keep)), m.SaveState, name(0))
+
+
+def told(ps: Ps, number: int, folder: Path) -> m.SaveState:
+    """Lets the saver work until a checkpoint is made or has failed; workers say where they stand."""
+    until(ps, lambda: save(ps, number, folder).state != "running", pace_s=1.0)
+    return save(ps, number, folder)
+
+
+def until(
+    ps: Ps, happened: Callable[[], object], alive: tuple[int, ...] = (0, 1), *, pace_s: float = 0.0
+) -> list[Reply]:
+    """Lets the saver work, and the clock run as is said, until something has happened; returns all replies."""
+    replies: list[Reply] = []
+    deadline = time.monotonic() + DEADLINE_S
+    while not happened():
+        assert time.monotonic() < deadline, ps.said
+        for worker in alive:
+            ps.send(name(worker), m.Beat(worker, 1))
+        replies += ps.later(pace_s)
+        time.sleep(0.001)
+    return replies
+
+
+# -- one ps ---------------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_saved_is_restored_with_the_positions_of_the_workers(make: Make, tmp_path: Path) -> None:
+    ps = make()
+    start(ps, tmp_path, steps=2)
+    assert save(ps, 1, tmp_path) == m.SaveState(1, "running", 2, "", "")
+    assert ps.push(0, 3, 2) == []  # it waits for the other one, and is asked for its position while it does
+    assert only(ps.send(name(0), m.Probe(0, 1, 4)), m.Held).save == 2
+    for worker in (0, 1):
+        ps.send(name(worker), m.Position(worker, 1, 2, {"epoch": worker}))
+    ps.send(name(1), m.Position(1, 99, 2, {"epoch": "of a stranger"}))
+    done = told(ps, 1, tmp_path)
+    assert (done.state, done.step, Path(done.path)) == ("done", 2, tmp_path / "model.ckpt-2")
+    assert f"/job:ps/task:0: saved {tmp_path}/model.ckpt-2" in ps.said
+    assert verify(Path(done.path)) is None
+    workers = load_manifest(Path(done.path)).workers
+    assert {w: (body["epoch"], body["version"]) for w, body in workers.items()} == {"0": (0, 2), "1": (1, 2)}
+
+    again = make()
+    assert only(again.send(b"chief", m.Create(ps.plan, done.path, reign=7)), m.Created) == m.Created(2, False)
+    assert torch.equal(again.values(), torch.full_like(again.values(), 2.0))
+    position = only(again.join(1, 5), m.Variables).position
+    assert position is not None and position["epoch"] == 1
+
+
+def test_a_ps_whose_neighbour_lost_its_variables_gives_its_own_up_and_restores(make: Make, tmp_path: Path) -> None:
+    ps = make()
+    start(ps, tmp_path, steps=1)
+    done = told(ps, 1, tmp_path)
+    for worker in (0, 1):
+        ps.push(worker, 2, 1)
+    save(ps, 2, tmp_path)  # will never be: it goes with the variables
+    create = m.Create(ps.plan, done.path, reign=7, replace=True)
+    assert only(ps.send(b"chief", create), m.Created) == m.Created(1, False)
+    assert only(ps.send(b"chief", create), m.Created) == m.Created(
+        1, False
+    )  # the same once more, if the answer was lost
+    assert only(ps.send(b"chief", m.Create(ps.plan, done.path, reign=8)), m.Created) == m.Created(1, True)
+    assert torch.equal(ps.values(), torch.full_like(ps.values(), 1.0))
+    assert only(ps.push(0, 3, 2), m.Fault).kind == "LostPlaceError"  # everybody joins again
+    until(ps, lambda: not list(tmp_path.glob(".*partial*")) and not ps.service.parts.saver.busy)
+    assert [info.step for info in list_checkpoints(tmp_path)] == [1]
+    began = [r for r in read_records(tmp_path) if isinstance(r, Event) and r.event == "began"]
+    assert [r.version for r in began] == [0, 1]
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_training_goes_on(make: Make, tmp_path: Path) -> None:
+    ps = make()
+    start(ps, tmp_path)
+    (tmp_path / "file").write_text("")
+    failed = save(ps, 1, tmp_path / "file" / "folder")
+    assert failed.state == "failed" and "failed" in failed.text
+    assert any(line.startswith("/job:ps/task:0: no checkpoint: ") and "training goes on" in line for line in ps.said)
+    assert told(ps, 2, tmp_path).state == "done"
+
+
+def test_parts_that_vanish_before_they_are_published_are_said_and_training_goes_on(make: Make, tmp_path: Path) -> None:
+    ps = make()
+    start(ps, tmp_path)
+    save(ps, 1, tmp_path)
+    saving = ps.service.checkpoints.saving  # type: ignore[union-attr]
+    assert saving is not None
+    until(ps, lambda: saving.parts)
+    assert not saving.publishing
+    shutil.rmtree(saving.partial)  # type: ignore[arg-type]
+    failed = told(ps, 1, tmp_path)
+    assert failed.state == "failed" and "model.ckpt-1" in failed.text
+    assert any("no checkpoint at step 1: " in line and line.endswith("training goes on") for line in ps.said)
+    for worker in (0, 1):
+        ps.push(worker, 2, 1)
+    assert ps.service.shard is not None and ps.service.shard.version == 2
+    assert told(ps, 2, tmp_path).state == "done"
+
+
+def test_a_second_checkpoint_waits_for_its_turn_and_is_then_of_the_version_that_there_is(
+    make: Make, tmp_path: Path
+) -> None:
+    ps = make()
+    start(ps, tmp_path)
+    save(ps, 1, tmp_path)
+    assert save(ps, 2, tmp_path) == m.SaveState(2, "running", -1, "", "")
+    for worker in (0, 1):
+        ps.push(worker, 2, 1)
+    done = told(ps, 2, tmp_path)
+    assert (done.state, done.step) == ("done", 2)
+    assert [info.step for info in list_checkpoints(tmp_path)] == [1, 2]
+
+
+def test_while_the_chief_is_dead_the_ps_saves_in_its_place_now_and_then(make: Make, tmp_path: Path) -> None:
+    ps = make()
+    start(ps, tmp_path)
+    ps.service.process_ended(0, 1, ps.now, ps.wall)
+    until(ps, lambda: "/job:ps/task:0: saved" in " ".join(ps.said), alive=(1,), pace_s=1.0)
+    ps.push(1, 2, 1)
+    ps.push(1, 3, 1)  # alone, it fills the quorum
+    assert ps.service.shard is not None and ps.service.shard.version == 2
+    half = ps.now + STAND_IN_S / 2
+    until(ps, lambda: ps.now > half, alive=(1,), pace_s=1.0)
+    assert [info.step for info in list_checkpoints(tmp_path)] == [1]
+    until(ps, lambda: len(list_checkpoints(tmp_path)) == 2, alive=(1,), pace_s=1.0)
+    assert any("counts as dead (its process ended); the run goes on without it (ps task 0 saves" in s for s in ps.said)
+
+
+def test_the_averages_are_saved_and_restored_and_asked_for_only_where_they_are_kept(make: Make, tmp_path: Path) -> None:
+    ps = make()
+    start(ps, tmp_path, average=m.AverageSpec(0.5, False))
+    done = told(ps, 1, tmp_path)
+    again = make()
+    again.plan = ps.plan
+    again.send(b"chief", m.Create(ps.plan, done.path, reign=7))
+    again.join(0)
+    [reply] = again.send(name(0), m.Pull(0, 1, 2, True))
+    assert torch.frombuffer(bytearray(reply.frames[0]), dtype=torch.float32)[:20].eq(0.5).all()
+    without = make()
+    start(without, tmp_path / "other")
+    fault = only(without.send(name(0), m.Pull(0, 1, 3, True)), m.Fault)
+    assert fault.kind == "ConfigError" and "average=tq.ExponentialMovingAverage" in fault.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"optimizer": m.OptimizerSpec("Adam", [{"lr": 1.0}])}, "was made with SGD, this run uses Adam"),
+        ({"variables": make_plan().variables[:2]}, r"holds another model: only there ['table'], only here []"),
+    ],
+)
+def test_a_checkpoint_of_another_program_is_refused_and_the_right_one_welcome(
+    make: Make, tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    ps = make()
+    start(ps, tmp_path)
+    path = told(ps, 1, tmp_path).path
+    again = make()
+    fault = only(again.send(b"chief", m.Create(make_plan(**changes), path, reign=7)), m.Fault)
+    assert said in fault.text and again.service.shard is None
+    assert only(again.send(b"chief", m.Create(make_plan(), path, reign=7)), m.Created).version == 1
+
+
+# -- several ps -----------------------------------------------------------------------------------------------------------
+
+
+def pair(make: Make, tmp_path: Path) -> tuple[Ps, Ps]:
+    """Two ps tasks that know of each other; nothing travels between them by itself."""
+    first, second = make(0, ps=2), make(1, ps=2)
+    for ps in (second, first):
+        ps.create(logdir=str(tmp_path), slice_bytes=8)
+    hello(first, second)
+    for worker in (0, 1):
+        for ps in (first, second):
+            ps.join(worker)
+    hello(first, second)
+    return first, second
+
+
+def hello(first: Ps, second: Ps) -> list[Reply]:
+    """Shard 1's heartbeat, and what shard 0 answers it with."""
+    beat = second.service.heartbeat()
+    assert beat is not None
+    replies: list[Reply] = []
+    for reply in first.send(b"shard/1", beat.message):
+        if reply.peer == b"shard/1":
+            replies += second.send(LEADER, reply.message)
+    return replies
+
+
+def test_each_shard_writes_its_part_and_tells_shard_0_until_it_has_heard(make: Make, tmp_path: Path) -> None:
+    first, second = pair(make, tmp_path)
+    assert any(isinstance(r.message, m.SaveState) for r in first.send(name(0), m.Save(0, 1, 1, str(tmp_path), 5)))
+    hello(first, second)
+    replies = until(second, lambda: second.service.parts.untold is not None)
+    part = second.later(0.1)[0]
+    assert part.peer == LEADER and isinstance(part.message, m.Part) and part.message.shard == 1
+    assert second.later(0.1)[0].message == part.message, replies  # until it is heard
+    first.now = second.now
+    [taken] = [r for r in first.send(b"shard/1", part.message) if isinstance(r.message, m.PartTaken)]
+    assert second.send(LEADER, taken.message) == [] and second.later(0.1) == []
+    until(first, lambda: list_checkpoints(tmp_path), pace_s=1.0)
+    [info] = list_checkpoints(tmp_path)
+    assert info.problem is None and load_manifest(info.path).num_ps == 2
+
+
+def test_a_part_that_could_not_be_written_fails_the_checkpoint_for_all(make: Make, tmp_path: Path) -> None:
+    first, second = pair(make, tmp_path)
+    first.send(name(0), m.Save(0, 1, 1, str(tmp_path), 5))
+    saving = first.service.checkpoints.saving  # type: ignore[union-attr]
+    assert saving is not None
+    until(first, lambda: saving.parts)
+    shutil.rmtree(saving.partial)  # type: ignore[arg-type]
+    hello(first, second)
+    until(second, lambda: second.service.parts.untold is not None)
+    untold = second.service.parts.untold
+    assert untold is not None and "part-00001-of-00002" in untold.error
+    first.send(b"shard/1", untold)
+    assert told(first, 1, tmp_path).state == "failed"
+    assert any("no checkpoint at step 0" in line and "training goes on" in line for line in first.said)
+
+
+def test_a_shard_that_is_gone_is_not_waited_for_longer_than_half_a_minute(make: Make, tmp_path: Path) -> None:
+    first, _ = pair(make, tmp_path)
+    first.send(name(0), m.Save(0, 1, 1, str(tmp_path), 5))
+    until(first, lambda: first.service.checkpoints.saving.parts)  # type: ignore[union-attr]
+    begun = first.now
+    until(first, lambda: save_state(first, 1, tmp_path).state != "running", pace_s=1.0)
+    assert first.now - begun >= SHARD_SILENCE_S
+    state = save_state(first, 1, tmp_path)
+    assert state.state == "failed"
+    assert "/job:ps/task:1 (localhost:1001) has not been heard of for" in state.text and "start it again" in state.text
+
+
+def save_state(ps: Ps, number: int, folder: Path) -> m.SaveState:
+    replies = ps.send(name(0), m.Save(0, 1, number, str(folder), 5))
+    return next(r.message for r in replies if isinstance(r.message, m.SaveState))
+
+
+def test_what_only_shard_0_may_be_asked_is_refused_elsewhere_and_strangers_are_refused_there(
+    make: Make, tmp_path: Path
+) -> None:
+    first, second = pair(make, tmp_path)
+    part = m.Part(1, 1, 0, "", [], {}, "")
+    for message, said in (
+        (m.Save(0, 1, 1, str(tmp_path), 5), "only shard 0 makes checkpoints"),
+        (m.Stop(0, 1), "only shard 0 can stop the run"),
+        (part, "only shard 0 takes parts of checkpoints"),
+    ):
+        before = second.state()
+        assert said in only(second.send(b"x", message), m.Fault).text
+        assert second.state() == before
+    for message in (m.Save(0, 99, 1, str(tmp_path), 5), m.Stop(0, 99), m.Save(5, 1, 1, str(tmp_path), 5), m.Stop(5, 1)):
+        assert only(first.send(b"x", message), m.Fault).kind == "LostPlaceError"
+    for shard in (0, 2, -1):
+        assert "only shard 0 takes parts" in only(first.send(b"x", m.Part(shard, 1, 0, "", [], {}, "")), m.Fault).text
+    assert only(first.send(b"x", part), m.PartTaken) == m.PartTaken(1)  # of a checkpoint that nobody makes any more
+    assert list_checkpoints(tmp_path) == []
+    assert second.send(LEADER, m.Log(99, 0, [m.End(True, "of another reign")])) == []
+    assert second.service.ended is None
+    assert second.send(LEADER, m.Fault("protocol", "another release")) == []
+    assert second.service.refused == "another release"
+    stop = first.send(name(0), m.Stop(0, 1))
+    assert any(isinstance(r.message, m.Alive) and r.message.stop for r in stop)
+
+
+def test_a_ps_without_variables_answers_what_can_be_answered(make: Make) -> None:
+    ps = make()
+    assert only(ps.send(b"x", m.Beat(0, 1)), m.Alive) == m.Alive(0, False)
+    assert only(ps.send(b"x", m.FateOf(0, 1, 1)), m.Fate).state == "never"
+    assert ps.send(b"x", m.Position(0, 1, 0, {})) == [] and ps.send(b"x", m.Here(0, 1, 1)) == []
+    assert only(ps.send(b"x", m.MeanRequest()), m.Fault).kind == "LostPlaceError"
+    assert only(ps.send(b"x", m.Leave(0, 1, None, None, True)), m.Bye)
+    assert ps.service.process_ended(0, 1, ps.now, ps.wall) == [] and ps.service.stop(ps.wall) == []
+    assert ps.later(1.0) == []
+
+
+# -- the journal ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("durable", ["write", "fsync"])
+def test_a_durable_run_lets_nobody_in_before_its_first_checkpoint_and_loses_no_update(
+    make: Make, tmp_path: Path, durable: str
+) -> None:
+    ps = make()
+    ps.plan = make_plan(durable=durable, logdir=str(tmp_path))
+    create = m.Create(ps.plan, reign=5, journal=m.JournalRef(0, 0, 0, 1))
+    assert only(ps.send(b"chief", create, bytes(192), bytes(64)), m.Created).version == 0
+    held = only(ps.join(0), m.Held)
+    assert held.what == "the first checkpoint, from which a journal goes on"
+    assert only(ps.send(name(0), m.Probe(0, 1, 1)), m.Held).what == held.what
+    assert len(ps.join(1)) == 1
+    replies = until(ps, lambda: (tmp_path / "model.ckpt-0").exists() and not ps.service.checkpoints.busy)  # type: ignore[union-attr]
+    replies += ps.later(0.1)
+    assert {r.peer for r in replies if isinstance(r.message, m.Variables)} == {name(0), name(1)}
+    for step in (1, 2):
+        for worker in (0, 1):
+            ps.push(worker, step, step - 1)
+    journal = ps.service.shard.journal  # type: ignore[union-attr]
+    assert journal is not None and journal.uncommitted is (durable == "fsync")
+    ps.service.commit()
+    assert not journal.uncommitted
+    ps.service.commit()
+
+    version = find_common(tmp_path, 1, 5, 0).version
+    assert version == 2
+    again = make()
+    again.plan = ps.plan
+    restore = str(tmp_path / "model.ckpt-0")
+    create = m.Create(ps.plan, restore, reign=6, replace=True, journal=m.JournalRef(2, 5, 5, 2))
+    assert only(again.send(b"chief", create), m.Created).version == 2
+    assert "/job:ps/task:0: updates 1 to 2 are back from the journal" in again.said
+    assert torch.equal(again.values(), ps.values())
+    fate = only(again.send(b"x", m.FateOf(1, 1, 2)), m.Fate)
+    assert (fate.state, fate.met) == ("accepted", 1)
+    again.join(0, 8)
+    assert only(again.send(name(0), m.Save(0, 8, 1, str(tmp_path), 5)), m.SaveState).state == "running"
+    until(again, lambda: (tmp_path / "model.ckpt-2").exists(), pace_s=1.0)
+
+
+def test_a_durable_run_whose_first_checkpoint_fails_does_not_begin(make: Make, tmp_path: Path) -> None:
+    ps = make()
+    (tmp_path / "model.ckpt-0").write_text("in the way")
+    assert only(ps.create(durable="write", logdir=str(tmp_path)), m.Created)
+    with pytest.raises(JournalError, match="the run cannot be durable: its first checkpoint failed: "):
+        until(ps, lambda: False)
+
+
+def test_a_journal_that_cannot_be_begun_or_followed_is_refused_and_no_variables_are_left(
+    make: Make, tmp_path: Path
+) -> None:
+    ps = make()
+    assert "needs a folder for its journal" in only(ps.create(durable="write"), m.Fault).text
+    assert ps.service.shard is None
+    start(ps, tmp_path)
+    path = told(ps, 1, tmp_path).path
+    again = make()
+    create = m.Create(ps.plan, path, reign=6, journal=m.JournalRef(9, 5, 5, 2))
+    fault = only(again.send(b"chief", create), m.Fault)
+    assert fault.kind == "RefusedError" and "not to 9" in fault.text and again.service.shard is None
+
+
+def test_a_frozen_saver_does_not_keep_the_ps_from_answering(make: Make, tmp_path: Path) -> None:
+    ps = make()
+    start(ps, tmp_path)
+    thawed = threading.Event()
+    ps.service.parts.saver._submit(lambda: thawed.wait() and None, answered=False)
+    save(ps, 1, tmp_path)
+    for worker in (0, 1):
+        ps.push(worker, 2, 1)
+    assert ps.service.shard is not None and ps.service.shard.version == 2
+    assert save(ps, 1, tmp_path).state == "running"
+    thawed.set()
+    assert told(ps, 1, tmp_path).step == 1  # of the version at which it was asked for
+
+
+def test_a_rule_without_rounds_takes_the_latest_position_that_each_worker_gave(make: Make, tmp_path: Path) -> None:
+    ps = make()
+    ps.create(logdir=str(tmp_path), rule=tq.Async())
+    for worker in (0, 1):
+        ps.join(worker)
+    ps.push(0, 1, 0)
+    ps.push(1, 1, 0)
+    ps.send(name(0), m.Position(0, 1, 1, {"epoch": 3}))
+    save(ps, 1, tmp_path)
+    for version in range(1, 8):
+        ps.send(name(1), m.Position(1, 1, version, {"epoch": version}))
+    done = told(ps, 1, tmp_path)
+    assert {w: b["epoch"] for w, b in load_manifest(Path(done.path)).workers.items()} == {"0": 3, "1": 7}

@@ -92,10 +92,13 @@ class ZmqChannel:
             where = endpoint(address)
             if where.startswith("tcp://["):
                 self.socket.setsockopt(zmq.IPV6, 1)
+            self._events: zmq.Socket[Any] | None = watch(self.socket, _NOTICED)
+        except zmq.ZMQError as error:
+            self.socket.close(0)
+            raise ClusterError(f"no connection to {self._where}: {error}; see ulimit -n") from None
         except BaseException:
             self.socket.close(0)
             raise
-        self._events: zmq.Socket[Any] | None = watch(self.socket, _NOTICED)
         self._endpoint, self._failures, self._next_ask = where, 0, 0.0
         self.socket.connect(where)
 

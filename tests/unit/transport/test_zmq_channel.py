@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.unit.transport.no_files import no_file_left
 from torchquorum.errors import AddressInUseError, ClusterError
+from torchquorum.transport.inprocess import InProcessNetwork
 from torchquorum.transport.zmq_channel import COPY_BELOW_BYTES, ZmqChannel, ZmqListener, endpoint, holder_of_port
 
 WAIT_S = 10.0
@@ -199,3 +201,38 @@ def test_the_holder_of_a_port_is_found_in_proc() -> None:
         found = holder_of_port(port)
     assert found is not None and found.startswith(f"process {os.getpid()} (")
     assert holder_of_port(port) is None
+
+
+def test_a_channel_to_a_host_that_does_not_exist_leaves_nothing_behind() -> None:
+    with pytest.raises(ClusterError, match="'no-such-host.invalid' .* cannot be found"):
+        ZmqChannel("no-such-host.invalid:1", b"x")
+
+
+def test_an_address_that_nobody_can_listen_on_is_named() -> None:
+    with pytest.raises(ClusterError, match="cannot listen on localhost:nowhere: .*is that an address of this host"):
+        ZmqListener("localhost:nowhere")
+
+
+@pytest.mark.parametrize("files", [0, 1, 2])
+def test_no_file_left_for_a_connection_is_an_error_that_says_where_to_look(
+    connect: Callable[[str], Pair], files: int
+) -> None:
+    listener, channel = connect("127.0.0.1")  # all that ZeroMQ needs for itself is there
+    channel.send([b"hello"])
+    assert listener.receive(WAIT_S) is not None
+    with (
+        no_file_left(but=files),
+        pytest.raises(ClusterError, match=r"no connection to the task \(127.0.0.1:1\): Too many .*see ulimit -n"),
+    ):
+        ZmqChannel("127.0.0.1:1", b"x")
+
+
+def test_a_thousand_unwanted_peers_are_all_that_is_kept() -> None:
+    listener = ZmqListener(f"localhost:{free_port()}")
+    for number in range(1500):
+        listener.hang_up(b"%d" % number)
+    assert len(listener._unwanted) == 1000
+    listener.wait([InProcessNetwork().connect("nowhere:1", b"x")], 0.0)  # a channel that ZeroMQ cannot watch
+    listener.close()
+    assert listener.turned_away == {}
+    listener.close()

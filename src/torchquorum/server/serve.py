@@ -296,7 +296,7 @@ class Server:
 
 def _open(address: str, listen_fd: int | None, access: Access, say: Callable[[str], None]) -> Listener:
     outside = ZmqListener(address, listen_fd, access=access, say=say)
-    if sys.platform != "linux":
+    if sys.platform != "linux":  # pragma: no cover (other systems)
         return outside
     return DoorListener(outside, lanes=bind_host(address) if access.secret is None else None)
 

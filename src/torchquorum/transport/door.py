@@ -116,7 +116,7 @@ class DoorListener:
         self._door.bind("\0" + self.name)
         self._door.listen(128)
         self._door.setblocking(False)
-        self._spare: socket.socket | None = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._spare = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._guests: dict[int, tuple[Peer, socket.socket]] = {}
         self._peers: dict[Peer, socket.socket] = {}
         self._entered = self._strangers = 0
@@ -201,8 +201,6 @@ class DoorListener:
 
     def _turn_away(self) -> None:
         """No file is left for a guest: it is let in with the one kept for this and shown out, so that it need not wait."""
-        if self._spare is None:
-            return
         self._spare.close()
         with suppress(OSError):
             self._door.accept()[0].close()
@@ -259,6 +257,5 @@ class DoorListener:
         self._guests.clear()
         self._peers.clear()
         self._door.close()
-        if self._spare is not None:
-            self._spare.close()
+        self._spare.close()
         self._outside.close()

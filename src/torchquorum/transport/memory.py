@@ -30,7 +30,7 @@ class SegmentError(TorchQuorumError):
 
 def host_id() -> str:
     """Returns a name for 'this host': tasks with the same one can share memory. Empty where that is not supported."""
-    if not hasattr(os, "memfd_create"):
+    if not hasattr(os, "memfd_create"):  # pragma: no cover (other systems than Linux)
         return ""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()

@@ -24,11 +24,11 @@ class _Time(ctypes.Structure):
 
 def _library() -> ctypes.CDLL | None:
     if sys.platform != "linux" or platform.machine() not in _FUTEX_CALL or sys.byteorder != "little":
-        return None
+        return None  # pragma: no cover (other systems)
     library = ctypes.CDLL(None)
     needed = ("pthread_mutex_timedlock", "pthread_mutex_consistent", "pthread_mutexattr_setrobust", "syscall")
     if not all(hasattr(library, name) for name in needed):
-        return None
+        return None  # pragma: no cover (a C library without robust mutexes)
     library.syscall.restype = ctypes.c_long
     return library
 

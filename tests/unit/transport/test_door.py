@@ -12,9 +12,11 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from tests.unit.transport.no_files import no_file_left
 from tests.unit.transport.test_zmq_channel import free_port
 from torchquorum.transport.codec import Frame
 from torchquorum.transport.door import MAX_PACKET_BYTES, DoorChannel, DoorListener, _pack, _unpack
+from torchquorum.transport.lane import LaneChannel
 from torchquorum.transport.zmq_channel import ZmqChannel, ZmqListener
 
 WAIT_S = 10.0
@@ -265,3 +267,82 @@ def test_a_door_closed_by_the_other_side_is_noticed_without_waiting(address: str
         assert channel.closed
     finally:
         channel.close()
+
+
+def test_a_guest_for_whom_no_file_is_left_is_shown_out_and_may_come_again(listener: DoorListener) -> None:
+    guest = DoorChannel(listener.name)
+    with no_file_left():
+        assert listener.receive(0.0) is None
+    assert guest.receive(0.2) is None and guest.closed
+    guest.close()
+    again = DoorChannel(listener.name)
+    again.send([b"hello"])
+    assert bytes(take(listener)[1][0]) == b"hello"
+    again.close()
+
+
+def test_who_talks_too_much_loses_his_connection_by_whichever_way_he_came(address: str) -> None:
+    listener = DoorListener(ZmqListener(address), lanes="127.0.0.1")
+    guest, outside = DoorChannel(listener.name), ZmqChannel(address, b"outside")
+    lane = LaneChannel("127.0.0.1", listener.lane, 1 << 20)
+    peers: dict[bytes, bytes] = {}
+    for name, channel in ((b"door", guest), (b"outside", outside), (b"lane", lane)):
+        channel.send([name])
+        peer, frames = take(listener)
+        peers[bytes(frames[0])] = peer
+    assert peers.keys() == {b"door", b"outside", b"lane"}
+    for name, peer in peers.items():
+        assert listener.send(peer, [b"to " + name]) is None
+    for name, channel in ((b"door", guest), (b"outside", outside), (b"lane", lane)):
+        answer = channel.receive(WAIT_S)
+        assert answer is not None and bytes(answer[0]) == b"to " + name
+    for peer in peers.values():
+        listener.hang_up(peer)
+    deadline = time.monotonic() + WAIT_S
+    while not (guest.closed and lane.closed) and time.monotonic() < deadline:
+        assert listener.receive(0.01) is None
+        assert guest.receive(0.01) is None and lane.receive(0.01) is None
+    assert guest.closed and lane.closed and listener._guests == {}
+    outside.send([b"once more"])  # this one is hung up on with the next thing it says
+    while listener.turned_away.get("talks too much", 0) == 0 and time.monotonic() < deadline:
+        listener.receive(0.01)
+    assert listener.turned_away == {"talks too much": 1}
+    for channel in (guest, outside, lane):
+        channel.close()
+    listener.close()
+
+
+def test_strangers_at_a_lane_are_counted_with_the_others(address: str) -> None:
+    listener = DoorListener(ZmqListener(address), lanes="127.0.0.1")
+    with socket.create_connection(("127.0.0.1", int(listener.lane.partition("/")[0]))) as stranger:
+        stranger.sendall(bytes(32))
+        deadline = time.monotonic() + WAIT_S
+        while not listener.turned_away and time.monotonic() < deadline:
+            assert listener.receive(0.01) is None
+    assert listener.turned_away == {"a lane without its word": 1}
+    listener.close()
+
+
+def test_where_no_lane_can_be_offered_the_other_ways_are_open(address: str) -> None:
+    listener = DoorListener(ZmqListener(address), lanes="192.0.2.1")  # an address of nobody
+    guest = DoorChannel(listener.name)
+    guest.send([b"hello"])
+    assert listener.lane == "" and bytes(take(listener)[1][0]) == b"hello"
+    guest.close()
+    listener.close()
+
+
+def test_waiting_ends_at_once_where_something_has_come_already(listener: DoorListener, channel: DoorChannel) -> None:
+    other = DoorChannel(listener.name)
+    let_in(listener, 2)
+    channel.send([b"one"])
+    other.send([b"two"])
+    first = take(listener)
+    deadline = time.monotonic() + WAIT_S
+    while not listener._received and time.monotonic() < deadline:
+        listener.wait([other], 0.1)
+    started = time.monotonic()
+    listener.wait([], 10 * WAIT_S)
+    assert time.monotonic() - started < 5 * WAIT_S
+    assert sorted(bytes(frames[0]) for _, frames in (first, take(listener))) == [b"one", b"two"]
+    other.close()

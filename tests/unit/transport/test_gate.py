@@ -1,7 +1,9 @@
 """Who gets in at a listening socket: those with the secret, from wherever; without one, only this host."""
 
 import os
+import resource
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -10,8 +12,16 @@ import zmq
 
 from torchquorum.cluster.secret import OPEN, Access, Secret
 from torchquorum.errors import SecretError
-from torchquorum.transport.gate import NO_SECRET, TOO_MANY, UNFINISHED, Gate
-from torchquorum.transport.keys import derive_keys
+from torchquorum.transport.gate import (
+    KEPT_FILES,
+    NO_SECRET,
+    TOO_MANY,
+    UNFINISHED,
+    Gate,
+    ask_mechanism,
+    most_connections,
+)
+from torchquorum.transport.keys import derive_keys, lock_listener
 from torchquorum.transport.zmq_channel import ZmqChannel, ZmqListener, is_loopback
 
 OURS = Access(secret=Secret("the-secret-of-this-cluster-0123456789abcdef"))
@@ -202,3 +212,122 @@ def test_a_peer_that_talks_too_much_loses_its_connection_and_not_its_place(liste
     until(lambda: listener.turned_away.get("talks too much", 0) == 1)
     assert talk(listener, channel) == [b"pong"]  # ZeroMQ comes back by itself
     channel.close()
+
+
+def test_as_many_connections_are_allowed_as_the_system_gives_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    given = min(hard, 65536) if hard != resource.RLIM_INFINITY else 65536
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+        assert most_connections() == given - KEPT_FILES
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (given, hard)
+        assert most_connections() == given - KEPT_FILES
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_of_those_turned_away_from_everywhere_only_so_many_addresses_are_kept() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        said: list[str] = []
+        gate = Gate(router, None, said.append, most=0)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        for number in range(150):
+            with socket.create_connection(("127.0.0.1", port), source_address=(f"127.0.1.{number + 1}", 0)):
+                pass
+        until(lambda: gate.counts().get(TOO_MANY, 0) == 150)
+        assert len(gate._untold) <= 101
+        router.monitor(None, 0)
+        gate.close()
+        assert all(line.startswith("turned a connection away: too many connections") for line in said)
+
+
+@pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n" * 3], ids=["nothing", "something else"])
+def test_what_is_not_zeromq_has_no_mechanism(said: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+
+        def answer() -> None:
+            with other.accept()[0] as asking:
+                asking.sendall(said)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert ask_mechanism(f"tcp://127.0.0.1:{port}", DEADLINE_S) == ""
+        thread.join(DEADLINE_S)
+    assert ask_mechanism(f"tcp://127.0.0.1:{port}") == ""  # now nobody is there
+
+
+@pytest.mark.parametrize(("access", "mechanism"), [(OPEN, "NULL"), (OURS, "CURVE")])
+def test_a_task_says_of_its_socket_whether_it_wants_a_secret(address: str, access: Access, mechanism: str) -> None:
+    listener = ZmqListener(address, access=access)
+    assert ask_mechanism(f"tcp://{address}", DEADLINE_S) == mechanism
+    listener.close()
+
+
+def test_a_file_that_has_become_another_connection_is_left_alone(listener: ZmqListener, address: str) -> None:
+    channel = ZmqChannel(address, b"w", OURS if listener._context is not None else OPEN)
+    talk(listener, channel)
+    gate = listener._gate
+    assert gate is not None
+    until(lambda: len(gate._open) == 1)
+    [(fd, peer)] = gate._open.items()
+    gate._open[fd] = ("192.0.2.1", 1)  # as if the one that was meant had gone
+    gate.hang_up(fd)
+    gate._open[fd] = peer
+    gate.hang_up(-1)
+    gate.hang_up("no number")
+    talk(listener, channel)
+    assert listener.turned_away == {"talks too much": 1}
+    channel.close()
+
+
+def test_a_task_that_does_not_accept_our_key_is_named(address: str) -> None:
+    """Whoever listens there knows the secret, and yet refuses this one key."""
+    assert OURS.secret is not None
+    with zmq.Context() as context, context.socket(zmq.REP) as judge, context.socket(zmq.ROUTER) as router:
+        judge.bind("inproc://zeromq.zap.01")
+        router.setsockopt(zmq.ZAP_DOMAIN, b"torchquorum")
+        router.setsockopt(zmq.LINGER, 0)
+        lock_listener(router, OURS.secret)
+        router.bind(f"tcp://{address}")
+        ended = threading.Event()
+
+        def refuse() -> None:
+            while not ended.is_set():
+                if judge.poll(20):
+                    version, request, *_ = judge.recv_multipart()
+                    judge.send_multipart([version, request, b"400", b"no", b"", b""])
+
+        thread = threading.Thread(target=refuse)
+        thread.start()
+        try:
+            assert "does not accept this task's secret: it knows another one" in refused(address, OURS)
+        finally:
+            ended.set()
+            thread.join(DEADLINE_S)
+
+
+def test_what_answers_like_zeromq_and_is_no_task_is_named() -> None:
+    greeting = b"\xff\0\0\0\0\0\0\0\1\x7f\3\1" + b"NULL".ljust(20, b"\0") + bytes(32)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        other.settimeout(DEADLINE_S)
+        ended = threading.Event()
+
+        def answer() -> None:
+            with other.accept()[0] as asking:
+                asking.sendall(greeting + b"\4\6\5HELLO")  # a command that nobody may begin with
+                ended.wait(DEADLINE_S)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        try:
+            assert "/job:ps/task:0" in (why := refused(f"127.0.0.1:{other.getsockname()[1]}", OPEN))
+            assert "torchquorum" in why
+        finally:
+            ended.set()
+            thread.join(DEADLINE_S)
+
+
+def test_keys_do_not_show_themselves() -> None:
+    assert OURS.secret is not None
+    assert {repr(pair) for pair in derive_keys(OURS.secret)} == {"KeyPair(hidden)"}

@@ -4,12 +4,15 @@ import os
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 
+from tests.unit.transport.no_files import no_file_left
+from torchquorum.transport import lane as lane_module
 from torchquorum.transport.lane import LARGE_AHEAD, MOST_STRANGERS, LaneChannel, LaneListener
 
 LARGEST = 64 << 20
@@ -152,3 +155,132 @@ def test_a_lane_whose_ps_is_gone_says_so(host: Host) -> None:
     assert lane.receive(5.0) is None and lane.closed
     lane.send([b"x" * 100_000])
     lane.close()
+
+
+def test_the_word_may_come_in_pieces_and_messages_right_behind_it(host: Host) -> None:
+    port, _, word = host.lanes.name.partition("/")
+    said = bytes.fromhex(word) + struct.pack("<IQ", 1, 5) + b"hello"
+    with socket.create_connection(("127.0.0.1", int(port))) as peer:
+        peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for at in range(len(said) - 1):
+            peer.sendall(said[at : at + 1])
+            assert host.next(0.001) is None
+        peer.sendall(said[-1:])
+        assert host.next() == (b"\0lane/1", [b"hello"])
+
+
+def test_who_leaves_before_the_whole_word_was_no_guest(host: Host) -> None:
+    port, _, word = host.lanes.name.partition("/")
+    with socket.create_connection(("127.0.0.1", int(port))) as peer:
+        peer.sendall(bytes.fromhex(word)[:20])
+    assert host.next(0.2) is None
+    assert host.lanes.turned_away == 1 and host.lanes._guests == {}
+
+
+def test_a_message_larger_than_all_buffers_goes_through_while_the_other_side_reads(host: Host) -> None:
+    lane, large = connect(host), os.urandom(40 << 20)
+    found: list[tuple[bytes, list[bytes]] | None] = []
+    reading = threading.Thread(target=lambda: found.append(host.next()))
+    reading.start()
+    lane.send([b"head", large])
+    reading.join(30)
+    assert found == [(b"\0lane/1", [b"head", large])] and not lane.closed
+    way = host.lanes.send(b"\0lane/1", [b"answer", large])
+    assert way is not None and not way.done
+    received = None
+    deadline = time.monotonic() + 30
+    while received is None and time.monotonic() < deadline:
+        host.turn()
+        received = lane.receive(0.01)
+    assert received is not None and bytes(received[1]) == large and way.done
+    lane.close()
+
+
+def test_a_ps_that_does_not_read_is_given_up(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_module, "SEND_S", 0.1)
+    lane = connect(host)
+    lane.send([b"head", bytes(64 << 20)])
+    assert lane.closed
+    lane.close()
+
+
+class Stranger:
+    """Somebody who listens where a ps should."""
+
+    def __init__(self) -> None:
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.lane = LaneChannel("127.0.0.1", f"{self._listening.getsockname()[1]}/{'00' * 32}", LARGEST)
+        self.peer = self._listening.accept()[0]
+
+    def reset(self) -> None:
+        """Ends the connection as a host that was switched off and on does."""
+        self.peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.peer.close()
+
+    def close(self) -> None:
+        self.lane.close()
+        self.peer.close()
+        self._listening.close()
+
+
+@pytest.fixture
+def stranger() -> Iterator[Stranger]:
+    made = Stranger()
+    yield made
+    made.close()
+
+
+def test_a_ps_that_sends_what_makes_no_sense_is_given_up(stranger: Stranger) -> None:
+    stranger.peer.sendall(struct.pack("<I", 17))
+    assert stranger.lane.receive(30.0) is None and stranger.lane.closed
+
+
+@pytest.mark.parametrize("way", ["send", "receive"])
+def test_a_connection_that_was_cut_is_noticed_whatever_is_done_with_it(stranger: Stranger, way: str) -> None:
+    poll = select.poll()
+    poll.register(stranger.lane._socket, select.POLLIN)
+    stranger.reset()
+    assert poll.poll(30_000)
+    if way == "send":
+        stranger.lane.send([b"hello"])
+    else:
+        assert stranger.lane.receive(30.0) is None
+    assert stranger.lane.closed
+
+
+def test_an_answer_to_a_worker_that_was_cut_off_is_lost_and_no_error(host: Host) -> None:
+    lane = connect(host)
+    lane.send([b"hello"])
+    assert host.next() is not None
+    [(fd, guest)] = host.lanes._guests.items()
+    lane._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    lane.close()
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    assert poll.poll(30_000)
+    assert host.lanes.send(guest.peer, [b"late"]) is None and host.lanes._guests == {}
+    host.lanes.hang_up(guest.peer)  # who is gone already
+    assert host.lanes.send(guest.peer, [b"later still"]) is None
+
+
+def test_a_lane_that_cannot_be_offered_or_reached_is_an_error_of_the_system(host: Host) -> None:
+    with pytest.raises(OSError, match="assign"):
+        LaneListener("192.0.2.1", LARGEST, lambda *_: None)
+    with pytest.raises(ValueError, match="hex"):
+        LaneChannel("127.0.0.1", host.lanes.name + "no word", LARGEST)
+    assert host.next(0.2) is None  # the one without a word is gone, too
+
+
+def test_no_file_left_costs_the_newcomer_and_nobody_else(host: Host) -> None:
+    lane = connect(host)
+    lane.send([b"hello"])
+    assert host.next() is not None
+    late = connect(host)
+    with no_file_left():
+        host.turn()
+        lane.send([b"still here"])
+        assert host.next() == (b"\0lane/1", [b"still here"])
+    late.send([b"at last"])
+    assert host.next() == (b"\0lane/2", [b"at last"])
+    lane.close()
+    late.close()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.unit.transport.no_files import no_file_left
 from torchquorum.placement.layout import Variable, place
 from torchquorum.transport.door import DoorListener
 from torchquorum.transport.memory import PAGE_BYTES, Segment, SegmentError, frame_tensor, host_id, tensor_frame
@@ -237,3 +238,8 @@ def test_another_user_opens_neither_a_segment_nor_a_door(tmp_path: Path) -> None
     assert listener.turned_away == {"another user of this host": 1}
     listener.close()
     segment.close()
+
+
+def test_no_file_left_for_memory_is_an_error_that_says_where_to_look() -> None:
+    with no_file_left(), pytest.raises(SegmentError, match="no shared memory of 4096 bytes for x .*see ulimit -n"):
+        Segment.create("x", 1)

@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "torchquorum" / "rules"
 EXPLAINED = ROOT / "tests" / "mutation" / "equivalent.txt"
-# The quick ones first: most mutants go no further than the tests of their own module.
+# The quick ones first: most mutants go no further.
 _TESTED_BY = ("presets", "quorum", "quorum_lives", "quorum_end", "against_tensorflow", "quorum_properties")
 TESTS = [f"tests/unit/rules/test_{name}.py" for name in _TESTED_BY]
 # A mutant that needs more is one that never ends; all tests together take 6 s of processor time and 200 MiB.
@@ -199,8 +199,8 @@ class _Loader:
         exec(compile(self._mutant.tree(), str(self._mutant.file), "exec"), vars(module))
 
 
-def start(mutant: Mutant | None) -> int:
-    """Runs the tests on a mutant, or on the rules as they are, in a fork; returns its number. A hang is noticed too."""
+def start(mutant: Mutant | None, tests: list[str]) -> int:
+    """Runs tests on a mutant, or on the rules as they are, in a fork; returns its number. A hang is noticed too."""
     child = os.fork()
     if child:
         return child
@@ -219,26 +219,32 @@ def start(mutant: Mutant | None) -> int:
         import pytest
 
         options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore", "--no-header"]
-        own = [test for test in TESTS if mutant is not None and test.startswith(f"tests/unit/rules/test_{mutant.file.stem}") and "properties" not in test]
-        others = [test for test in TESTS if test not in own]
-        code = int(pytest.main([*options, *own])) if own else 0
-        code = code or int(pytest.main([*options, *others]))
+        code = int(pytest.main([*options, *tests]))
     finally:
         sys.stdout.flush()
         os._exit(code & 0xFF)
 
 
+def stages(mutant: Mutant) -> list[list[str]]:
+    """Returns the tests in the order in which a mutant meets them: most are noticed by those of their own module."""
+    own = [test for test in TESTS if f"/test_{mutant.file.stem}" in test and test != TESTS[-1]]  # the properties take long
+    return [tests for tests in (own, [test for test in TESTS if test not in own]) if tests]
+
+
 def survivors(found: list[Mutant], jobs: int) -> list[Mutant]:
     """Tries the mutants, some at a time, says how far it is, and returns those that no test noticed."""
-    left, running, survive = list(reversed(found)), dict[int, Mutant](), list[Mutant]()
+    left = [(mutant, stages(mutant)) for mutant in reversed(found)]
+    running, survive = dict[int, tuple[Mutant, list[list[str]]]](), list[Mutant]()
     said = time.monotonic()
     while left or running:
         while left and len(running) < jobs:
-            mutant = left.pop()
-            running[start(mutant)] = mutant
+            mutant, (first, *later) = left.pop()
+            running[start(mutant, first)] = mutant, later
         child, status = os.wait()
-        mutant = running.pop(child)
-        if status == 0:
+        mutant, later = running.pop(child)
+        if status == 0 and later:
+            left.append((mutant, later))
+        elif status == 0:
             survive.append(mutant)
             print(f"survives: line {mutant.line} of {mutant.name}", flush=True)
         if time.monotonic() - said > REPORT_S:
@@ -273,7 +279,7 @@ def main() -> int:
         name, _, line = args.only.partition(":")
         found = [x for x in found if x.file.name == name and (not line or x.line == int(line))]
     print(f"{len(found)} mutants", flush=True)
-    if os.waitpid(start(None), 0)[1] != 0:
+    if os.waitpid(start(None, TESTS), 0)[1] != 0:
         print("the tests fail on the rules as they are; mend that first")
         return 1
     survive, explained = {mutant.name for mutant in survivors(found, args.jobs)}, explanations()

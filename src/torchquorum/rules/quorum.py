@@ -144,9 +144,9 @@ class Worker:
 
     incarnation: int
     last_seen: float
+    clock: int
+    gave_at: int
     local_step: int = 0
-    clock: int = 0
-    gave_at: int = -1
     alive: bool = False
     held: bool = False
     fenced: bool = False
@@ -364,11 +364,9 @@ class Quorum:
         return actions + self._ask_for_more()
 
     def _must_wait(self, worker: Worker, slowest: int) -> bool:
-        if self.stopped:
-            return False
         lead = worker.clock - slowest
         too_far_ahead = self.rule.max_lead is not None and worker.alive and lead > self.rule.max_lead
-        return too_far_ahead or self._counted_in_round(worker)
+        return not self.stopped and (too_far_ahead or self._counted_in_round(worker))
 
     def _counted_in_round(self, worker: Worker) -> bool:
         """Whether this worker has given its one gradient to the round that is open now."""

@@ -367,3 +367,67 @@ def test_somebody_is_silent_exactly_when_expire_would_do_something():
     assert run.quorum.somebody_silent(6.0)  # somebody came back, and nothing has followed
     run.expire()
     assert not run.quorum.somebody_silent(6.0)
+
+
+def test_a_new_quorum_is_at_version_0_and_nobody_is_silent_in_it():
+    quorum = Quorum(Async(), 2)
+    assert (quorum.version, quorum.live, quorum.idle, quorum.stopped) == (0, 0, 0, False)
+    assert not quorum.somebody_silent(1e9) and quorum.expire(1e9) == []
+
+
+def test_the_reasons_are_the_words_that_stand_in_the_ledger():
+    assert {reason.name: str(reason) for reason in Reason} == {
+        "FRESH": "fresh",
+        "WITHIN_BOUND": "within bound",
+        "STALE": "stale",
+        "ALREADY_IN_ROUND": "already in round",
+        "PAST_LAST_STEP": "past last step",
+        "OLD_INCARNATION": "old incarnation",
+        "EXPIRED": "expired",
+        "NOT_FINITE": "not finite",
+    }
+
+
+def test_joining_again_is_a_sign_of_life_and_revives_the_dead():
+    run = Run(Sync(), 2)
+    run.lost(1)
+    assert run.quorum.join(1, 101, 3.0) == [Released(1, 101, 0, 0, False)]
+    assert run.quorum.alive == [0, 1]
+    run.quorum.join(1, 101, 4.0)
+    assert [a.worker for a in run.quorum.expire(LIVENESS_S + 3.5) if isinstance(a, Died)] == [0]
+
+
+@pytest.mark.parametrize("least", [0, 1])
+def test_whoever_gave_least_is_asked_again_wherever_it_stands_in_the_order(least):
+    run, most = Run(Sync(aggregate=4), 3), 1 - least
+    run.push(most)
+    run.push(most)
+    run.push(least)
+    assert released(run.lost(2)) == [least]
+
+
+def test_those_who_are_all_asked_again_are_asked_in_order():
+    run = Run(Sync(aggregate=6), 4)
+    for worker in (0, 0, 0, 1):
+        run.push(worker)
+    run.now = 6.0
+    run.seen(0)
+    run.seen(1)
+    assert released(run.expire()) == [0, 1]
+
+
+def test_one_that_came_back_after_it_gave_is_not_waited_for():
+    run = Run(Sync(), 3)
+    run.push(1)
+    run.join(1)
+    run.push(0)
+    assert run.quorum.waits_for(0) == Wait("the quorum", 2, 3, (2,))
+
+
+@pytest.mark.parametrize("max_lead", [0, 2])
+def test_a_lead_is_told_from_where_the_slowest_stands(max_lead):
+    run = Run(Bounded(max_lead), 2)
+    run.push(1)
+    for _ in range(max_lead + 2):
+        run.push(0)
+    assert run.quorum.waits_for(0) == Wait("the slowest worker", max_lead + 1, max_lead, (1,))

@@ -141,6 +141,7 @@ class Ps:
             self.service.shard.close()
         if self.service.ledger is not None:
             self.service.ledger.close()
+        vars(self.service).clear()  # its parts know each other: without this their memory waits for the collector
 
 
 def name(worker: int) -> bytes:

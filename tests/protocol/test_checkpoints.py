@@ -195,6 +195,33 @@ def test_the_averages_are_saved_and_restored_and_asked_for_only_where_they_are_k
 
 
 @pytest.mark.parametrize(
+    ("optimizer", "arguments"),
+    [
+        ("Adafactor", {}),  # keeps what has another shape than its variable
+        ("Adam", {"amsgrad": True}),
+        ("NAdam", {}),
+        ("Rprop", {}),
+        ("SGD", {"momentum": 0.9}),
+    ],
+)
+def test_an_optimizer_goes_on_from_a_checkpoint_as_if_nothing_had_happened(
+    make: Make, tmp_path: Path, optimizer: str, arguments: dict[str, Any]
+) -> None:
+    ps, again = make(), make()
+    start(ps, tmp_path, steps=2, optimizer=m.OptimizerSpec(optimizer, [{"lr": 0.1, **arguments}]))
+    done = told(ps, 1, tmp_path)
+    again.plan = ps.plan
+    assert only(again.send(b"chief", m.Create(ps.plan, done.path, reign=7)), m.Created).version == 2
+    for worker in (0, 1):
+        again.join(worker)
+    for step in (1, 2):
+        for worker in (0, 1):
+            ps.push(worker, step + 2, step + 1, value=0.3 * step)
+            again.push(worker, step, step + 1, value=0.3 * step)
+        assert torch.equal(ps.values(), again.values())
+
+
+@pytest.mark.parametrize(
     ("changes", "said"),
     [
         ({"optimizer": m.OptimizerSpec("Adam", [{"lr": 1.0}])}, "was made with SGD, this run uses Adam"),

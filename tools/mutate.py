@@ -227,7 +227,9 @@ def start(mutant: Mutant | None, tests: list[str]) -> int:
 
 def stages(mutant: Mutant) -> list[list[str]]:
     """Returns the tests in the order in which a mutant meets them: most are noticed by those of their own module."""
-    own = [test for test in TESTS if f"/test_{mutant.file.stem}" in test and test != TESTS[-1]]  # the properties take long
+    own = [
+        test for test in TESTS if f"/test_{mutant.file.stem}" in test and test != TESTS[-1]
+    ]  # the properties take long
     return [tests for tests in (own, [test for test in TESTS if test not in own]) if tests]
 
 

@@ -7,8 +7,9 @@ from itertools import product
 import pytest
 
 from tests.unit.rules.pushing import PRESETS, Run, applied, released, verdict
-from torchquorum.rules import Async, Sync
+from torchquorum.rules import Async, Quorum, Sync
 from torchquorum.rules.quorum import (
+    LIVENESS_S,
     Applied,
     Died,
     Key,
@@ -16,6 +17,7 @@ from torchquorum.rules.quorum import (
     Refused,
     Released,
     Repeated,
+    remembered_lives,
 )
 
 # -- deaths -----------------------------------------------------------------------------------------------------------
@@ -251,3 +253,35 @@ def test_a_revived_worker_turns_the_second_gradient_of_another_into_one_too_many
     assert verdict(run.push(0)) is Reason.ALREADY_IN_ROUND
     assert verdict(run.push(1)) is Reason.EXPIRED
     assert [key.worker for key in applied(run.push(1))[0].keys] == [0, 1]
+
+
+def test_joining_again_is_a_sign_of_life_and_revives_the_dead():
+    run = Run(Sync(), 2)
+    run.lost(1)
+    assert run.quorum.join(1, 101, 3.0) == [Released(1, 101, 0, 0, False)]
+    assert run.quorum.alive == [0, 1]
+    run.quorum.join(1, 101, 4.0)
+    assert [a.worker for a in run.quorum.expire(LIVENESS_S + 3.5) if isinstance(a, Died)] == [0]
+
+
+@pytest.mark.parametrize(("num_workers", "lives"), [(1, 1024), (256, 1024), (257, 1028), (1000, 4000)])
+def test_a_run_of_weeks_remembers_so_many_earlier_lives_and_the_oldest_go_first(num_workers, lives):
+    assert remembered_lives(num_workers) == lives
+    quorum = Quorum(Async(), num_workers)
+    for life in range(lives + 2):  # all but the last one are earlier ones
+        quorum.join(0, life, 0.0)
+    assert list(quorum.replaced) == [(0, life) for life in range(1, lives + 1)]
+    assert quorum.join(0, 1, 0.0) == [] and quorum.join(0, 0, 0.0) != []  # who is forgotten is a stranger
+
+
+def test_somebody_is_silent_exactly_when_expire_would_do_something():
+    run = Run(Sync(), 2)
+    assert not run.quorum.somebody_silent(LIVENESS_S)
+    assert run.quorum.somebody_silent(LIVENESS_S + 0.001)
+    run.now = 6.0
+    run.expire()
+    assert not run.quorum.somebody_silent(100.0)  # the dead do not die again
+    run.seen(1)
+    assert run.quorum.somebody_silent(6.0)  # somebody came back, and nothing has followed
+    run.expire()
+    assert not run.quorum.somebody_silent(6.0)

@@ -27,6 +27,7 @@ from torchquorum.server.versions import SAVING, Versions
 from torchquorum.transport.board import Board
 from torchquorum.transport.channel import Peer
 from torchquorum.transport.codec import Frame
+from torchquorum.transport.lane import Room
 from torchquorum.transport.memory import frame_tensor, tensor_frame
 from torchquorum.transport.messages import (
     Apply,
@@ -282,10 +283,21 @@ class Shard:
         else:
             if len(frames) != 1:
                 raise ValueError(f"{len(frames)} tensor frames, expected 1")
-            sections = section_views(self.region, frame_tensor(frames[0], self.region.size_bytes))
+            sections = self._cut(frames[0])
         self._gradients[key] = Gradient(sections, frozenset(push.absent), borrowed=True)
         self.brought_by(push.request, key)
         return key
+
+    def _cut(self, frame: Frame) -> list[torch.Tensor]:
+        """Returns the sections of a received gradient; views of memory that is used again are made once."""
+        room = frame.obj if isinstance(frame, memoryview) else None
+        if not isinstance(room, Room):
+            return section_views(self.region, frame_tensor(frame, self.region.size_bytes))
+        kept = room.cut
+        if not (isinstance(kept, tuple) and kept[0] is self.region):
+            views = section_views(self.region, frame_tensor(frame, self.region.size_bytes))
+            kept = room.cut = (self.region, views)
+        return kept[1]
 
     def store_given(self, key: Key, request: int) -> None:
         """Keeps a gradient that was given on the board and lies in its worker's memory."""

@@ -57,7 +57,10 @@ class Segment:
 
     def view(self, sections: Sequence[torch.Tensor]) -> torch.Tensor:
         """Returns this segment of a slot's memory."""
-        return sections[self.section][self.start : self.stop].view(self.shape)
+        values = sections[self.section]
+        if self.start == 0 and self.shape == (self.stop,) == tuple(values.shape):
+            return values
+        return values[self.start : self.stop].view(self.shape)
 
 
 def optimizer_class(name: str) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:

@@ -5,6 +5,9 @@ of one host does. On a lane the task's own thread sends from where the bytes lie
 again. Only where the cluster has no secret: a lane does not encrypt. Its port is told in the ps's Welcome together with
 a word that whoever comes must say first; who cannot reach it goes on with ZeroMQ.
 
+A frame may be sent from several pieces of memory, and received into memory that the receiver chooses when it has seen the
+header, so that gradients leave from where they were computed and variables arrive where they are used.
+
 What always holds: neither side blocks on a peer that does not read or write; what a stranger can make a ps keep is bounded;
 a received large frame is valid until the next but one message of the same connection.
 """
@@ -20,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 from torchquorum.transport.channel import Peer, Sent
@@ -34,6 +38,7 @@ SEND_S = 10.0
 MOST_STRANGERS = 64
 STRANGER_S = 3.0
 LARGE_AHEAD = 2
+MOST_AT_ONCE = 512  # pieces of memory; the system has a limit of its own, 1024
 SMALL_AHEAD = 1000
 BUFFER_BYTES = 4 << 20
 _COUNT = struct.Struct("<I")
@@ -55,8 +60,35 @@ def _widen(lane: socket.socket) -> None:
             lane.setsockopt(socket.SOL_SOCKET, option, min(most, BUFFER_BYTES))
 
 
-def _head(frames: Sequence[Frame]) -> bytes:
-    return struct.pack(f"<I{len(frames)}Q", len(frames), *(len(f) for f in frames))
+class Room(bytearray):
+    """Memory that a lane uses again for large frames; who has cut it into views may keep them here."""
+
+    __slots__ = ("cut",)
+
+    cut: object
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.cut = None
+
+
+class Pieces(list[memoryview]):
+    """A frame that lies in several pieces of memory; understood by lanes alone."""
+
+    def size_bytes(self) -> int:
+        """Returns how large the frame is."""
+        return sum(map(len, self))
+
+
+Choose = Callable[[Frame, Sequence[int]], Sequence[memoryview] | None]
+
+
+def _sizes(frames: Sequence[Frame | Pieces]) -> list[int]:
+    return [f.size_bytes() if isinstance(f, Pieces) else len(f) for f in frames]
+
+
+def _head(sizes: Sequence[int]) -> bytes:
+    return struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
 
 
 class LaneError(Exception):
@@ -64,16 +96,22 @@ class LaneError(Exception):
 
 
 class _Reader:
-    """Puts messages together as their bytes come."""
+    """Puts messages together as their bytes come.
 
-    def __init__(self, largest_bytes: int) -> None:
-        self._largest = largest_bytes
-        self._kept: deque[bytearray] = deque()
+    Args:
+        largest_bytes: The largest frame that may come.
+        choose: Given the header and the sizes of the other frames, returns memory for the first of those, in pieces, or None.
+    """
+
+    def __init__(self, largest_bytes: int, choose: Choose | None = None) -> None:
+        self._largest, self.choose = largest_bytes, choose
+        self._kept: deque[Room] = deque()
         self._begin()
 
     def _begin(self) -> None:
-        self._frames: list[memoryview] = []
-        self._next = 0
+        self._frames: list[Frame] = []
+        self._left: tuple[int, ...] = ()
+        self._pieces: deque[memoryview] = deque()
         self._wanted = memoryview(bytearray(_COUNT.size))
         self._at, self._stage = 0, "count"
 
@@ -91,28 +129,43 @@ class _Reader:
                     raise LaneError(f"{number} frames")
                 self._wanted, self._at, self._stage = memoryview(bytearray(8 * number)), 0, "sizes"
             elif self._stage == "sizes":
-                sizes = struct.unpack(f"<{len(self._wanted) // 8}Q", self._wanted)
-                if sizes[0] > MAX_HEADER_BYTES or max(sizes) > self._largest:
-                    raise LaneError(f"frames of {sizes} bytes")
-                self._frames = [self._memory(size) for size in sizes]
+                self._left = struct.unpack(f"<{len(self._wanted) // 8}Q", self._wanted)
+                if self._left[0] > MAX_HEADER_BYTES or max(self._left) > self._largest:
+                    raise LaneError(f"frames of {self._left} bytes")
                 self._stage = "frames"
-                self._wanted, self._at = self._frames[0], 0
-            elif self._next + 1 < len(self._frames):
-                self._next += 1
-                self._wanted, self._at = self._frames[self._next], 0
+                self._next_frame()
+            elif self._pieces:
+                self._wanted, self._at = self._pieces.popleft(), 0
+            elif self._left:
+                self._next_frame()
             else:
-                done: list[Frame] = list(self._frames)
+                done = self._frames
                 self._begin()
                 return done
         return None
+
+    def _next_frame(self) -> None:
+        size, *left = self._left
+        chosen = None
+        if self.choose is not None and len(self._frames) == 1 and size >= LARGE_BYTES:
+            chosen = self.choose(self._frames[0], self._left)
+        if chosen is not None:
+            assert sum(map(len, chosen)) == size, "the memory that was chosen has the size of the frame"
+            self._frames.append(chosen[0])
+            self._pieces.extend(chosen[1:])
+            self._wanted = chosen[0]
+        else:
+            self._wanted = self._memory(size)
+            self._frames.append(self._wanted)
+        self._left, self._at = tuple(left), 0
 
     def _memory(self, size: int) -> memoryview:
         """Returns memory for a frame; large ones take turns in what is kept."""
         if size < LARGE_BYTES:
             return memoryview(bytearray(size))
-        kept = self._kept.popleft() if len(self._kept) >= 2 else bytearray(0)
+        kept = self._kept.popleft() if len(self._kept) >= 2 else Room(0)
         if len(kept) != size:
-            kept = bytearray(size)
+            kept = Room(size)
         self._kept.append(kept)
         return memoryview(kept)
 
@@ -136,13 +189,15 @@ class _Writer:
         """Returns how many large messages have not left."""
         return sum(way.large for _, way in self._ends)
 
-    def put(self, frames: Sequence[Frame]) -> _OnItsWay:
+    def put(self, frames: Sequence[Frame | Pieces]) -> _OnItsWay:
         """Appends a message."""
-        for part in (_head(frames), *frames):
-            if len(part):
-                self._parts.append(memoryview(part).cast("B"))
-                self._put += len(part)
-        way = _OnItsWay(any(len(f) >= LARGE_BYTES for f in frames))
+        sizes = _sizes(frames)
+        for frame in (_head(sizes), *frames):
+            for part in frame if isinstance(frame, Pieces) else (frame,):
+                if len(part):
+                    self._parts.append(memoryview(part).cast("B"))
+                    self._put += len(part)
+        way = _OnItsWay(max(sizes) >= LARGE_BYTES)
         self._ends.append((self._put, way))
         return way
 
@@ -154,7 +209,7 @@ class _Writer:
         """
         while self._parts:
             try:
-                count = self._lane.sendmsg(list(self._parts)[:MOST_FRAMES])
+                count = self._lane.sendmsg(list(islice(self._parts, MOST_AT_ONCE)))
             except (BlockingIOError, InterruptedError):
                 break
             self._sent += count
@@ -205,7 +260,11 @@ class LaneChannel:
         self._writable.register(self._socket, select.POLLOUT)
         self.closed = False
 
-    def send(self, frames: Sequence[Frame]) -> None:
+    def receive_into(self, choose: Choose) -> None:
+        """Lets the receiver choose, by the header of a message, where its second frame goes."""
+        self._reader.choose = choose
+
+    def send(self, frames: Sequence[Frame | Pieces]) -> None:
         """Sends a message; if it does not leave in time the connection is given up."""
         if self.closed:
             return

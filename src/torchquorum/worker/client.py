@@ -91,7 +91,7 @@ class Client:
         self._flat: FlatParameters | None = None
         self._plan: m.Plan | None = None
         self._request = 0
-        self._open: list[tuple[m.Message, list[Frame]]] | None = None
+        self._open: list[tuple[m.Message, list[Any]]] | None = None
         self._pushed_at = 0
         self.while_waiting: Callable[[], None] = lambda: None
         self._positions: Positions | None = None
@@ -211,6 +211,16 @@ class Client:
             return
         self._channels[k].close()
         self._channels[k] = lane
+        self._moves().by_lane[k] = not self.pipeline
+        lane.receive_into(lambda header, sizes: self._choose(k, header, sizes))
+
+    def _choose(self, k: int, header: Frame, sizes: Sequence[int]) -> Sequence[memoryview] | None:
+        """Lets the variables that were asked for arrive in the parameters; anything else gets memory of its own."""
+        room = self._moves().room(k) if self._open is not None else None
+        if room is None or sizes[0] != sum(map(len, room)):
+            return None
+        message = codec.decode(header)
+        return room if isinstance(message, m.Variables) and message.request == self._request else None
 
     def _join(self, plan: m.Plan) -> None:
         assert self._flat is not None

@@ -13,6 +13,7 @@ import torch
 
 import torchquorum.transport.messages as m
 from torchquorum.transport.codec import Frame
+from torchquorum.transport.lane import Pieces
 from torchquorum.transport.memory import frame_tensor, tensor_frame
 from torchquorum.transport.slots import Slots, section_views
 from torchquorum.worker.flat import FlatParameters, Puller, Pusher
@@ -37,6 +38,9 @@ class Exchange:
         self._pushers: list[Pusher] = []
         self._rings: list[Slots | None] = [None] * len(shared)
         self._pullers: list[dict[int, Puller]] = [{} for _ in shared]
+        self._pieces: list[Pieces | None] = [None] * len(shared)
+        self._rooms: dict[int, list[memoryview] | None] = {}
+        self.by_lane = [False] * len(shared)
         self.device = flat.cuda_device
         self._pinned = Pinned(self.device) if self.device is not None else None
         try:
@@ -75,15 +79,23 @@ class Exchange:
         """Returns the shared memory in which shard k finds the gradients, if it is shared."""
         return self._gradients[k]
 
-    def frames(self, k: int) -> list[Frame]:
+    def frames(self, k: int) -> list[Frame | Pieces]:
         """Returns what must be sent to shard k: nothing where memory is shared."""
-        buffer = self._buffers[k]
+        pieces, buffer = self._pieces[k], self._buffers[k]
+        if pieces is not None:
+            return [pieces]
         return [tensor_frame(buffer)] if buffer is not None else []
 
     def fill(self) -> list[list[int]]:
-        """Puts the gradients where the shards find them; returns, of each, the variables that have none."""
+        """Puts the gradients where the shards find them; returns, of each, the variables that have none.
+
+        What goes by a lane is not copied but sent from where it is, unless the next gradients may come before it has left.
+        """
+        absent: list[list[int]] = []
         with torch.no_grad():
-            absent = [pusher() for pusher in self._pushers]
+            for k, pusher in enumerate(self._pushers):
+                self._pieces[k] = pusher.in_pieces() if self.by_lane[k] else None
+                absent.append(pusher() if self._pieces[k] is None else [])
         self.settle()
         return absent
 
@@ -113,13 +125,21 @@ class Exchange:
                 self.settle()
                 whole = ring.holds(message.slot, message.version)
             else:
-                values = frame_tensor(frames[0], region.size_bytes)
-                self._flat.load(region, section_views(region, values))
+                room = self._rooms.get(k)
+                if room is None or frames[0] is not room[0]:  # else the bytes have come to where they belong
+                    values = frame_tensor(frames[0], region.size_bytes)
+                    self._flat.load(region, section_views(region, values))
                 frames, whole = frames[1:], True
             if frames:
                 constants = self._flat.layout.constants[k]
                 self._flat.load(constants, section_views(constants, frame_tensor(frames[0], constants.size_bytes)))
         return whole
+
+    def room(self, k: int) -> list[memoryview] | None:
+        """Returns the parameters' own memory in the order of shard k's variables; None where a copy is needed."""
+        if k not in self._rooms:
+            self._rooms[k] = self._flat.memory_of(self._flat.layout.trained[k])
+        return self._rooms[k]
 
     def pull(self, k: int, slot: int) -> None:
         """Copies a slot of shard k into the parameters; to a GPU that may go on until `settle`."""

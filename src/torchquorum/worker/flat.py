@@ -17,7 +17,9 @@ from torch import nn
 
 from torchquorum.errors import ConfigError
 from torchquorum.placement.layout import CONSTANT, Layout, Region, Variable, padded
+from torchquorum.transport.lane import Pieces
 
+MOST_PIECES = 16  # a frame that would go to more places is received in one piece and copied
 Place = dict[int, tuple[torch.Tensor, int]]  # of each parameter: the buffer that it is a view of, and where
 
 
@@ -115,6 +117,22 @@ class FlatParameters:
                     f"parameter {name} was moved after tq.Session began; move the model to its device and dtype before"
                 )
 
+    def memory_of(self, region: Region) -> list[memoryview] | None:
+        """Returns the memory of the parameters in the order of a region; None if it is not theirs, byte for byte."""
+        at, found = 0, []
+        for section, values in zip(region.sections, _places(region), strict=True):
+            one = Region(sections=(section,), size_bytes=section.size_bytes)
+            if section.start_byte != at:
+                return None
+            for ours, theirs in self.runs(one, [values]):
+                begin = section.start_byte + int(theirs[0]) * ours.element_size()
+                if begin != at or ours.device.type != "cpu" or not ours.is_contiguous() or not ours.numel():
+                    return None
+                flat = ours.detach().reshape(-1).view(torch.uint8)
+                found.append(memoryview(flat.numpy()))  # pyright: ignore[reportArgumentType]
+                at = begin + flat.numel()
+        return found if found and at == region.size_bytes and len(found) <= MOST_PIECES else None
+
     def load(self, region: Region, sections: Sequence[torch.Tensor]) -> None:
         """Copies a shard's memory into the parameters."""
         for ours, theirs in self.runs(region, sections):
@@ -153,6 +171,11 @@ class FlatParameters:
             for buffer, (here, there, count) in zip(buffers, merged, strict=True):
                 runs.append((buffer[here : here + count], theirs[there : there + count]))
         return runs
+
+
+def _places(region: Region) -> list[torch.Tensor]:
+    """Returns sections of a region in which every element says where it stands, so that pieces can be told apart."""
+    return [torch.arange(section.numel) for section in region.sections]
 
 
 class FlatGradients:
@@ -212,12 +235,15 @@ class Pusher:
         self._flat, self._region, self._all = flat, region, sections
         self._unblocked = flat.cuda_device is not None
         self._whole: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+        self._parts: list[torch.Tensor] = []  # the gradients that were looked at where they are, instead of copied
+        self._begins: list[int] = []
         self._entries: list[tuple[nn.Parameter, int, torch.Tensor, slice | None]] = []
-        self._sections = [s for s in sections if s.dtype.is_floating_point]
+        self._sections = list(sections)
         for section, theirs in zip(region.sections, sections, strict=True):
             for piece in section.pieces:
                 parameter = flat.parameters[piece.variable]
                 target = theirs[piece.offset : piece.offset + piece.numel]
+                self._begins.append(section.start_byte + piece.offset * theirs.element_size())
                 whole = piece.numel == parameter.numel()
                 self._entries.append(
                     (
@@ -228,18 +254,42 @@ class Pusher:
                     )
                 )
 
+    def in_pieces(self) -> Pieces | None:
+        """Returns the gradients' own memory in the order of the slot, instead of copying them; None where that cannot be."""
+        found, at = Pieces(), 0
+        self._parts = []
+        for (parameter, _, _, part), begin in zip(self._entries, self._begins, strict=True):
+            gradient = parameter.grad
+            if part is not None or gradient is None or gradient.layout != torch.strided:
+                return None
+            if gradient.device.type != "cpu" or not gradient.is_contiguous() or gradient.dtype != parameter.dtype:
+                return None
+            if at < begin:
+                found.append(memoryview(bytes(begin - at)))
+            if gradient.numel():
+                values = gradient.detach().view(-1)
+                self._parts.append(values)
+                found.append(memoryview(values.view(torch.uint8).numpy()))  # pyright: ignore[reportArgumentType]
+            at = begin + gradient.numel() * gradient.element_size()
+        if at < self._region.size_bytes:
+            found.append(memoryview(bytes(self._region.size_bytes - at)))
+        return found
+
     def finite(self) -> bool:
         """Whether what was copied last holds neither NaN nor infinity; reads it once, while it is still in the cache."""
         if self._whole is not None and self._flat.gradients is not None:
             return self._flat.gradients.finite()
-        return all(math.isfinite(s.sum().item()) or bool(torch.isfinite(s).all()) for s in self._sections)
+        looked_at = self._parts or self._sections
+        return all(
+            math.isfinite(s.sum().item()) or bool(torch.isfinite(s).all()) for s in looked_at if s.is_floating_point()
+        )
 
     def __call__(self) -> list[int]:
         """Copies, and returns the variables that have no gradient; their place is filled with zeros.
 
         From a GPU this only begins: `Exchange.settle` waits.
         """
-        gradients = self._flat.gradients
+        gradients, self._parts = self._flat.gradients, []
         if gradients is not None and gradients.in_use():
             if self._whole is None:
                 self._whole = self._flat.runs(self._region, self._all, gradients.place)

@@ -59,7 +59,7 @@ def floors(body: dict[str, Any]) -> str:
     for f in body["floors"]:
         bound = f"{'at most' if f['at_most'] else 'at least'} {f['bound']:,g}"
         said = "met" if f["met"] else "**missed**"
-        lines.append(f"- {said}: {f['what']} {f['measured']:,.3g}{f['unit']}, {bound}")
+        lines.append(f"- {said}: {f['what']} {f['measured']:,.4g}{f['unit']}, {bound}")
     return "\n".join([*lines, *(f"- {note}" for note in body["notes"])])
 
 
@@ -134,6 +134,15 @@ def memory(body: dict[str, Any]) -> str:
         for r in body["rows"]
     ]
     return f"{markdown(head, rows)}\n\n{floors(body)}\n\nMeasured {measured(body)}.\n"
+
+
+def gpu(body: dict[str, Any]) -> str:
+    """Returns the table of the GPU."""
+    rows = [
+        [r["name"], f"{r['updates_per_s']:,.1f}", f"{r['ms']:.3f}", "yes" if r["mps"] else ""] for r in body["rows"]
+    ]
+    table = markdown(["one GPU, one ps on the host", "updates/s", "ms", "MPS"], rows)
+    return f"{table}\n\n{floors(body)}\n\nMeasured {measured(body)}.\n"
 
 
 def decisions(body: dict[str, Any]) -> str:
@@ -217,8 +226,8 @@ def standalone(scene: Scene) -> str:
 
 def main() -> int:
     """Fills the pages and draws; says what is missing."""
-    makers = {f.__name__: f for f in (speed, short, bandwidth, load, decisions, startup, memory, scaling)}
-    bodies = {kind: results.newest(kind) for kind in results.KINDS}
+    makers = {f.__name__: f for f in (speed, short, bandwidth, load, decisions, startup, memory, scaling, gpu)}
+    bodies = {kind: results.newest(kind) for kind in (*results.KINDS, "gpu")}
     bodies["short"] = bodies["speed"]
     missing = [kind for kind, body in bodies.items() if body is None]
 

@@ -1,9 +1,9 @@
 """Training on one GPU with a ps on the host, beside the plain loops: the mlp of the benchmarks, and a large transformer.
 
-    python benchmarks/gpu.py [--only mlp,gpt] [--seconds 3] [--mps] [--json FILE]
+    python benchmarks/gpu.py [--only mlp,gpt] [--seconds 3] [--no-mps] [--match TEXT] [--output FOLDER]
 
-With `--mps` a CUDA MPS server of its own serves the runs, so that several workers can use the GPU at the same time; without
-one the GPU gives its time to one process after the other. Prints a table and writes the figures as JSON.
+Where CUDA's MPS can be started, one of its own serves the runs of several workers, so that they use the GPU at the same time;
+without it the GPU gives its time to one process after the other.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import results
+from results import Floor, Result
+
 from torchquorum.env import child_environment
 
 HERE = Path(__file__).parent
@@ -27,6 +30,7 @@ LOOP = HERE / "gpu_loop.py"
 CONTROL = "nvidia-cuda-mps-control"
 PLACES = "/usr/local/nvidia/bin:/usr/local/cuda/bin"
 RUN_S = 240
+ASYNC_FLOOR, SYNC_FLOOR, STEP_CEILING = 5000, 2500, 1.3
 
 
 @contextmanager
@@ -34,7 +38,9 @@ def mps() -> Iterator[dict[str, str]]:
     """Runs an MPS server; yields the variables that make a process use it."""
     control = shutil.which(CONTROL) or shutil.which(CONTROL, path=PLACES)
     if control is None:
-        sys.exit(f"--mps: there is no {CONTROL} on this machine; leave it out, or install CUDA's tools")
+        print(f"  there is no {CONTROL} on this machine, so workers take turns at the GPU")
+        yield {}
+        return
     with tempfile.TemporaryDirectory() as folder:
         names = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
         subprocess.run([control, "-d"], env=child_environment(**names), check=True)
@@ -67,8 +73,9 @@ def plan(only: list[str], seconds: float) -> list[tuple[str, dict[str, Any], int
     rows: list[tuple[str, dict[str, Any], int]] = []
     if "mlp" in only:
         rows += [(f"mlp, {kind} loop", {**mlp, "kind": kind}, 1) for kind in ("eager", "captured")]
-        rows += [(f"mlp, async, {n} workers", {**mlp, "kind": "quorum", "rule": "async"}, n) for n in (1, 2, 3)]
-        rows += [(f"mlp, sync, {n} workers", {**mlp, "kind": "quorum", "rule": "sync"}, n) for n in (1, 2, 3)]
+        for rule in ("async", "sync"):
+            for n in (1, 2, 3):
+                rows.append((f"mlp, {rule}, {n} worker{'s' * (n > 1)}", {**mlp, "kind": "quorum", "rule": rule}, n))
     if "gpt" in only:
         for optimizer, options in (("SGD", {}), ("AdamW", {"fused": True})):
             for size in (32, 128):
@@ -80,26 +87,56 @@ def plan(only: list[str], seconds: float) -> list[tuple[str, dict[str, Any], int
     return rows
 
 
+def measure_all(args: argparse.Namespace) -> Result:
+    """Measures all that was asked for."""
+    rows: list[dict[str, Any]] = []
+    with _nothing() if args.no_mps else mps() as variables:
+        for name, given, workers in plan(args.only.split(","), args.seconds):
+            if not re.search(args.match, name):
+                continue
+            found = measure(given, workers, variables if workers > 1 else {})
+            rate = found["rate"] / (workers if given.get("rule") == "sync" else 1)
+            used = bool(variables) and workers > 1
+            rows.append(
+                {"name": name, "updates_per_s": round(rate, 1), "ms": round(1000 / rate, 3), "mps": used, **found}
+            )
+            print(f"  {name:56} {rate:10.1f} updates/s", flush=True)
+    named = {row["name"]: row for row in rows}
+    floors: list[Floor] = []
+    for what, names, bound in (
+        ("async", ("mlp, async, 1 worker", "mlp, async, 2 workers", "mlp, async, 3 workers"), ASYNC_FLOOR),
+        ("sync of several workers", ("mlp, sync, 2 workers", "mlp, sync, 3 workers"), SYNC_FLOOR),
+    ):
+        if all(name in named for name in names):
+            best = max(names, key=lambda name: named[name]["updates_per_s"])
+            floors.append(Floor(f"{what}, best of these ({best})", named[best]["updates_per_s"], bound, " updates/s"))
+    for name, row in named.items():
+        plain = name.replace("async, 1 worker", "eager loop")
+        if "128 x 1024" in name and plain != name and plain in named:
+            row["of_plain"] = round(row["ms"] / named[plain]["ms"], 3)
+            floors.append(Floor(f"{name}: of the plain step", row["of_plain"], STEP_CEILING, at_most=True))
+    device = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout
+    notes = [re.sub(r" \(UUID.*", "", line) for line in device.splitlines()]
+    return Result("gpu", (__doc__ or "").splitlines()[0], rows, floors, notes)
+
+
+def show(result: Result) -> None:
+    """Prints the table."""
+    head = ["one GPU, one ps on the host", "updates/s", "ms", "MPS"]
+    rows = [[r["name"], f"{r['updates_per_s']:,.1f}", f"{r['ms']:.3f}", "yes" if r["mps"] else ""] for r in result.rows]
+    print(results.table(head, rows))
+    results.say(result)
+
+
 def main() -> None:
-    """Measures and prints."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    """Measures, prints a table and writes JSON."""
+    parser = results.parser(__doc__)
     parser.add_argument("--only", default="mlp,gpt")
     parser.add_argument("--seconds", type=float, default=3.0)
-    parser.add_argument("--mps", action="store_true")
-    parser.add_argument("--match", default="", help="only rows whose name has this")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--no-mps", action="store_true")
+    parser.add_argument("--match", default="", help="only rows whose name has this, as a regular expression")
     args = parser.parse_args()
-    figures: dict[str, Any] = {}
-    with mps() if args.mps else _nothing() as variables:
-        for name, given, workers in plan(args.only.split(","), args.seconds):
-            if args.match and not re.search(args.match, name):
-                continue
-            found = measure(given, workers, variables)
-            rate = found["rate"] / (workers if given.get("rule") == "sync" else 1)
-            figures[name] = {**found, "updates_per_s": rate, "ms": 1000 / rate, "mps": args.mps}
-            print(f"{name:50} {rate:10.1f} updates/s {1000 / rate:9.3f} ms  {found['note']}", flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    results.report(lambda: measure_all(args), show, args.output)
 
 
 @contextmanager

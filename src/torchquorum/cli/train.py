@@ -14,9 +14,9 @@ import click
 from rich.console import Console
 
 from torchquorum.cli.scratch import scratch_folder
-from torchquorum.cli.shape import Checked, ClusterCommand, Named, durable_option, option
+from torchquorum.cli.shape import Checked, ClusterCommand, Named, Workers, durable_option, option
 from torchquorum.cli.view import View
-from torchquorum.cluster import TaskId
+from torchquorum.cluster import TaskId, WorkerRange
 from torchquorum.cluster.flags import TRANSPORTS
 from torchquorum.cluster.secret import read_access
 from torchquorum.errors import ConfigError
@@ -72,7 +72,7 @@ HAND = "One task of a cluster started by hand"
 @option("--average", default=DEFAULTS.average, metavar="X", section=TRAINING, help="decay of moving averages, as 0.99")
 @option("--seed", default=DEFAULTS.seed, metavar="N", section=TRAINING, help="of weights and data order")
 @option("--ps", default=1, metavar="N", section=CLUSTER, help="ps tasks")
-@option("--workers", default=2, metavar="N", section=CLUSTER, help="workers")
+@option("--workers", type=Workers(), default=2, section=CLUSTER, help="workers; MIN:MAX lets them come and go")
 @option("--slow", type=SLOW, default="", metavar="W", section=CLUSTER, help="slow workers down: worker1:3x,worker2:2x")
 @option(
     "--placement", type=Named(*STRATEGIES), default=DEFAULTS.placement, section=CLUSTER, help="round_robin or greedy"
@@ -95,9 +95,10 @@ HAND = "One task of a cluster started by hand"
 )
 @option("--ps-hosts", "--ps-host", "ps_hosts", metavar="HOSTS", section=HAND, help="host:port,... of the ps tasks")
 @option("--worker-hosts", "--worker-host", "worker_hosts", metavar="HOSTS", section=HAND, help="and of the workers")
+@option("--min-workers", metavar="N", section=HAND, hidden=True, help="as MIN of --workers MIN:MAX")
 def train(**given: Any) -> int:
     """Trains MNIST."""
-    place = {k: given.pop(k) for k in ("job_name", "task_id", "ps_hosts", "worker_hosts")}
+    place = {k: given.pop(k) for k in ("job_name", "task_id", "ps_hosts", "worker_hosts", "min_workers")}
     secret_file, insecure = given.pop("secret_file"), given.pop("insecure")
     transport, report, quiet = given.pop("transport"), given.pop("report"), given.pop("quiet")
     ps, workers = given.pop("ps"), given.pop("workers")
@@ -107,6 +108,8 @@ def train(**given: Any) -> int:
     if options.data is not None and not Path(options.data).is_dir():
         raise ConfigError(f"--data {options.data}: there is no such folder; give one with MNIST's idx files")
     if any(value is not None for value in place.values()):
+        if workers.elastic and place["min_workers"] is None:
+            place["min_workers"] = str(workers.least)
         place |= {"secret_file": secret_file, "insecure": "true" if insecure else None}
         return _one_task(options, place, transport, report)
     check_workers(options, workers)
@@ -115,14 +118,14 @@ def train(**given: Any) -> int:
     return _cluster(options, cluster, report, quiet)
 
 
-def check_workers(options: MnistOptions, workers: int) -> None:
+def check_workers(options: MnistOptions, workers: WorkerRange) -> None:
     """Checks what depends on how many workers there are.
 
     Raises:
         ConfigError: The rule or a slowed worker does not fit.
     """
-    parse_rule(options.rule, workers)
-    parse_slow(options.slow, workers)
+    parse_rule(options.rule, workers.most)
+    parse_slow(options.slow, workers.most)
 
 
 def _one_task(options: MnistOptions, place: dict[str, Any], transport: str, report: str | None) -> int:
@@ -157,7 +160,7 @@ def _cluster(options: MnistOptions, cluster: Options, report: str | None, quiet:
         cluster.report = str(where.absolute())
         if not quiet:
             length = f"{options.steps} steps" if options.steps is not None else f"{options.seconds:g} s"
-            tasks = f"{cluster.ps} ps, {cluster.workers} {'worker' if cluster.workers == 1 else 'workers'}"
+            tasks = f"{cluster.ps} ps, {cluster.range} {'worker' if cluster.range.most == 1 else 'workers'}"
             slow = f", slow: {options.slow}" if options.slow else ""
             console.print(f"training {options.model} on MNIST: {tasks}, {options.rule}, {length}{slow}")
         code = run_job(options, cluster, View(console, quiet=quiet, seconds=options.seconds))

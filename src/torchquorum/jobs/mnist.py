@@ -170,7 +170,7 @@ def train(options: MnistOptions, argv: list[str] | None = None, report: str | No
         data=batches,
         durable=options.durable,
         # On a local cluster all workers come, so the run is the same every time; by hand they may come minutes late.
-        wait_for_workers=task.num_workers if task.source == "launcher" else 1,
+        wait_for_workers=task.min_workers if task.source == "launcher" else None,
         placement=options.device,
         log_device_placement=options.log_device_placement,
         allow_soft_placement=options.allow_soft_placement,

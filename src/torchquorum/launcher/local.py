@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from torchquorum import env
-from torchquorum.cluster import ClusterSpec, TaskId, launcher_task
+from torchquorum.cluster import ClusterSpec, TaskId, WorkerRange, launcher_task
 from torchquorum.cluster.secret import read_access
 from torchquorum.errors import ConfigError
 
@@ -42,7 +42,7 @@ class Options:
     Attributes:
         command: The program and its arguments, as one task runs it.
         ps: How many ps tasks.
-        workers: How many workers.
+        workers: How many workers: 4, or from the least to the most, (2, 8) or "2:8", where they may come and go.
         transport: auto, shm or tcp.
         threads: Threads of an operation in each task; None divides the cores among the workers.
         report: Where ps task 0 writes the report.
@@ -50,11 +50,12 @@ class Options:
         max_restarts: How often each task may be started again after a signal ended it.
         secret_file: The file with the secret for the tasks, which are given its path by their environment.
         durable: How updates are journalled: write or fsync; None leaves that to the program.
+        range: `workers` as it was read: so many must be there to begin, and so many places there are.
     """
 
     command: Sequence[str]
     ps: int = 1
-    workers: int = 2
+    workers: int | str | tuple[int, int] | WorkerRange = 2
     transport: str = "auto"
     threads: int | None = None
     report: str | None = None
@@ -62,11 +63,12 @@ class Options:
     max_restarts: int = 3
     secret_file: str | None = None
     durable: str | None = None
+    range: WorkerRange = field(init=False)
 
     def __post_init__(self) -> None:
-        for name in ("ps", "workers"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name} {getattr(self, name)}: must be 1 or more")
+        if self.ps < 1:
+            raise ConfigError(f"--ps {self.ps}: must be 1 or more")
+        self.range = WorkerRange.read(self.workers)
         read_access(self.secret_file)  # what is wrong with the secret is said here, and not by every task
 
 
@@ -132,22 +134,23 @@ class LocalCluster:
         self.started_at = time.time()
         self._sockets = [_listening_socket() for _ in range(options.ps)]
         ports = [s.getsockname()[1] for s in self._sockets]
-        names = _unused_ports(options.workers, set(ports))
+        names = _unused_ports(options.range.most, set(ports))
         self.cluster = ClusterSpec(
-            {"ps": [f"127.0.0.1:{p}" for p in ports], "worker": [f"127.0.0.1:{p}" for p in names]}
+            {"ps": [f"127.0.0.1:{p}" for p in ports], "worker": [f"127.0.0.1:{p}" for p in names]},
+            min_workers=options.range.least,
         )
         self.tasks: list[Running] = []
         self.messages: list[str] = []
 
     def start(self) -> None:
-        """Starts every task."""
-        for task in [*self.cluster.tasks("ps"), *self.cluster.tasks("worker")]:
+        """Starts every ps task and as many workers as must be there."""
+        for task in [*self.cluster.tasks("ps"), *self.cluster.tasks("worker")[: self.options.range.least]]:
             self.tasks.append(self._start(task))
 
     def _start(self, task: TaskId) -> Running:
         held = self._sockets[task.index] if task.job == "ps" else None
         fds = [held.fileno()] if held is not None else []
-        threads = self.options.threads or max(1, (os.cpu_count() or 1) // self.options.workers)
+        threads = self.options.threads or max(1, (os.cpu_count() or 1) // self.options.range.most)
         extra: dict[str, str | None] = {
             env.TASK: launcher_task(self.cluster, task, self.options.transport, fds[0] if fds else None),
             env.STARTED_AT: repr(self.started_at),

@@ -75,7 +75,8 @@ class Session:
         keep: How many checkpoints are kept.
         restore: Whether to go on from the newest good checkpoint in the folder.
         wait_for_workers: Train only when so many workers have joined; by default the first goes ahead alone, which a
-            sync run that shall be the same every time does not want.
+            sync run that shall be the same every time does not want. Where workers may come and go (`--workers 2:8`),
+            the least of them by default, at the run's beginning.
         start_afresh: Whether to begin again at step 0 when a ps was restarted and there is no checkpoint; else an error.
         data: What has a position that belongs to a checkpoint: `tq.Batches`, or anything with state_dict and
             load_state_dict; one, or several by name.
@@ -117,7 +118,7 @@ class Session:
         save_every_steps: int | None = None,
         keep: int = 5,
         restore: bool = True,
-        wait_for_workers: int = 1,
+        wait_for_workers: int | None = None,
         start_afresh: bool = False,
         data: Resumable | Mapping[str, Resumable] | None = None,
         buffers: str = "chief",
@@ -149,6 +150,8 @@ class Session:
         self._stop_asked = self._after_loop = False
         self._reached = 0
         self._data: dict[str, Resumable] = dict(data) if isinstance(data, Mapping) else {"data": data} if data else {}
+        if wait_for_workers is None:
+            wait_for_workers = task.min_workers if task.cluster.elastic else 1
         if not 1 <= wait_for_workers <= task.num_workers:
             raise ConfigError(f"wait_for_workers={wait_for_workers}: the cluster has {task.num_workers} workers")
         self._keep, self._wait_for_workers = keep, wait_for_workers

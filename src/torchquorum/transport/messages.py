@@ -83,6 +83,12 @@ class Plan(msgspec.Struct, kw_only=True):
     buffers: list[BufferSpec] = []
     buffers_mode: str = "local"
     tied: dict[str, str] = {}
+    min_workers: int = 0
+
+    @property
+    def elastic(self) -> bool:
+        """Whether workers may come and go: `num_workers` is how many places there are, `min_workers` who must be there."""
+        return 0 < self.min_workers < self.num_workers
 
     def layout(self) -> Layout:
         """Returns the placement of the variables, the same on every task."""

@@ -458,14 +458,18 @@ class Client:
     def wait_for_workers(self, count: int, at_most_s: float | None = None) -> None:
         """Waits until so many workers have joined, this one counted; `at_most_s` goes on without the others then."""
         started = told = time.monotonic()
+        elastic = self._plan is not None and self._plan.elastic  # then it is the run's beginning that is waited for
+        limit_s = self.patience.start_s if elastic else min(WORKERS_S, self.patience.start_s)
         while count > 1:
             body = self._ask(0, m.StatusRequest(), [], m.Status, self.patience.round_s, "the other workers").body
             now, live = time.monotonic(), body.get("live", [])
             if len(live) >= count or body.get("stopped") or body.get("global_step", 0) > self.version:
                 return
+            if elastic and body.get("updates", 0) > 0:
+                return
             if at_most_s is not None and now - started > at_most_s:
                 return
-            if now - started > min(WORKERS_S, self.patience.start_s):
+            if now - started > limit_s:
                 raise DeadlineError(
                     f"{self.task}: waited {now - started:.0f} s for {count} workers and gave up; {len(live)} have joined. "
                     "Start the others, or ask the session for fewer with wait_for_workers."

@@ -23,6 +23,7 @@ COMMANDS = {
     "hello": ("torchquorum.cli.hello", "Greet from the two smallest clusters."),
     "secret": ("torchquorum.cli.secret", "Make the secret that keeps strangers out of a cluster."),
     "status": ("torchquorum.cli.status", "Show how a running cluster is doing."),
+    "scale": ("torchquorum.cli.scale", "Say how many workers a run shall have, while it goes on."),
     "report": ("torchquorum.cli.report", "Write a page with the pictures of a run."),
     "compare": ("torchquorum.cli.compare", "Train with several rules and put them side by side."),
     "board": ("torchquorum.cli.board", "Show a run in TensorBoard."),

@@ -24,6 +24,7 @@ from torchquorum import env
 from torchquorum.cluster import ClusterSpec, TaskId, WorkerRange, launcher_task
 from torchquorum.cluster.secret import read_access
 from torchquorum.errors import ConfigError
+from torchquorum.launcher.scale import Wanted
 
 PS_GRACE_S = 20.0
 WORKER_GRACE_S = 5.0
@@ -140,12 +141,44 @@ class LocalCluster:
             min_workers=options.range.least,
         )
         self.tasks: list[Running] = []
+        self._wanted_now: Wanted | None = None
         self.messages: list[str] = []
 
     def start(self) -> None:
         """Starts every ps task and as many workers as must be there."""
         for task in [*self.cluster.tasks("ps"), *self.cluster.tasks("worker")[: self.options.range.least]]:
             self.tasks.append(self._start(task))
+        if self.options.range.elastic:
+            address, access = self.cluster.address(TaskId("ps", 0)), read_access(self.options.secret_file)
+            self._wanted_now = Wanted(address, access)
+            least, most = self.options.range.least, self.options.range.most
+            self._say(
+                f"{least} {'worker' if least == 1 else 'workers'} to begin with, of at most {most}; `torchquorum scale {address} N` "
+                "changes how many there are"
+            )
+
+    def _follow_wishes(self) -> None:
+        """Starts workers that somebody has asked for; those that are too many leave by themselves."""
+        wanted = self._wanted_now.news() if self._wanted_now is not None else None
+        if wanted is None or not self._goes_on():
+            return
+        workers = {t.task.index: place for place, t in enumerate(self.tasks) if t.task.job == "worker"}
+        running = [i for i, place in workers.items() if self.tasks[place].code is None]
+        free = [i for i in range(self.options.range.most) if i not in running]
+        for index in free[: max(0, wanted - len(running))]:
+            task = TaskId("worker", index)
+            self._say(f"starting {task}: {wanted} workers are wanted")
+            started = self._start(task)
+            if index in workers:
+                self.tasks[workers[index]] = started
+            else:
+                self.tasks.append(started)
+            self._ended_at.clear()
+
+    def _goes_on(self) -> bool:
+        """Whether there is a run to come to: no program has failed, and the chief has not ended it."""
+        chief = next((t for t in self.tasks if t.task.is_chief), None)
+        return not any((t.code or 0) > 0 for t in self.tasks) and (chief is None or chief.code != 0)
 
     def _start(self, task: TaskId) -> Running:
         held = self._sockets[task.index] if task.job == "ps" else None
@@ -206,6 +239,7 @@ class LocalCluster:
         try:
             while any(t.code is None for t in self.tasks):
                 self._look_after()
+                self._follow_wishes()
                 if self._hopeless():
                     break
                 if each is not None:
@@ -239,6 +273,8 @@ class LocalCluster:
     def _wanted(self, dead: Running) -> bool:
         """A task is started again only while there is a run to come back to."""
         workers = [t for t in self.tasks if t.task.job == "worker"]
+        if self.options.range.elastic:
+            return self._goes_on()
         if any((t.code or 0) > 0 for t in self.tasks):
             return False
         return dead.task.job == "ps" or not any(t.code == 0 for t in workers)
@@ -314,6 +350,9 @@ class LocalCluster:
                 time.sleep(POLL_S)
         for held in self._sockets:
             held.close()
+        if self._wanted_now is not None:
+            self._wanted_now.close()
+            self._wanted_now = None
         for t in self.tasks:
             t.reader.join(timeout=STOP_GRACE_S)
 

@@ -204,7 +204,8 @@ class Leader:
             self.note("left", worker, values={name: value for name, value in results.items() if value is not None})
         self.data.gone(worker, incarnation, for_good=True)
         self._follow(self.quorum.leave(worker, incarnation), wall)
-        self._say(self.attendance.changed())
+        if not self.data.over:
+            self._say(self.attendance.changed())
 
     def take_batches(self, take: TakeBatches, now: float, wall: float) -> Batches:
         """A worker that is one of ours asks for its share of the data."""

@@ -51,7 +51,8 @@ HAND = "One task of a cluster started by hand"
     section=TRAINING,
     help="sync, sync:2of3, async, bounded:3, buffered:2",
 )
-@option("--steps", type=int, metavar="N", section=TRAINING, help="last global step; 3000 unless --seconds is given")
+@option("--steps", type=int, metavar="N", section=TRAINING, help="last global step; 3000 if nothing else ends it")
+@option("--epochs", type=int, metavar="N", section=TRAINING, help="end when the images were gone through so often")
 @option("--seconds", type=float, metavar="S", section=TRAINING, help="end after so many seconds")
 @option("--batch-size", default=DEFAULTS.batch_size, metavar="N", section=TRAINING, help="images per batch and worker")
 @option(
@@ -102,7 +103,7 @@ def train(**given: Any) -> int:
     secret_file, insecure = given.pop("secret_file"), given.pop("insecure")
     transport, report, quiet = given.pop("transport"), given.pop("report"), given.pop("quiet")
     ps, workers = given.pop("ps"), given.pop("workers")
-    if given["steps"] is None and given["seconds"] is None:
+    if given["steps"] is None and given["seconds"] is None and given["epochs"] is None:
         given["steps"] = DEFAULTS.steps
     options = MnistOptions(**given)
     if options.data is not None and not Path(options.data).is_dir():
@@ -159,7 +160,10 @@ def _cluster(options: MnistOptions, cluster: Options, report: str | None, quiet:
         where = Path(report) if report else Path(folder) / "report.json"
         cluster.report = str(where.absolute())
         if not quiet:
-            length = f"{options.steps} steps" if options.steps is not None else f"{options.seconds:g} s"
+            ends = [f"{options.steps} steps"] if options.steps is not None else []
+            ends += [f"{options.epochs} epoch{'s' if options.epochs > 1 else ''}"] if options.epochs is not None else []
+            ends += [f"{options.seconds:g} s"] if options.seconds is not None and not ends else []
+            length = " or ".join(ends)
             tasks = f"{cluster.ps} ps, {cluster.range} {'worker' if cluster.range.most == 1 else 'workers'}"
             slow = f", slow: {options.slow}" if options.slow else ""
             console.print(f"training {options.model} on MNIST: {tasks}, {options.rule}, {length}{slow}")
@@ -182,6 +186,17 @@ def _summary(console: Console, result: dict[str, Any], options: MnistOptions) ->
         f"({result['batches_per_s']:.0f} batches/s), {result['refused']} gradients refused, "
         f"staleness {result['staleness_mean']:.2f} on average, {result['staleness_max']} at most"
     )
+    if result.get("min_workers"):
+        there = sum(w["batches"] > 0 for w in result["per_worker"].values())
+        console.print(f"{there} workers took part, of at most {result['workers']}")
+    for data in (result.get("data") or {}).values():
+        again = f", {data['again']} given out again" if data["again"] else ""
+        epochs = (
+            f"{data['used']} of {data['of']} batches of {data['epochs']} epochs"
+            if data["of"]
+            else f"{data['used']} batches"
+        )
+        console.print(f"{epochs} are in the variables{again}")
     console.print(f"run folder    {options.logdir}", soft_wrap=True)
     other = "sync" if options.rule.startswith("async") else "async"
     console.print(f"its pictures  {_program()} report {options.logdir}", soft_wrap=True)

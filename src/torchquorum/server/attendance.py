@@ -53,10 +53,15 @@ class Attendance:
         if not plan.min_workers <= workers <= plan.num_workers:
             raise ConfigError(f"{workers} workers: this run has {plan.min_workers} to {plan.num_workers}")
         self.wanted, self.number = workers, self.number + 1
+        return Scaled(workers, self._quorum.alive, self._ask_to_leave())
+
+    def _ask_to_leave(self) -> list[int]:
+        """Asks those that are too many; returns them."""
+        assert self.wanted is not None
         alive = self._quorum.alive
-        surplus = [i for i in alive if i != 0][workers - (0 in alive) :]
+        surplus = [i for i in alive if i != 0][self.wanted - (0 in alive) :]
         self._leaving = {(i, self._quorum.workers[i].incarnation) for i in surplus}
-        return Scaled(workers, alive, surplus)
+        return surplus
 
     def must_leave(self, worker: int, incarnation: int) -> bool:
         """Whether a worker is asked to leave."""
@@ -67,6 +72,8 @@ class Attendance:
         quorum, plan = self._quorum, self._plan
         if not plan.elastic or quorum.stopped:
             return None
+        if self.wanted is not None:
+            self._ask_to_leave()  # one may have been on its way when fewer were asked for
         live, short = len(quorum.alive), len(quorum.alive) < plan.min_workers
         news = short and not self._short and len(quorum.workers) >= plan.min_workers
         self._short = short and (news or self._short)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
 from torch.utils.data import default_collate as collate
 
 from torchquorum.data.batches import permute
@@ -148,5 +148,5 @@ def _reader(source: Any) -> tuple[Callable[[torch.Tensor], Any], int]:
             f"data={type(source).__name__}: must be tensors of the same length, a data set with a length and items by index, "
             "or a DataLoader over one; a stream cannot be shared out by number"
         )
-    items: Dataset[Any] = source
+    items: Any = source
     return lambda rows: collate([items[i] for i in rows.tolist()]), len(source)

@@ -291,6 +291,7 @@ class Session:
                 self._buffers,
                 wait_for_workers=self._wait_for_workers,
                 after_loop=stopping,
+                shares=any(isinstance(hook, Share) for hook in self.hooks),
                 deadline=deadline,
             )
         except (TaskLostError, LostPlaceError, DeadlineError) as last:

@@ -207,7 +207,7 @@ class Share(Hook):
     def _look(self) -> None:
         """Takes an answer that has come, and asks for more in time."""
         if self._asked is not None and self._channel is not None:
-            while self._asked is not None and (received := self._channel.receive(0.0)) is not None:
+            while self._channel is not None and (received := self._channel.receive(0.0)) is not None:
                 self._hear(received)
         held = len(self._leases) + len(self._fed)
         if self._asked is None and not self._over and held <= self._ahead // 2 and (held or self._handed):

@@ -97,7 +97,7 @@ class Client:
         self._positions: Positions | None = None
         self.position: dict[str, Any] | None = None
         self.buffers: BufferLink | None = None
-        self.version = 0
+        self.version = self.reign = 0
         self.local_step = 0
         self.stopped = False
         self.lr = [0.0]
@@ -109,7 +109,7 @@ class Client:
     def go_on_from(self, before: Client) -> None:
         """Takes over the counts of a connection that was lost."""
         self._request, self.local_step = before._request, before.local_step
-        self.version, self.lr = before.version, before.lr
+        self.version, self.lr, self.reign = before.version, before.lr, before.reign
 
     # -- the life of a worker -----------------------------------------------------------------------------------------
 
@@ -437,7 +437,7 @@ class Client:
             self._open = [(m.Pull(self.index, self.incarnation, self._request, averaged), []) for _ in self._ps]
             self._send_open()
         first = answers[0][0]
-        self.version, self.lr = first.version, first.lr
+        self.version, self.lr, self.reign = first.version, first.lr, first.reign
         self.stopped = self.stopped or first.stop
         self.position = first.position
         if first.stop and self.buffers is not None:

@@ -2,7 +2,7 @@
 
 Element n of the one parameter is for row n of the data; a batch is one row. Its gradient is minus the quorum there, and the
 learning rate 1, so after an update with it that element has grown by exactly 1. Until the file --go is there, a worker that
-gets a batch of number --hold or more keeps it.
+gets a batch of number --hold or more keeps it, unless it is asked to leave.
 """
 
 import argparse
@@ -51,7 +51,7 @@ with tq.Session(
     for row in share:
         if share.number >= args.hold and not args.go.exists():
             print(f"worker {task.index} holds {share.number}", flush=True)
-            while not args.go.exists():
+            while not args.go.exists() and not session.should_stop():
                 time.sleep(0.01)
         time.sleep(args.pause)
         model.uses.grad = torch.zeros(args.rows).index_fill_(0, row, -float(rule.needed(task.num_workers)))

@@ -69,16 +69,18 @@ def test_workers_are_added_killed_frozen_and_sent_away_and_no_batch_is_lost_or_d
         os.kill(pids[2], signal.SIGKILL)  # it is started again, and gets other batches
         task.until("/job:worker/task:2 was ended by SIGKILL; starting it again")
         task.until("worker 2 holds")
+        assert ask_to_scale(address[1], 3, OPEN, 30.0).leaving == [3]
+        task.until("/job:worker/task:3: asked to leave the run")
         os.kill(pids[1], signal.SIGSTOP)  # its batches go to others, and what it computed counts for nothing
         task.until("/job:worker/task:1 counts as dead")
         os.kill(pids[1], signal.SIGCONT)
-        assert ask_to_scale(address[1], 3, OPEN, 30.0).leaving in ([3], [])  # the frozen one may be back already
         go.touch()
         assert task.wait() == 0, task.tail()
     finally:
         task.end()
     lines = "\n".join(task.lines)
     assert f"uses {EPOCHS} to {EPOCHS}" in lines
+    assert lines.count("worker 3 ends") == 1 and "starting /job:worker/task:3: 3 workers" not in lines
     assert rule == "sync" or re.search(r"worker 1: \d+ refused: expired", lines)
     assert used(folder) == Counter(range(ROWS * EPOCHS))
 

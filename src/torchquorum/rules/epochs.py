@@ -104,7 +104,7 @@ class Pool:
             steps: The local steps for which batches are wanted, in order; the same several times for several batches.
             live: How many workers are alive.
             void: The worker holds nothing any more: whatever it had is free, and its gradients up to this local step count
-                only if they were given before.
+                only if they were given before. That may be a step to come, computed from batches that are not its own.
             idle: The worker has nothing to compute until it is given something.
         """
         holder = self._holders.setdefault(life, _Holder())
@@ -206,10 +206,10 @@ class Pool:
         """Returns how many batches are done."""
         return self._low + len(self._done)
 
-    def is_void(self, life: Life) -> bool:
-        """Whether a worker has yet to hear that what it holds is not its any more."""
+    def is_void(self, life: Life, local_step: int) -> bool:
+        """Whether what a worker pushes after this local step does not count: what it computes is not its any more."""
         holder = self._holders.get(life)
-        return holder is not None and holder.floor == NEVER
+        return holder is not None and holder.floor > local_step
 
     # -- how ----------------------------------------------------------------------------------------------------------
 

@@ -65,7 +65,7 @@ class BoardHost:
             known = quorum.workers[worker]
             if not shard.on_board(worker, known.incarnation) or known.fenced:
                 return False  # what a fenced one pushes is refused, and on the board nobody is
-            if self._leader.data and self._leader.data.is_void(worker, known.incarnation):
+            if self._leader.data and self._leader.data.is_void(worker, known.incarnation, known.local_step):
                 return False
         return True
 

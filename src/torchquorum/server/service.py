@@ -572,9 +572,10 @@ class Service:
             return [Reply(peer, self._not_joined(message.worker, message.incarnation, message.request))]
         if isinstance(message, m.UseBatches):
             return [Reply(peer, self.leader.data.use(message))]
-        answer, replies = self.leader.take_batches(message, now, wall), []
+        replies = self._look_at_board(close=message.void > known.local_step)  # its next gradient will be refused
+        answer = self.leader.take_batches(message, now, wall)
         if message.idle and not (answer.numbers or answer.over or answer.void):
-            replies = self._look_at_board(close=True)
+            replies += self._look_at_board(close=True)
             self.leader.pause(message.worker, message.incarnation, now, wall)
         return [*replies, Reply(peer, answer)]
 

@@ -38,10 +38,10 @@ class SharedData:
         Raises:
             ConfigError: It means other data than those before it.
         """
-        pool = self._pool(message.share)
         steps = message.steps
         if len(steps) > MOST_STEPS or any(not 0 <= step < MOST_BATCHES for step in steps):
             raise ValueError(f"{len(steps)} steps: at most {MOST_STEPS}, from 0 on")
+        pool = self._pool(message.share)
         life = Life(message.worker, message.incarnation)
         void = message.void if message.void >= 0 else None
         grant = pool.take(life, message.request, () if stopped else steps, live=live, void=void, idle=message.idle)
@@ -112,9 +112,9 @@ class SharedData:
         for _, pool in self._pools.values():
             pool.gone(Life(worker, incarnation), for_good=for_good)
 
-    def is_void(self, worker: int, incarnation: int) -> bool:
-        """Whether a worker holds batches that are not its own any more, and has not heard of it."""
-        return any(pool.is_void(Life(worker, incarnation)) for _, pool in self._pools.values())
+    def is_void(self, worker: int, incarnation: int, local_step: int) -> bool:
+        """Whether the next gradient of a worker, after this local step, is of batches that are not its own any more."""
+        return any(pool.is_void(Life(worker, incarnation), local_step) for _, pool in self._pools.values())
 
     @property
     def over(self) -> bool:

@@ -54,6 +54,8 @@ class Share(Hook):
         self._channel: Channel | None = None
         self._request = 0
         self._stream: Iterator[Any] | None = None
+        self._handed: list[int] = []  # taken by the loop since the last step
+        self._tainted = False  # what the loop computes now is of batches that are not this worker's any more
         self._drop()
         self._void = False
 
@@ -61,11 +63,11 @@ class Share(Hook):
         """Forgets what it holds: ps task 0 has it, or is going to hear that this worker has not."""
         self._leases: deque[int] = deque()  # not yet read
         self._fed: deque[int] = deque()  # being read by the processes of a DataLoader
-        self._handed: list[int] = []  # taken by the loop since the last step
+        self._tainted |= bool(self._handed)
+        self._handed = []
         self._planned: dict[int, int] = {}  # of all these: the local step that ps task 0 believes each is for
         self._per_step = 1
         self._asked: m.TakeBatches | None = None
-        self._asked_at = 0.0
         self._stream = None
         self._void, self._over = True, False
 
@@ -104,7 +106,7 @@ class Share(Hook):
     def _hand(self, number: int, batch: Any) -> Any:
         self.number, self.epoch = number, number // self.batches_per_epoch
         self._handed.append(number)
-        self._look()
+        self._session.surviving(self._ask_in_time)
         return batch
 
     def _feed(self) -> Iterator[int]:
@@ -124,24 +126,32 @@ class Share(Hook):
 
     def before_run(self, session: Session) -> None:
         """A step is about to be pushed: ps task 0 has to know which batches it was computed from."""
-        step, handed = session.local_step + 1, self._handed
-        if self._asked is not None and (not self._asked.steps or min(self._asked.steps) <= step):
+        step = session.local_step + 1
+        if self._asked is not None and min(self._asked.steps) <= step:
             session.surviving(self._answered)
-        if self._handed is not handed:
-            return  # ps task 0 came back without us, and what was computed counts for nothing
         planned = [n for n, s in self._planned.items() if s <= step]
-        if sorted(planned) != sorted(handed):
+        if sorted(planned) != sorted(self._handed) and not self._tainted:
             self._settle(step)
-        for number in handed:
+        for number in self._handed:
             self._planned.pop(number, None)
         self._handed = []
+        if self._tainted:
+            session.surviving(lambda: self._disown(step))
+            self._tainted = False
+
+    def _disown(self, step: int) -> None:
+        """The gradient of this step is of batches that others have: says so, and it will be refused."""
+        self._drop()
+        self._ask_for_more(void=step)
+        self._answered()
 
     def _settle(self, step: int) -> None:
         """The loop takes more or fewer batches per step than was foreseen: tells for which steps they are."""
-        session, handed = self._session, self._handed
+        session = self._session
         session.surviving(self._answered)
-        if self._handed is not handed:
+        if self._tainted:
             return
+        handed = self._handed
         self._per_step = max(1, len(handed))
         self._planned = dict.fromkeys(handed, step)
         for place, number in enumerate([*self._fed, *self._leases]):
@@ -183,7 +193,7 @@ class Share(Hook):
         session = self._session
         started = told = time.monotonic()
         while not self._over and not session.should_stop():
-            self._look()
+            self._receive()
             if not self._leases and self._asked is None:
                 self._ask_for_more(idle=True)
             if not self._leases:
@@ -204,25 +214,29 @@ class Share(Hook):
             time.sleep(POLL_S)
         return None
 
-    def _look(self) -> None:
-        """Takes an answer that has come, and asks for more in time."""
-        if self._asked is not None and self._channel is not None:
-            while self._channel is not None and (received := self._channel.receive(0.0)) is not None:
-                self._hear(received)
-        held = len(self._leases) + len(self._fed)
-        if self._asked is None and not self._over and held <= self._ahead // 2 and (held or self._handed):
+    def _receive(self) -> None:
+        """Takes an answer that has come."""
+        while self._asked is not None and self._channel is not None:
+            if (received := self._channel.receive(0.0)) is None:
+                return
+            self._hear(received)
+
+    def _ask_in_time(self) -> None:
+        """Asks for more while there is still something to compute."""
+        self._receive()
+        if self._asked is None and not self._over and len(self._leases) + len(self._fed) <= self._ahead // 2:
             self._ask_for_more()
 
-    def _ask_for_more(self, *, idle: bool = False) -> None:
+    def _ask_for_more(self, *, idle: bool = False, void: int | None = None) -> None:
         self._request += 1
         held = len(self._handed) + len(self._fed) + len(self._leases)
-        first = self._session.local_step + 1
+        if void is None:
+            void = self._session.local_step if self._void else -1
+        first = max(self._session.local_step, void) + 1
         last = max(self._planned.values(), default=first - 1)
         of_last = sum(step == last for step in self._planned.values()) if last >= first else self._per_step
         steps = [last + (of_last + i) // self._per_step for i in range(max(1, self._ahead - held))]
-        void = self._session.local_step if self._void else -1
         self._asked = m.TakeBatches(*self._life, self._request, self._spec, steps, void, idle)
-        self._asked_at = time.monotonic()
         self._connected().send([codec.encode(self._asked)])
 
     def _answered(self) -> None:

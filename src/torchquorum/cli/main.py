@@ -47,10 +47,9 @@ SETTINGS: dict[str, Any] = {
 
 
 HELP = """\b
-A parameter server for PyTorch. Examples:
+A parameter server for PyTorch. `torchquorum COMMAND --help` says more. Examples:
   torchquorum train                MNIST on 1 ps and 2 workers of this machine
   torchquorum run script.py --my-flag 3
-  torchquorum COMMAND --help       its options, with examples
 """
 
 

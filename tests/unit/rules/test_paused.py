@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tests.unit.rules.pushing import Run
-
 from torchquorum.rules import Async, Bounded, Sync
 from torchquorum.rules.quorum import Accepted, Applied, Died, Reason, Refused, Released
 

@@ -180,6 +180,16 @@ class Sharing(RuleBasedStateMachine):
     def taken_for_dead(self, index: int) -> None:
         self.pool.gone(self.workers[index].life, for_good=False)
 
+    @rule(index=st.integers(0, 2), others=st.booleans())
+    def frozen_while_computing(self, index: int, others: bool) -> None:
+        """Taken for dead in the middle of a batch, which another may have by the time its gradient arrives."""
+        self.take(index, 2, False)
+        self.compute(index)
+        self.taken_for_dead(index)
+        if others:
+            self.take((index + 1) % 3, 2, False)
+        self.arrive(index, "")
+
     @rule(index=st.integers(0, 2), says_so=st.booleans())
     def killed_and_replaced(self, index: int, says_so: bool) -> None:
         before = self.workers[index].life

@@ -24,12 +24,21 @@ Connect = Callable[[str, bytes], Channel]
 class Cluster:
     """Starts ps tasks as threads; `run` runs one function per worker, each in a thread of its own."""
 
-    def __init__(self, *, ps: int = 1, workers: int = 1, transport: str = "auto", wrap: Any = None) -> None:
+    def __init__(
+        self,
+        *,
+        ps: int = 1,
+        workers: int = 1,
+        transport: str = "auto",
+        wrap: Any = None,
+        min_workers: int | None = None,
+    ) -> None:
         self.spec = ClusterSpec(
             {
                 "ps": [f"localhost:{1000 + i}" for i in range(ps)],
                 "worker": [f"localhost:{2000 + i}" for i in range(workers)],
-            }
+            },
+            min_workers=min_workers,
         )
         self.transport = transport
         self.network = InProcessNetwork()

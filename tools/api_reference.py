@@ -25,7 +25,14 @@ PAGE = ROOT / "docs" / "api.md"
 # Themes in reading order; a name goes to the theme with the longest module that its own module begins with.
 THEMES = {
     "Tasks and clusters": ("session.join", "cluster", "transport"),
-    "Training": ("session.session", "session.states", "worker.optimizer", "worker.client", "worker.regularizer"),
+    "Training": (
+        "session.session",
+        "session.share",
+        "session.states",
+        "worker.optimizer",
+        "worker.client",
+        "worker.regularizer",
+    ),
     "Rules": ("rules",),
     "Towers": ("worker.towers", "worker.tower"),
     "Devices": (

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         StopAtStepHook,
     )
     from torchquorum.session.session import Session
+    from torchquorum.session.share import Share
     from torchquorum.session.summaries import SummaryHook
     from torchquorum.session.tower_log import TowerLogHook
     from torchquorum.worker.cannot_run import allow_soft_placement
@@ -88,6 +89,7 @@ _HOMES = {
     "Rule": "rules",
     "Server": "session.graph_server",
     "Session": "session.session",
+    "Share": "session.share",
     "Step": "worker.client",
     "StepCounterHook": "session.ready",
     "StopAtStepHook": "session.ready",
@@ -156,6 +158,7 @@ __all__ = [
     "Rule",
     "Server",
     "Session",
+    "Share",
     "Step",
     "StepCounterHook",
     "StopAtStepHook",

@@ -94,7 +94,7 @@ class Plan:
     @property
     def words(self) -> str:
         """Returns the plan in a line."""
-        base, workers = self.base, self.cluster.workers
+        base, workers = self.base, self.cluster.range.most
         budget = [f"{base.steps:,} updates"] if base.steps else []
         budget += [f"{base.seconds:g} s"] if base.seconds else []
         turns = f" in {self.rounds} turns" if self.rounds > 1 else ""
@@ -118,7 +118,7 @@ def _plan(output: Path, *, rules: str | None, slow: str | None, rounds: int, **g
         rounds=rounds,
     )
     for rule in plan.rules:
-        check_workers(plan.options(rule, 1), workers)
+        check_workers(plan.options(rule, 1), cluster.range)
         if plan.folder(rule).exists():
             raise ConfigError(
                 f"{plan.folder(rule)}: is there already, and would be gone on with; give another --output"

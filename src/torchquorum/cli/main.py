@@ -23,6 +23,7 @@ COMMANDS = {
     "hello": ("torchquorum.cli.hello", "Greet from the two smallest clusters."),
     "secret": ("torchquorum.cli.secret", "Make the secret that keeps strangers out of a cluster."),
     "status": ("torchquorum.cli.status", "Show how a running cluster is doing."),
+    "scale": ("torchquorum.cli.scale", "Say how many workers a run shall have, while it goes on."),
     "report": ("torchquorum.cli.report", "Write a page with the pictures of a run."),
     "compare": ("torchquorum.cli.compare", "Train with several rules and put them side by side."),
     "board": ("torchquorum.cli.board", "Show a run in TensorBoard."),
@@ -46,10 +47,9 @@ SETTINGS: dict[str, Any] = {
 
 
 HELP = """\b
-A parameter server for PyTorch. Examples:
+A parameter server for PyTorch. `torchquorum COMMAND --help` says more. Examples:
   torchquorum train                MNIST on 1 ps and 2 workers of this machine
   torchquorum run script.py --my-flag 3
-  torchquorum COMMAND --help       its options, with examples
 """
 
 

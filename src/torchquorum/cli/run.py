@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from torchquorum.cli.shape import Command, Named, durable_option, option
+from torchquorum.cli.shape import Command, Named, Workers, durable_option, option
 from torchquorum.cli.view import View
 from torchquorum.cluster import TaskId
 from torchquorum.cluster.flags import TRANSPORTS
@@ -25,7 +25,7 @@ COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
     context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
 )
 @option("--ps", default=1, metavar="N", help="ps tasks")
-@option("--workers", default=2, metavar="N", help="workers")
+@option("--workers", type=Workers(), default=2, help="workers; MIN:MAX lets them come and go")
 @option("--transport", type=Named(*TRANSPORTS), default="auto", help="auto, shm or tcp")
 @option("--threads", type=int, metavar="N", help="of an operation, per task; the cores are shared out if not given")
 @option("--logdir", metavar="DIR", help="the run's folder, for scripts that name none")
@@ -45,6 +45,7 @@ def run(script: str, arguments: tuple[str, ...], quiet: bool, view: bool, **give
       torchquorum run examples/mnist/train_quorum.py
       torchquorum run --ps 2 --workers 4 script.py --my-flag 3
       torchquorum run --view --workers 3 script.py
+      torchquorum run --workers 2:8 script.py
     """
     console = Console(highlight=False)
     if given["report"]:

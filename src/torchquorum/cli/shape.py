@@ -17,6 +17,7 @@ import click
 
 from torchquorum.cluster.flags import parse_flags
 from torchquorum.cluster.spec import strip_quotes
+from torchquorum.cluster.worker_range import WorkerRange
 from torchquorum.errors import ConfigError
 
 
@@ -110,6 +111,7 @@ class ClusterCommand(Command):
             "--task-id": None if taken.task_index is None else str(taken.task_index),
             "--ps-hosts": ",".join(taken.ps_hosts) if taken.ps_hosts else None,
             "--worker-hosts": ",".join(taken.worker_hosts) if taken.worker_hosts else None,
+            "--min-workers": None if taken.min_workers is None else str(taken.min_workers),
             "--transport": taken.transport,
             "--secret-file": taken.secret_file,
         }
@@ -179,6 +181,23 @@ class Named(click.ParamType):
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
         """Returns what stands for the value in the help."""
         return "NAME"
+
+
+class Workers(click.ParamType):
+    """How many workers: N, or MIN:MAX where they may come and go."""
+
+    name = "workers"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> WorkerRange:
+        """Returns the range."""
+        try:
+            return WorkerRange.read(value, label="")
+        except ConfigError as error:
+            self.fail(str(error), param, ctx)
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        """Returns what stands for the value in the help."""
+        return "N|MIN:MAX"
 
 
 class Checked(click.ParamType):

@@ -214,6 +214,10 @@ def headline(status: Mapping[str, Any]) -> str:
     live, workers = len(status["live"]), status["workers"]
     words = [status["rule"], f"{live} of {workers} workers live", f"{status['batches_per_s']:.0f} batches/s"]
     words += [f"staleness {status['staleness_mean']:.2f}", f"{status['refused']:,} refused"]
+    for data in (status.get("data") or {}).values():
+        of = f" of {data['epochs']}" if data["epochs"] else ""
+        epoch = data["epoch"] + 1 if not data["epochs"] else min(data["epoch"] + 1, data["epochs"])
+        words.append(f"epoch {epoch}{of}")
     if away := turned_away(status):
         words.append(away)
     return ", ".join(words)

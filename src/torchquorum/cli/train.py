@@ -14,9 +14,9 @@ import click
 from rich.console import Console
 
 from torchquorum.cli.scratch import scratch_folder
-from torchquorum.cli.shape import Checked, ClusterCommand, Named, durable_option, option
+from torchquorum.cli.shape import Checked, ClusterCommand, Named, Workers, durable_option, option
 from torchquorum.cli.view import View
-from torchquorum.cluster import TaskId
+from torchquorum.cluster import TaskId, WorkerRange
 from torchquorum.cluster.flags import TRANSPORTS
 from torchquorum.cluster.secret import read_access
 from torchquorum.errors import ConfigError
@@ -51,7 +51,8 @@ HAND = "One task of a cluster started by hand"
     section=TRAINING,
     help="sync, sync:2of3, async, bounded:3, buffered:2",
 )
-@option("--steps", type=int, metavar="N", section=TRAINING, help="last global step; 3000 unless --seconds is given")
+@option("--steps", type=int, metavar="N", section=TRAINING, help="last global step; 3000 if nothing else ends it")
+@option("--epochs", type=int, metavar="N", section=TRAINING, help="end when the images were gone through so often")
 @option("--seconds", type=float, metavar="S", section=TRAINING, help="end after so many seconds")
 @option("--batch-size", default=DEFAULTS.batch_size, metavar="N", section=TRAINING, help="images per batch and worker")
 @option(
@@ -72,7 +73,7 @@ HAND = "One task of a cluster started by hand"
 @option("--average", default=DEFAULTS.average, metavar="X", section=TRAINING, help="decay of moving averages, as 0.99")
 @option("--seed", default=DEFAULTS.seed, metavar="N", section=TRAINING, help="of weights and data order")
 @option("--ps", default=1, metavar="N", section=CLUSTER, help="ps tasks")
-@option("--workers", default=2, metavar="N", section=CLUSTER, help="workers")
+@option("--workers", type=Workers(), default=2, section=CLUSTER, help="workers; MIN:MAX lets them come and go")
 @option("--slow", type=SLOW, default="", metavar="W", section=CLUSTER, help="slow workers down: worker1:3x,worker2:2x")
 @option(
     "--placement", type=Named(*STRATEGIES), default=DEFAULTS.placement, section=CLUSTER, help="round_robin or greedy"
@@ -95,18 +96,21 @@ HAND = "One task of a cluster started by hand"
 )
 @option("--ps-hosts", "--ps-host", "ps_hosts", metavar="HOSTS", section=HAND, help="host:port,... of the ps tasks")
 @option("--worker-hosts", "--worker-host", "worker_hosts", metavar="HOSTS", section=HAND, help="and of the workers")
+@option("--min-workers", metavar="N", section=HAND, hidden=True, help="as MIN of --workers MIN:MAX")
 def train(**given: Any) -> int:
     """Trains MNIST."""
-    place = {k: given.pop(k) for k in ("job_name", "task_id", "ps_hosts", "worker_hosts")}
+    place = {k: given.pop(k) for k in ("job_name", "task_id", "ps_hosts", "worker_hosts", "min_workers")}
     secret_file, insecure = given.pop("secret_file"), given.pop("insecure")
     transport, report, quiet = given.pop("transport"), given.pop("report"), given.pop("quiet")
     ps, workers = given.pop("ps"), given.pop("workers")
-    if given["steps"] is None and given["seconds"] is None:
+    if given["steps"] is None and given["seconds"] is None and given["epochs"] is None:
         given["steps"] = DEFAULTS.steps
     options = MnistOptions(**given)
     if options.data is not None and not Path(options.data).is_dir():
         raise ConfigError(f"--data {options.data}: there is no such folder; give one with MNIST's idx files")
     if any(value is not None for value in place.values()):
+        if workers.elastic and place["min_workers"] is None:
+            place["min_workers"] = str(workers.least)
         place |= {"secret_file": secret_file, "insecure": "true" if insecure else None}
         return _one_task(options, place, transport, report)
     check_workers(options, workers)
@@ -115,14 +119,14 @@ def train(**given: Any) -> int:
     return _cluster(options, cluster, report, quiet)
 
 
-def check_workers(options: MnistOptions, workers: int) -> None:
+def check_workers(options: MnistOptions, workers: WorkerRange) -> None:
     """Checks what depends on how many workers there are.
 
     Raises:
         ConfigError: The rule or a slowed worker does not fit.
     """
-    parse_rule(options.rule, workers)
-    parse_slow(options.slow, workers)
+    parse_rule(options.rule, workers.most)
+    parse_slow(options.slow, workers.most)
 
 
 def _one_task(options: MnistOptions, place: dict[str, Any], transport: str, report: str | None) -> int:
@@ -156,8 +160,11 @@ def _cluster(options: MnistOptions, cluster: Options, report: str | None, quiet:
         where = Path(report) if report else Path(folder) / "report.json"
         cluster.report = str(where.absolute())
         if not quiet:
-            length = f"{options.steps} steps" if options.steps is not None else f"{options.seconds:g} s"
-            tasks = f"{cluster.ps} ps, {cluster.workers} {'worker' if cluster.workers == 1 else 'workers'}"
+            ends = [f"{options.steps} steps"] if options.steps is not None else []
+            ends += [f"{options.epochs} epoch{'s' if options.epochs > 1 else ''}"] if options.epochs is not None else []
+            ends += [f"{options.seconds:g} s"] if options.seconds is not None and not ends else []
+            length = " or ".join(ends)
+            tasks = f"{cluster.ps} ps, {cluster.range} {'worker' if cluster.range.most == 1 else 'workers'}"
             slow = f", slow: {options.slow}" if options.slow else ""
             console.print(f"training {options.model} on MNIST: {tasks}, {options.rule}, {length}{slow}")
         code = run_job(options, cluster, View(console, quiet=quiet, seconds=options.seconds))
@@ -179,6 +186,17 @@ def _summary(console: Console, result: dict[str, Any], options: MnistOptions) ->
         f"({result['batches_per_s']:.0f} batches/s), {result['refused']} gradients refused, "
         f"staleness {result['staleness_mean']:.2f} on average, {result['staleness_max']} at most"
     )
+    if result.get("min_workers"):
+        there = sum(w["batches"] > 0 for w in result["per_worker"].values())
+        console.print(f"{there} workers took part, of at most {result['workers']}")
+    for data in (result.get("data") or {}).values():
+        again = f", {data['again']} given out again" if data["again"] else ""
+        epochs = (
+            f"{data['used']} of {data['of']} batches of {data['epochs']} epochs"
+            if data["of"]
+            else f"{data['used']} batches"
+        )
+        console.print(f"{epochs} are in the variables{again}")
     console.print(f"run folder    {options.logdir}", soft_wrap=True)
     other = "sync" if options.rule.startswith("async") else "async"
     console.print(f"its pictures  {_program()} report {options.logdir}", soft_wrap=True)

@@ -40,6 +40,7 @@ class LauncherTask(msgspec.Struct, kw_only=True, frozen=True):
     index: int
     transport: str = "auto"
     listen_fd: int | None = None
+    min_workers: int | msgspec.UnsetType = msgspec.UNSET  # all of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +113,8 @@ def _read_launcher(text: str) -> Finding:
             f"{env.TASK}={shorten(text)}: must be what torchquorum's launcher writes there ({error}); "
             f"unset {env.TASK} when you start a task by hand"
         ) from None
-    cluster = ClusterSpec(record.cluster)
+    least = None if isinstance(record.min_workers, msgspec.UnsetType) else record.min_workers
+    cluster = ClusterSpec(record.cluster, min_workers=least)
     return Finding(
         source=LAUNCHER,
         cluster=cluster,

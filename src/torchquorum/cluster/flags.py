@@ -1,6 +1,7 @@
 """The flags that say who a task is, and whom it lets in.
 
-They are `--job_name`, `--task_index`, `--ps_hosts`, `--worker_hosts`, `--transport`, `--secret_file` and `--insecure`.
+They are `--job_name`, `--task_index`, `--ps_hosts`, `--worker_hosts`, `--min_workers`, `--transport`, `--secret_file` and
+`--insecure`.
 `sources` calls it with a program's arguments. What always holds: arguments that are not ours come back untouched and in
 order, for the program's own parser, and one that is a misspelling of ours never passes in silence: it would make the
 process another task than the user meant.
@@ -23,6 +24,7 @@ _EXAMPLES = {
     "ps_hosts": "--ps_hosts=localhost:2222",
     "worker_hosts": "--worker_hosts=localhost:2223,localhost:2224",
     "ps": "--ps=1",
+    "min_workers": "--min_workers=2",
     "transport": "--transport=auto",
     "secret_file": "--secret_file=cluster.secret",
     "insecure": "--insecure",
@@ -43,6 +45,7 @@ FIELDS = {
     "worker_hosts": "worker_hosts",
     "worker_host": "worker_hosts",
     "ps": "ps",
+    "min_workers": "min_workers",
     "transport": "transport",
     "secret_file": "secret_file",
     "insecure": "insecure",
@@ -63,6 +66,7 @@ class ClusterFlags:
         ps_hosts: The entries of the list; ClusterSpec checks them.
         worker_hosts: Likewise.
         ps: How many of the processes that torchrun or srun has started are ps tasks.
+        min_workers: How many workers must be there for the run to begin, where the others may come and go.
         transport: One of `TRANSPORTS`.
         secret_file: Where the cluster's secret is; read by `torchquorum.cluster.secret`.
         insecure: Whether this task may listen for other hosts without one.
@@ -73,6 +77,7 @@ class ClusterFlags:
     ps_hosts: tuple[str, ...] | None = None
     worker_hosts: tuple[str, ...] | None = None
     ps: int | None = None
+    min_workers: int | None = None
     transport: str | None = None
     secret_file: str | None = None
     insecure: bool | None = None
@@ -217,6 +222,7 @@ _READERS: dict[str, Callable[[str, str], object]] = {
     "job_name": lambda _, text: strip_quotes(text),
     "task_index": _read_index,
     "ps": _read_count,
+    "min_workers": _read_count,
     "ps_hosts": _read_hosts,
     "worker_hosts": _read_hosts,
     "transport": lambda name, text: check_transport(text, label=f"--{name}"),

@@ -62,6 +62,7 @@ def resolve(
     *,
     meet: Meet | None = None,
     own: Sequence[str] = (),
+    min_workers: int | None = None,
 ) -> Resolved | None:
     """Find out who this task is.
 
@@ -76,6 +77,7 @@ def resolve(
         insecure: Whether the task may do without one, likewise.
         meet: Exchanges the addresses of tasks that torchrun has started.
         own: Flags that belong to the program although they have the name of one of ours.
+        min_workers: How many workers must be there for the run to begin, where the others may come and go.
 
     Returns:
         The task and its cluster, or None where no source names one.
@@ -96,7 +98,7 @@ def resolve(
     flags, by_flags = (given, "flags") if finding is not None else _fill_in(given, defaults)
     job = flags.job_name if job_name is None else job_name
     index = flags.task_index if task_index is None else task_index
-    spec = _read_cluster(cluster, flags)
+    spec = _read_cluster(cluster, flags, flags.min_workers if min_workers is None else min_workers)
     _refuse_half(flags, spec=spec, job=job, index=index, finding=finding)
 
     sources: list[str] = []
@@ -105,6 +107,8 @@ def resolve(
         sources.append(by_flags if cluster is None else "arguments")
     elif finding is not None:
         spec, listen_fd = _cluster_of(finding, meet)
+        if flags.min_workers is not None or min_workers is not None:
+            spec = ClusterSpec(spec.as_dict(), min_workers=flags.min_workers if min_workers is None else min_workers)
         sources.append(finding.source)
     else:
         return None
@@ -182,6 +186,7 @@ def launcher_task(cluster: ClusterSpec, task: TaskId, transport: str = "auto", l
         index=task.index,
         transport=check_transport(transport, label="transport"),
         listen_fd=listen_fd,
+        min_workers=cluster.min_workers if cluster.elastic else msgspec.UNSET,
     )
     return msgspec.json.encode(record).decode()
 
@@ -211,12 +216,16 @@ def _fill_in(given: ClusterFlags, defaults: ClusterFlags | None) -> tuple[Cluste
 def _read_cluster(
     cluster: ClusterSpec | Mapping[str, JobAddresses] | None,
     flags: ClusterFlags,
+    min_workers: int | None,
 ) -> ClusterSpec | None:
     if cluster is not None:
-        return cluster if isinstance(cluster, ClusterSpec) else ClusterSpec(cluster)
+        if isinstance(cluster, ClusterSpec) and min_workers is None:
+            return cluster
+        given = cluster.as_dict() if isinstance(cluster, ClusterSpec) else cluster
+        return ClusterSpec(given, min_workers=min_workers)
     if flags.ps_hosts is None or flags.worker_hosts is None:
         return None
-    return ClusterSpec({"ps": flags.ps_hosts, "worker": flags.worker_hosts})
+    return ClusterSpec({"ps": flags.ps_hosts, "worker": flags.worker_hosts}, min_workers=min_workers)
 
 
 def _refuse_half(

@@ -78,17 +78,20 @@ class ClusterSpec:
         cluster: For each job its addresses: a sequence, a mapping from index to address, or one text with commas.
             Besides `ps` and `worker` it may have `chief` or `master`, one task that becomes worker 0 and moves the
             others up by one, and `evaluator`, which is left out.
+        min_workers: How many of the workers must be there for a run to begin, where the others may come and go; None
+            where all of them belong to the run.
 
     Raises:
         ClusterError: A job, an index or an address is not allowed, or there is no ps or no worker.
     """
 
-    __slots__ = ("_addresses", "_chief_job")
+    __slots__ = ("_addresses", "_chief_job", "_min_workers")
 
     _addresses: dict[str, tuple[str, ...]]
     _chief_job: str | None
+    _min_workers: int
 
-    def __init__(self, cluster: Mapping[str, JobAddresses]) -> None:
+    def __init__(self, cluster: Mapping[str, JobAddresses], *, min_workers: int | None = None) -> None:
         given = _read_jobs(cluster)
         _refuse_duplicates(given)
         chiefs = [job for job in _CHIEF_JOBS if job in given]
@@ -106,6 +109,17 @@ class ClusterSpec:
         for job in JOBS:
             if not self._addresses[job]:
                 raise ClusterError(_explain_missing_job(job, given))
+        self._min_workers = _check_min_workers(min_workers, len(self._addresses[WORKER]))
+
+    @property
+    def min_workers(self) -> int:
+        """How many workers must be there for a run to begin; fewer than there are where workers may come and go."""
+        return self._min_workers
+
+    @property
+    def elastic(self) -> bool:
+        """Whether workers may come and go: then one that is absent is nobody's concern."""
+        return self._min_workers < len(self._addresses[WORKER])
 
     @property
     def jobs(self) -> tuple[str, ...]:
@@ -197,13 +211,16 @@ class ClusterSpec:
         raise ClusterError(f"job {job!r}: this cluster has the jobs {join_words(allowed)}; {change}")
 
     def __eq__(self, other: object) -> bool:
-        return self._addresses == other._addresses if isinstance(other, ClusterSpec) else NotImplemented
+        if not isinstance(other, ClusterSpec):
+            return NotImplemented
+        return self._addresses == other._addresses and self._min_workers == other._min_workers
 
     def __hash__(self) -> int:
-        return hash(tuple(self._addresses.items()))
+        return hash((*self._addresses.items(), self._min_workers))
 
     def __repr__(self) -> str:
-        return f"ClusterSpec({self.as_dict()!r})"
+        least = f", min_workers={self._min_workers}" if self.elastic else ""
+        return f"ClusterSpec({self.as_dict()!r}{least})"
 
 
 def split_addresses(text: str) -> list[str]:
@@ -260,6 +277,17 @@ def suggest(word: str, known: Iterable[str]) -> str | None:
 def join_words(words: Sequence[str]) -> str:
     """Join words as a sentence does: `ps, worker and chief`."""
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+def _check_min_workers(given: int | None, workers: int) -> int:
+    if given is None:
+        return workers
+    if isinstance(given, bool) or not isinstance(given, int) or not 1 <= given <= workers:
+        raise ClusterError(
+            f"min_workers={given!r}: must be a whole number from 1 to {workers}, the number of workers; leave it out if "
+            "all of them belong to the run"
+        )
+    return given
 
 
 def _read_jobs(cluster: Mapping[str, JobAddresses]) -> dict[str, tuple[str, ...]]:

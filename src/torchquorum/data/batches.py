@@ -132,7 +132,7 @@ class Batches:
     def _next_rows(self) -> torch.Tensor:
         if self._order_epoch != self.epoch:
             stream = 0 if self._share == "split" else 1 + self._worker
-            self._order = _permute(self._rows, self._seed, self.epoch, stream).to(self._labels.device)
+            self._order = permute(self._rows, self._seed, self.epoch, stream).to(self._labels.device)
             self._order_epoch = self.epoch
         joined = self._batch_size * self._sharers
         start = self.step_in_epoch * joined
@@ -142,7 +142,8 @@ class Batches:
         return self._order[start:].tensor_split(self._sharers)[self._block]
 
 
-def _permute(rows: int, seed: int, epoch: int, stream: int) -> torch.Tensor:
+def permute(rows: int, seed: int, epoch: int, stream: int = 0) -> torch.Tensor:
+    """Returns the order of the rows in an epoch, the same wherever it is asked for."""
     # SeedSequence keeps neighbouring (seed, epoch) apart, where a sum would give (0, 1) and (1, 0) the same order.
     mixed = np.random.SeedSequence((seed, epoch, stream)).generate_state(1, np.uint64)[0]
     return torch.randperm(rows, generator=torch.Generator().manual_seed(int(mixed)))

@@ -129,6 +129,7 @@ class Manifest(msgspec.Struct, kw_only=True):
         pieces: Where every tensor lies, but for the buffers.
         buffers: Where the model's buffers lie, and those of each worker that differ from them.
         workers: Each worker's position in its data and its random state, in JSON's types.
+        data: Of each share of data that is shared out by batch: what it is, and which batches are in the variables.
         files: Every file but the manifest.
     """
 
@@ -143,6 +144,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     pieces: list[Stored]
     buffers: list[Stored] = []
     workers: dict[str, dict[str, Any]] = {}
+    data: dict[str, dict[str, Any]] = {}
     files: dict[str, FileInfo]
 
     @property

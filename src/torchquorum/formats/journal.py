@@ -77,11 +77,13 @@ class Record(msgspec.Struct, array_like=True):
         version: The version that it makes.
         absent: Variables (by index) that have no gradient in it.
         keys: The gradients whose mean it is: worker, incarnation, local step.
+        batches: The batches of shared data that they were computed from, by share.
     """
 
     version: int
     absent: list[int]
     keys: list[tuple[int, int, int]]
+    batches: dict[str, list[int]] = {}
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -39,6 +39,7 @@ class Entry(msgspec.Struct, frozen=True):
         loss: The loss it came from, where the worker said so.
         took_s: Seconds since its worker was last released: what it took to compute and to send. The rest of the time
             since the worker's previous gradient it waited.
+        batches: The batches of shared data that it was computed from, by share, where the data is shared out.
     """
 
     worker: int
@@ -52,6 +53,7 @@ class Entry(msgspec.Struct, frozen=True):
     arrived_at: float
     loss: float | None = None
     took_s: float | None = None
+    batches: dict[str, list[int]] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):

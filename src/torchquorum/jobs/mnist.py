@@ -29,7 +29,8 @@ class MnistOptions:
     Attributes:
         model: softmax, mlp or cnn.
         rule: As `parse_rule` reads it.
-        steps: The global step at which the run is over; None trains until the seconds are over.
+        steps: The global step at which the run is over; None trains until the epochs or the seconds are over.
+        epochs: How often all workers together go through the images; None for no limit.
         batch_size: Images per batch and worker.
         optimizer: A class of torch.optim.
         lr: Its learning rate.
@@ -56,6 +57,7 @@ class MnistOptions:
     model: str = "mlp"
     rule: str = "sync"
     steps: int | None = 3000
+    epochs: int | None = None
     batch_size: int = 100
     optimizer: str = "SGD"
     lr: float = 0.5
@@ -84,12 +86,12 @@ class MnistOptions:
             near = difflib.get_close_matches(self.model.lower(), MODEL_NAMES, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"--model {self.model}: must be one of {', '.join(MODEL_NAMES)}{hint}")
-        for name in ("steps", "batch_size"):
+        for name in ("steps", "epochs", "batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be 1 or more")
-        if self.steps is None and self.seconds is None:
-            raise ConfigError("a run without an end: give --steps or --seconds")
+        if self.steps is None and self.seconds is None and self.epochs is None:
+            raise ConfigError("a run without an end: give --steps, --epochs or --seconds")
         for name in ("lr", "decay_rate", "decay_steps"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be more than 0")
@@ -137,7 +139,13 @@ def train(options: MnistOptions, argv: list[str] | None = None, report: str | No
     task = tq.join(argv, report=report)
     torch.manual_seed(options.seed + 1000 * task.index)
     data = tq.load_mnist(options.data)
-    batches = tq.Batches(data.train, options.batch_size, worker=task.index, workers=task.num_workers, seed=options.seed)
+    # Where workers come and go, or epochs are counted, the images are shared out batch by batch, else once and for all.
+    shared = options.epochs is not None or task.cluster.elastic
+    batches = None
+    if not shared:
+        batches = tq.Batches(
+            data.train, options.batch_size, worker=task.index, workers=task.num_workers, seed=options.seed
+        )
     model = make_model(options.model)
     decay = None
     if options.decay_rate != 1.0:
@@ -170,16 +178,19 @@ def train(options: MnistOptions, argv: list[str] | None = None, report: str | No
         data=batches,
         durable=options.durable,
         # On a local cluster all workers come, so the run is the same every time; by hand they may come minutes late.
-        wait_for_workers=task.num_workers if task.source == "launcher" else 1,
+        wait_for_workers=task.min_workers if task.source == "launcher" else None,
         placement=options.device,
         log_device_placement=options.log_device_placement,
         allow_soft_placement=options.allow_soft_placement,
         gpu_memory_fraction=options.gpu_memory_fraction,
         hooks=[Slowed(slowness), Measuring(data.validation)],
     ) as session:
-        while not session.should_stop():
+        source = batches or session.share(data.train, options.batch_size, epochs=options.epochs, seed=options.seed)
+        for x, y in source:
+            if session.should_stop():
+                break
             slowness.begin()
-            step(*next(batches))
+            step(x, y)
         session.pull()
         test_loss, accuracy = evaluate(model, data.test)
         session.record(loss=test_loss, accuracy=accuracy)

@@ -39,7 +39,7 @@ class LaunchError(TorchQuorumError):
 def launch(
     function: Callable[..., Any],
     *arguments: Any,
-    workers: int = 2,
+    workers: int | str | tuple[int, int] = 2,
     ps: int = 1,
     transport: str = "auto",
     logdir: str | None = None,
@@ -58,7 +58,7 @@ def launch(
     Args:
         function: What every worker runs.
         *arguments: Its arguments.
-        workers: How many workers.
+        workers: How many workers; (2, 8) or "2:8" begins with two and lets up to eight come and go.
         ps: How many ps tasks.
         transport: auto, shm or tcp.
         logdir: The run's folder, for sessions that name none.
@@ -69,7 +69,8 @@ def launch(
         **keywords: The function's keyword arguments.
 
     Returns:
-        What the function returned on each worker: numbers, text, bytes, lists, dicts, tensors; anything else is an error.
+        What the function returned on each worker, in order, of a range on those that were there: numbers, text, bytes, lists,
+        dicts, tensors; anything else is an error.
 
     Raises:
         LaunchError: A task failed; its last lines are in the message.
@@ -233,6 +234,8 @@ class ForkedCluster(LocalCluster):
         """Returns what each worker's function returned."""
         found: list[Any] = []
         for task in self.cluster.tasks("worker"):
+            if task not in self._results:
+                continue  # of a range, one that never came
             reader, chunks = self._results[task]
             reader.join(timeout=10.0)
             found.append(_decode(b"".join(chunks)))

@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from torchquorum import env
-from torchquorum.cluster import ClusterSpec, TaskId, launcher_task
+from torchquorum.cluster import ClusterSpec, TaskId, WorkerRange, launcher_task
 from torchquorum.cluster.secret import read_access
 from torchquorum.errors import ConfigError
+from torchquorum.launcher.scale import Wanted
 
 PS_GRACE_S = 20.0
 WORKER_GRACE_S = 5.0
@@ -42,7 +43,7 @@ class Options:
     Attributes:
         command: The program and its arguments, as one task runs it.
         ps: How many ps tasks.
-        workers: How many workers.
+        workers: How many workers: 4, or from the least to the most, (2, 8) or "2:8", where they may come and go.
         transport: auto, shm or tcp.
         threads: Threads of an operation in each task; None divides the cores among the workers.
         report: Where ps task 0 writes the report.
@@ -50,11 +51,12 @@ class Options:
         max_restarts: How often each task may be started again after a signal ended it.
         secret_file: The file with the secret for the tasks, which are given its path by their environment.
         durable: How updates are journalled: write or fsync; None leaves that to the program.
+        range: `workers` as it was read: so many must be there to begin, and so many places there are.
     """
 
     command: Sequence[str]
     ps: int = 1
-    workers: int = 2
+    workers: int | str | tuple[int, int] | WorkerRange = 2
     transport: str = "auto"
     threads: int | None = None
     report: str | None = None
@@ -62,11 +64,12 @@ class Options:
     max_restarts: int = 3
     secret_file: str | None = None
     durable: str | None = None
+    range: WorkerRange = field(init=False)
 
     def __post_init__(self) -> None:
-        for name in ("ps", "workers"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name} {getattr(self, name)}: must be 1 or more")
+        if self.ps < 1:
+            raise ConfigError(f"--ps {self.ps}: must be 1 or more")
+        self.range = WorkerRange.read(self.workers)
         read_access(self.secret_file)  # what is wrong with the secret is said here, and not by every task
 
 
@@ -132,22 +135,55 @@ class LocalCluster:
         self.started_at = time.time()
         self._sockets = [_listening_socket() for _ in range(options.ps)]
         ports = [s.getsockname()[1] for s in self._sockets]
-        names = _unused_ports(options.workers, set(ports))
+        names = _unused_ports(options.range.most, set(ports))
         self.cluster = ClusterSpec(
-            {"ps": [f"127.0.0.1:{p}" for p in ports], "worker": [f"127.0.0.1:{p}" for p in names]}
+            {"ps": [f"127.0.0.1:{p}" for p in ports], "worker": [f"127.0.0.1:{p}" for p in names]},
+            min_workers=options.range.least,
         )
         self.tasks: list[Running] = []
+        self._wanted_now: Wanted | None = None
         self.messages: list[str] = []
 
     def start(self) -> None:
-        """Starts every task."""
-        for task in [*self.cluster.tasks("ps"), *self.cluster.tasks("worker")]:
+        """Starts every ps task and as many workers as must be there."""
+        for task in [*self.cluster.tasks("ps"), *self.cluster.tasks("worker")[: self.options.range.least]]:
             self.tasks.append(self._start(task))
+        if self.options.range.elastic:
+            address, access = self.cluster.address(TaskId("ps", 0)), read_access(self.options.secret_file)
+            self._wanted_now = Wanted(address, access)
+            least, most = self.options.range.least, self.options.range.most
+            self._say(
+                f"{least} {'worker' if least == 1 else 'workers'} to begin with, of at most {most}; `torchquorum scale {address} N` "
+                "changes how many there are"
+            )
+
+    def _follow_wishes(self) -> None:
+        """Starts workers that somebody has asked for; those that are too many leave by themselves."""
+        wanted = self._wanted_now.news() if self._wanted_now is not None else None
+        if wanted is None or not self._goes_on():
+            return
+        workers = {t.task.index: place for place, t in enumerate(self.tasks) if t.task.job == "worker"}
+        running = [i for i, place in workers.items() if self.tasks[place].code is None]
+        free = [i for i in range(self.options.range.most) if i not in running]
+        for index in free[: max(0, wanted - len(running))]:
+            task = TaskId("worker", index)
+            self._say(f"starting {task}: {wanted} workers are wanted")
+            started = self._start(task)
+            if index in workers:
+                self.tasks[workers[index]] = started
+            else:
+                self.tasks.append(started)
+            self._ended_at.clear()
+
+    def _goes_on(self) -> bool:
+        """Whether there is a run to come to: no program has failed, and the chief has not ended it."""
+        chief = next((t for t in self.tasks if t.task.is_chief), None)
+        return not any((t.code or 0) > 0 for t in self.tasks) and (chief is None or chief.code != 0)
 
     def _start(self, task: TaskId) -> Running:
         held = self._sockets[task.index] if task.job == "ps" else None
         fds = [held.fileno()] if held is not None else []
-        threads = self.options.threads or max(1, (os.cpu_count() or 1) // self.options.workers)
+        threads = self.options.threads or max(1, (os.cpu_count() or 1) // self.options.range.most)
         extra: dict[str, str | None] = {
             env.TASK: launcher_task(self.cluster, task, self.options.transport, fds[0] if fds else None),
             env.STARTED_AT: repr(self.started_at),
@@ -203,6 +239,7 @@ class LocalCluster:
         try:
             while any(t.code is None for t in self.tasks):
                 self._look_after()
+                self._follow_wishes()
                 if self._hopeless():
                     break
                 if each is not None:
@@ -236,6 +273,8 @@ class LocalCluster:
     def _wanted(self, dead: Running) -> bool:
         """A task is started again only while there is a run to come back to."""
         workers = [t for t in self.tasks if t.task.job == "worker"]
+        if self.options.range.elastic:
+            return self._goes_on()
         if any((t.code or 0) > 0 for t in self.tasks):
             return False
         return dead.task.job == "ps" or not any(t.code == 0 for t in workers)
@@ -311,6 +350,9 @@ class LocalCluster:
                 time.sleep(POLL_S)
         for held in self._sockets:
             held.close()
+        if self._wanted_now is not None:
+            self._wanted_now.close()
+            self._wanted_now = None
         for t in self.tasks:
             t.reader.join(timeout=STOP_GRACE_S)
 

@@ -139,7 +139,7 @@ class Worker:
 
     `clock` measures its lead: it counts its gradients, but starts level with the slowest live worker when it joins or
     comes back to life, so that nobody waits for it to repeat history. `gave_at` is the version whose round it has given
-    a gradient to.
+    a gradient to. `paused`: it is alive and has nothing to compute, so that it is not counted and nobody waits for it.
     """
 
     incarnation: int
@@ -151,6 +151,12 @@ class Worker:
     held: bool = False
     fenced: bool = False
     left: bool = False
+    paused: bool = False
+
+    @property
+    def counted(self) -> bool:
+        """Whether a round may wait for it."""
+        return self.alive and not self.paused
 
 
 @dataclass(slots=True)
@@ -167,8 +173,8 @@ class Quorum:
         workers: Everyone who ever joined, by index.
         round: The gradients of the open round, as they came.
         held: The workers that have pushed and not been released.
-        live: How many workers are alive.
-        idle: How many live workers are held; the other live ones compute.
+        live: How many workers are alive and not paused.
+        idle: How many of these are held; the others compute.
         replaced: Earlier incarnations, as (worker, incarnation), and the last local step of each that was decided on.
     """
 
@@ -205,6 +211,7 @@ class Quorum:
             if known.left:
                 return []
             self.seen(worker, incarnation, now)
+            self._mark(worker, alive=known.alive, held=known.held)
             known.fenced = False
             return self._settle() if known.held else [self._release(worker), *self._settle()]
         if known is not None:
@@ -241,6 +248,31 @@ class Quorum:
         known.left = True
         return self._settle()
 
+    def pause(self, worker: int, incarnation: int, now: float) -> list[Action]:
+        """A live worker has nothing to compute: until it pushes, or `resume`, it is not counted, as if it were dead."""
+        self.seen(worker, incarnation, now)
+        known = self.workers.get(worker)
+        if known is None or known.incarnation != incarnation or not known.counted or known.held:
+            return []
+        self._mark(worker, alive=True, held=False, paused=True)
+        return self._settle()
+
+    def resume(self, worker: int, incarnation: int, now: float) -> list[Action]:
+        """A paused worker computes again; its clock starts level with the slowest, as that of one who comes back."""
+        self.seen(worker, incarnation, now)
+        known = self.workers.get(worker)
+        if known is None or known.incarnation != incarnation or not known.paused:
+            return []
+        known.clock = max(known.clock, self._level())
+        self._mark(worker, alive=known.alive, held=known.held)
+        return self._settle()
+
+    def fence(self, worker: int, incarnation: int) -> None:
+        """What this worker is about to push is out of date: it will be refused as expired."""
+        known = self.workers.get(worker)
+        if known is not None and known.incarnation == incarnation:
+            known.fenced = True
+
     def lost(self, worker: int, incarnation: int, why: str) -> list[Action]:
         """A worker is known to be dead: its process is gone, or it has not been heard of."""
         known = self.workers.get(worker)
@@ -271,6 +303,9 @@ class Quorum:
         worker.local_step = key.local_step
         if worker.left:
             return [Refused(key, version, self.version, Reason.OLD_INCARNATION, now)]
+        if worker.paused:
+            worker.clock = max(worker.clock, self._level())
+            self._mark(key.worker, alive=True, held=worker.held)
         self._tick(worker)
         reason = self._verdict(worker, version, finite)
         worker.fenced = False
@@ -295,7 +330,7 @@ class Quorum:
 
     @property
     def alive(self) -> list[int]:
-        """Returns the live workers, in order."""
+        """Returns the live workers, in order, those that have nothing to compute too."""
         return sorted(i for i, w in self.workers.items() if w.alive)
 
     @property
@@ -306,15 +341,18 @@ class Quorum:
     def waits_for(self, worker: int) -> Wait | None:
         """Returns what a held worker waits for, or None if it does not wait."""
         known = self.workers.get(worker)
+        if known is not None and known.paused:
+            return Wait("a batch: others have those that are left", 0, 1, ())
         if known is None or not known.held:
             return None
         if self._counted_in_round(known):
             given = {key.worker for key in self.round}
             short = self.live < self.needed  # then those who gave have been asked again
-            missing = tuple(i for i in self.alive if (not self.workers[i].held if short else i not in given))
+            counted = [i for i in self.alive if self.workers[i].counted]
+            missing = tuple(i for i in counted if (not self.workers[i].held if short else i not in given))
             return Wait("the quorum", len(self.round), self.needed, missing)
         slowest = self._slowest_clock()
-        missing = tuple(i for i in self.alive if self.workers[i].clock == slowest)
+        missing = tuple(i for i in self.alive if self.workers[i].counted and self.workers[i].clock == slowest)
         return Wait("the slowest worker", known.clock - slowest, self.rule.max_lead or 0, missing)
 
     # -- how it is decided --------------------------------------------------------------------------------------------
@@ -413,14 +451,15 @@ class Quorum:
         worker.clock += 1
         self._count_clock(worker.clock, 1)
 
-    def _mark(self, index: int, *, alive: bool, held: bool) -> None:
+    def _mark(self, index: int, *, alive: bool, held: bool, paused: bool = False) -> None:
         """The only place where a worker's state changes, so that the counts follow it."""
         worker = self.workers[index]
-        if alive != worker.alive:
-            self._count_clock(worker.clock, 1 if alive else -1)
-        self.live += alive - worker.alive
-        self.idle += (alive and held) - (worker.alive and worker.held)
-        worker.alive, worker.held = alive, held
+        was, counted = worker.alive and not worker.paused, alive and not paused
+        if counted != was:
+            self._count_clock(worker.clock, 1 if counted else -1)
+        self.live += counted - was
+        self.idle += (counted and held) - (was and worker.held)
+        worker.alive, worker.held, worker.paused = alive, held, paused
         (self.held.add if held else self.held.discard)(index)
 
     def _count_clock(self, clock: int, change: int) -> None:

@@ -19,7 +19,21 @@ from torchquorum.transport.board import CLOSED, GONE, OPEN, Board, Record
 NO_LIMIT = 1 << 46
 RATES_AHEAD = 512
 # These change nothing of what the board stands on, so they are answered while it is open.
-HARMLESS = (m.Beat, m.Here, m.Probe, m.StatusRequest, m.Hello, m.FateOf, m.Position, m.Buffers, m.TakeBuffers, m.Fault)
+HARMLESS = (
+    m.Beat,
+    m.Here,
+    m.Probe,
+    m.StatusRequest,
+    m.Hello,
+    m.FateOf,
+    m.Position,
+    m.Buffers,
+    m.TakeBuffers,
+    m.TakeBatches,
+    m.UseBatches,
+    m.Scale,
+    m.Fault,
+)
 
 
 class BoardHost:
@@ -47,7 +61,13 @@ class BoardHost:
             return False
         if self._rounds and quorum.live < self._leader.plan.num_workers:
             return False
-        return all(shard.on_board(w, quorum.workers[w].incarnation) for w in quorum.alive)
+        for worker in quorum.alive:
+            known = quorum.workers[worker]
+            if not shard.on_board(worker, known.incarnation) or known.fenced:
+                return False  # what a fenced one pushes is refused, and on the board nobody is
+            if self._leader.data and self._leader.data.is_void(worker, known.incarnation, known.local_step):
+                return False
+        return True
 
     @property
     def _limit(self) -> int:

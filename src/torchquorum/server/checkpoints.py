@@ -39,6 +39,7 @@ class Saving:
     partial: Location
     keep: int
     begun_at: float
+    data: dict[str, dict[str, Any]] = field(default_factory=dict)
     parts: dict[int, Part] = field(default_factory=dict)
     heard: set[int] = field(default_factory=set)
     heard_buffers: set[int] = field(default_factory=set)
@@ -109,7 +110,8 @@ class Checkpoints:
         if state is None and self.saving is None:
             version = self._leader.quorum.version
             try:
-                self.saving = Saving(number, version, begin(locate(folder), version), keep, now)
+                partial = begin(locate(folder), version)
+                self.saving = Saving(number, version, partial, keep, now, self._leader.data.state())
             except CheckpointError as error:
                 self._check_first(str(error))
                 self.last = SaveState(number, "failed", version, "", str(error))
@@ -202,7 +204,8 @@ class Checkpoints:
             return
         if len(saving.parts) < self._plan.num_shards:
             return
-        missing = [w for w in self._leader.quorum.alive if self._misses(w, saving)]
+        workers = self._leader.quorum.workers  # one that has nothing to compute cannot be asked, and has not moved
+        missing = [w for w in self._leader.quorum.alive if not workers[w].paused and self._misses(w, saving)]
         if missing and now - saving.begun_at < POSITIONS_S:
             return
         saving.publishing = True
@@ -274,5 +277,6 @@ class Checkpoints:
             scalars={"optimizer": scalars},
             pieces=pieces,
             workers=workers,
+            data=saving.data,
             files=files,
         )

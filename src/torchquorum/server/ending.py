@@ -36,13 +36,14 @@ class Ending:
         workers = leader.quorum.workers
         if not workers:
             return
-        if leader.quorum.live > 0:
+        if leader.quorum.live > 0 or leader.quorum.alive:  # who has nothing to compute is there all the same
             self._idle_since = None
             return
         self._idle_since = now if self._idle_since is None else self._idle_since
         idle_s = now - self._idle_since
-        over = leader.quorum.stopped or (0 in workers and workers[0].left)
-        missing = [i for i in range(leader.plan.num_workers) if i not in workers]
+        over = leader.quorum.stopped or (0 in workers and workers[0].left) or leader.data.over
+        expected = leader.plan.min_workers if leader.plan.elastic else leader.plan.num_workers
+        missing = [i for i in range(expected) if i not in workers]
         dead = [i for i, w in workers.items() if not w.left]
         waited_for = missing if leader.quorum.stopped else missing + dead
         if over and (not waited_for or idle_s > LATE_S):

@@ -19,8 +19,22 @@ from torchquorum.formats.journal import Record
 from torchquorum.formats.ledger import Entry, Event, LedgerWriter, name_life
 from torchquorum.rules import quorum
 from torchquorum.rules.quorum import Key, Quorum
+from torchquorum.server.attendance import Attendance
+from torchquorum.server.shared_data import SharedData
 from torchquorum.server.tally import Tally
-from torchquorum.transport.messages import Apply, Drop, End, Fate, Held, Outcome, Plan, Release, Snapshot
+from torchquorum.transport.messages import (
+    Apply,
+    Batches,
+    Drop,
+    End,
+    Fate,
+    Held,
+    Outcome,
+    Plan,
+    Release,
+    Snapshot,
+    TakeBatches,
+)
 
 LogEntry = Apply | Drop | Release | Snapshot | End
 REMEMBERED_ARRIVALS = 4096
@@ -54,12 +68,15 @@ class Leader:
         self._wall = 0.0
         self.outcomes: dict[int, Outcome] = {}
         self._fates: OrderedDict[Key, Fate] = OrderedDict()
+        self.data = SharedData()
+        self.attendance = Attendance(plan, self.quorum)
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
     def begin(self, wall: float) -> None:
         """The variables exist, new or restored: the ledger says what the run is."""
         self._wall = wall
+        self._say(self.attendance.begin())
         if self._ledger is not None:
             plan: dict[str, Any] = msgspec.to_builtins(self.plan)
             values = sum(math.prod(v.shape) for v in self.plan.variables)
@@ -73,6 +90,10 @@ class Leader:
         for record in applied[-REMEMBERED_FATES:]:
             for key in record.keys:
                 self._keep_fate(Fate(*key, "accepted", quorum.Reason.WITHIN_BOUND.value, record.version - 1))
+
+    def _say(self, line: str | None) -> None:
+        if line is not None:
+            self.notes.append(line)
 
     def _keep_fate(self, fate: Fate) -> None:
         self._fates[Key(fate.worker, fate.incarnation, fate.local_step)] = fate
@@ -105,8 +126,10 @@ class Leader:
             self.note(how, worker)
             if known is not None:
                 self._drop_half(Key(worker, known.incarnation, known.local_step + 1))
+                self.data.gone(worker, known.incarnation, for_good=True)
         self.outcomes.pop(worker, None)
         self._follow(self.quorum.join(worker, incarnation, now), wall)
+        self._say(self.attendance.changed())
 
     def _drop_half(self, key: Key) -> None:
         """The life of a worker is over: a gradient of it that reached some shards only will never be whole."""
@@ -148,6 +171,8 @@ class Leader:
         del self._arrivals[key]
         self.outcomes.pop(key.worker, None)
         self.tally.worker(key.worker).hold(wall)
+        if self.data and not self.data.counts(key):
+            self.quorum.fence(key.worker, key.incarnation)
         self._follow(self.quorum.push(key, arrival.version, now, finite=arrival.finite), wall, arrival.loss)
 
     def asked_again(self, key: Key, request: int) -> None:
@@ -177,7 +202,23 @@ class Leader:
         if not known.left:
             results = {"loss": tally.final_loss, "accuracy": tally.accuracy}
             self.note("left", worker, values={name: value for name, value in results.items() if value is not None})
+        self.data.gone(worker, incarnation, for_good=True)
         self._follow(self.quorum.leave(worker, incarnation), wall)
+        if not self.data.over:
+            self._say(self.attendance.changed())
+
+    def take_batches(self, take: TakeBatches, now: float, wall: float) -> Batches:
+        """A worker that is one of ours asks for its share of the data."""
+        answer = self.data.take(take, self.quorum.live, stopped=self.quorum.stopped)
+        self.notes += self.data.notes
+        self.data.notes.clear()
+        if answer.numbers:
+            self._follow(self.quorum.resume(take.worker, take.incarnation, now), wall)
+        return answer
+
+    def pause(self, worker: int, incarnation: int, now: float, wall: float) -> None:
+        """A worker has nothing to compute, because others have what is left of the data: it is not waited for meanwhile."""
+        self._follow(self.quorum.pause(worker, incarnation, now), wall)
 
     def lost(self, worker: int, incarnation: int, why: str, wall: float) -> None:
         """A worker's process is gone."""
@@ -244,6 +285,8 @@ class Leader:
             "live": quorum.alive,
             "stopped": quorum.stopped,
             "transport": "+".join(transports),
+            **self.attendance.status(),
+            **({"data": self.data.status()} if self.data else {}),
             **self.tally.snapshot(),
         }
 
@@ -268,13 +311,15 @@ class Leader:
                 case quorum.Accepted() | quorum.Refused():
                     self._decided(action, wall, loss)
                 case quorum.Applied(keys, version):
-                    self._append(Apply([(k.worker, k.incarnation, k.local_step) for k in keys], version))
+                    batches = self.data.applied(keys) if self.data else {}
+                    self._append(Apply([(k.worker, k.incarnation, k.local_step) for k in keys], version, batches))
                     self.tally.updated(wall)
                 case quorum.Released(worker, incarnation, _, version, stop):
                     request = self._requests[worker][1]
                     self.tally.worker(worker).release(wall)
                     self._append(Release(worker, incarnation, request, version, stop))
-                case quorum.Died(worker, _, why):
+                case quorum.Died(worker, incarnation, why):
+                    self.data.gone(worker, incarnation, for_good=False)
                     self.tally.worker(worker).release(wall)
                     self._wall = wall
                     self.note("died", worker, why)
@@ -282,6 +327,7 @@ class Leader:
                     self.notes.append(
                         f"/job:worker/task:{worker} counts as dead ({why}); the run goes on without it{chief}"
                     )
+                    self._say(self.attendance.changed())
                 case _:
                     pass
 
@@ -293,6 +339,7 @@ class Leader:
         self.tally.worker(key.worker).decided(
             accepted=accepted, reason=action.reason.value, staleness=staleness, loss=loss, at=wall
         )
+        batches = self.data.decided(key, action.reason, accepted=accepted) if self.data else {}
         state = "accepted" if accepted else "refused"
         self._keep_fate(Fate(*key, state, action.reason.value, action.met, loss))
         if self._ledger is not None:
@@ -310,6 +357,7 @@ class Leader:
                     arrived_at=wall,
                     loss=loss,
                     took_s=round(wall - released_at, 6) if released_at is not None else None,
+                    batches=batches or msgspec.UNSET,
                 )
             )
         if not accepted:

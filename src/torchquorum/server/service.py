@@ -133,6 +133,11 @@ class Service:
             case m.MeanRequest():
                 self.strangers.talked(peer)
                 replies = [Reply(peer, *self._ready().mean.answer())]
+            case m.TakeBatches() | m.UseBatches():
+                replies = self._about_data(peer, message, now, wall)
+            case m.Scale():
+                self.strangers.talked(peer)
+                replies = [Reply(peer, self._scale(message))]
             case m.FateOf():
                 key = Key(message.worker, message.incarnation, message.local_step)
                 replies = [Reply(peer, self.leader.fate(key) if self.leader else m.Fate(*key, "never"))]
@@ -240,12 +245,13 @@ class Service:
             )
         self.reign = create.reign
         positions: dict[str, Any] = {}
+        data: dict[str, Any] = {}
         self.buffers = BufferHome.opened(create.plan, frames[-1], self._peer_of, create.restore) if buffers else None
         if create.restore is None:
             self.shard = Shard(self.me.index, create.plan, frames[0], frames[1])
         else:
             self.shard, manifest = Shard.restored(self.me.index, create.plan, locate(create.restore))
-            positions = manifest.workers
+            positions, data = manifest.workers, manifest.data
         try:
             applied = take_up_journal(self.shard, create, lambda line: self._say(f"{self.me.task}: {line}"))
         except BaseException:
@@ -257,6 +263,7 @@ class Service:
             self.ledger = self._open_ledger(create.plan.logdir)
             self.leader = Leader(create.plan, self.tally, self.ledger, self.shard.version)
             self.leader.remember(applied)
+            self.leader.data.restore(data, (record.batches for record in applied))
             self.leader.begin(wall)
             self.checkpoints = Checkpoints(
                 self.leader, self.parts.saver, lambda line: self._say(f"{self.me.task}: {line}"), self.buffers
@@ -414,7 +421,8 @@ class Service:
         if self.leader is None:
             return [Reply(peer, m.Alive(0, False))]
         self.leader.quorum.seen(beat.worker, beat.incarnation, now)
-        return [Reply(peer, m.Alive(self.leader.quorum.version, self.leader.quorum.stopped, self.leader.lead))]
+        leave = self.leader.attendance.must_leave(beat.worker, beat.incarnation)
+        return [Reply(peer, m.Alive(self.leader.quorum.version, self.leader.quorum.stopped, self.leader.lead, leave))]
 
     def _leave(self, peer: Peer, leave: m.Leave, now: float, wall: float) -> list[Reply]:
         if self.leader is not None:
@@ -555,6 +563,28 @@ class Service:
             if known is not None and known.incarnation == position.incarnation:
                 self.checkpoints.position(position.worker, position.version, position.body)
         return []
+
+    def _about_data(self, peer: Peer, message: m.TakeBatches | m.UseBatches, now: float, wall: float) -> list[Reply]:
+        if self.leader is None:
+            raise LostPlaceError("shares out no data: only ps task 0 does, once the chief has created the variables")
+        known = self.leader.quorum.workers.get(message.worker)
+        if known is None or known.incarnation != message.incarnation or known.left:
+            return [Reply(peer, self._not_joined(message.worker, message.incarnation, message.request))]
+        if isinstance(message, m.UseBatches):
+            return [Reply(peer, self.leader.data.use(message))]
+        replies = self._look_at_board(close=message.void > known.local_step)  # its next gradient will be refused
+        answer = self.leader.take_batches(message, now, wall)
+        if message.idle and not (answer.numbers or answer.over or answer.void):
+            replies += self._look_at_board(close=True)
+            self.leader.pause(message.worker, message.incarnation, now, wall)
+        return [*replies, Reply(peer, answer)]
+
+    def _scale(self, scale: m.Scale) -> m.Scaled:
+        if self.leader is None:
+            raise ConfigError(
+                "only /job:ps/task:0 knows the run, once the chief has created the variables: ask that one"
+            )
+        return self.leader.attendance.scale(scale.workers)
 
     def _about_buffers(
         self, peer: Peer, message: m.Buffers | m.TakeBuffers, frames: list[Frame], now: float

@@ -335,8 +335,8 @@ class Shard:
         """Does what the next entry of the log says; `told`: who is released knows it already, from the board."""
         self.followed += 1
         match entry:
-            case Apply(keys, version):
-                self._apply([Key(*k) for k in keys], version)
+            case Apply(keys, version, batches):
+                self._apply([Key(*k) for k in keys], version, batches)
             case Drop(keys):
                 for key in keys:
                     self._gradients.pop(Key(*key), None)
@@ -406,7 +406,7 @@ class Shard:
                 gradient.sections = [section.clone() for section in gradient.sections]
                 gradient.borrowed = False
 
-    def _apply(self, keys: Sequence[Key], version: int) -> None:
+    def _apply(self, keys: Sequence[Key], version: int, batches: dict[str, list[int]]) -> None:
         if version in self.made:
             for key in keys:
                 self._decide(key)
@@ -419,7 +419,7 @@ class Shard:
         absent = frozenset.intersection(*(p.absent for p in parts))
         mean, slot = self._update([p.sections for p in parts], absent, version)
         if self.journal is not None:  # before anybody hears of this version
-            record = Record(version, sorted(absent), [(k.worker, k.incarnation, k.local_step) for k in keys])
+            record = Record(version, sorted(absent), [(k.worker, k.incarnation, k.local_step) for k in keys], batches)
             self.journal.append(record, region_bytes(self.region, mean))
         self._publish(slot, version)
 

@@ -46,6 +46,11 @@ class Connection:
         """Returns the worker that does what is the chief's to do, as ps task 0 last said."""
         return self._beat.lead if self._beat is not None else self._lead
 
+    @property
+    def asked_to_leave(self) -> bool:
+        """Whether ps task 0 wants this worker to go, because fewer are wanted."""
+        return self._beat is not None and self._beat.leave
+
     def open(self, prepare: Callable[[Client], None]) -> Client:
         """Makes the client; after a loss, in the same life: surviving ps tasks know this worker.
 

@@ -73,6 +73,11 @@ class Task:
         return self.cluster.num_tasks("worker")
 
     @property
+    def min_workers(self) -> int:
+        """Returns how many of them must be there for the run to begin; fewer where workers may come and go."""
+        return self.cluster.min_workers
+
+    @property
     def num_ps(self) -> int:
         """Returns how many ps tasks the cluster names."""
         return self.cluster.num_tasks("ps")
@@ -127,6 +132,7 @@ def join(
     report: str | None = None,
     secret_file: str | None = None,
     insecure: bool | None = None,
+    min_workers: int | None = None,
     allow_soft_placement: bool | None = None,
     gpu_memory_fraction: float | None = None,
     config: ConfigProto | None = None,
@@ -134,8 +140,8 @@ def join(
     """Finds this process's place in the cluster; a ps task serves here and never returns.
 
     Args:
-        argv: Where to look for flags (--job_name, --task_id, --ps_hosts, --worker_hosts, --transport, --secret_file,
-            --insecure). By default sys.argv, from which they are then removed, so that a parser of your own sees only its
+        argv: Where to look for flags (--job_name, --task_id, --ps_hosts, --worker_hosts, --min_workers, --transport,
+            --secret_file, --insecure). By default sys.argv, from which they are then removed, so that a parser of your own sees only its
             own flags.
         parser: Your program's own parser. Its flags are read here, on a ps too, into `task.flags`. It may declare the
             cluster's flags: then they are in its help, and their defaults hold where nothing else names a cluster.
@@ -146,6 +152,7 @@ def join(
         report: Where ps task 0 writes the report as JSON when the job ends.
         secret_file: The file with the cluster's secret, given directly; tasks off loopback need one.
         insecure: True lets this task listen for other hosts without a secret.
+        min_workers: So many workers must be there for the run to begin; the others of the cluster may come and go.
         allow_soft_placement: Use the CPU for a device that is not there or cannot run an operation, in the whole program.
         gpu_memory_fraction: The share of each GPU's memory that this process may take, so that several can share one.
         config: The last two as TensorFlow's ConfigProto.
@@ -176,6 +183,7 @@ def join(
         insecure,
         meet=lambda meeting: meet(meeting, say=say),
         own=own_flags(parser),
+        min_workers=min_workers,
     )
     fill_in(flags, found)
     if found is None or found.task.job != "ps":

@@ -73,6 +73,7 @@ class Origin:
             keep=self._keep,
             durable=self._durable,
             tied=tied_names(session.model),
+            min_workers=session.task.min_workers if session.task.cluster.elastic else 0,
         )
         self._buffers.describe(plan)
         return plan, parameters

@@ -36,6 +36,7 @@ def find_again(
     *,
     wait_for_workers: int,
     after_loop: bool,
+    shares: bool,
     deadline: float,
 ) -> Found:
     """Joins again, as often as it takes.
@@ -46,6 +47,8 @@ def find_again(
         buffers: The session's; taken again where the run is back at a checkpoint.
         wait_for_workers: How many workers trained together.
         after_loop: Whether the loop is over: then no gradient is taken up.
+        shares: Whether ps task 0 shares data out: one that was restored knows nothing of batches on their way, so they are
+            computed again and no gradient of them is taken up.
         deadline: When to give up, on the monotonic clock.
 
     Raises:
@@ -60,7 +63,8 @@ def find_again(
             version = client.version
             # Those who trained together go on together: else the first one back would fill their rounds.
             client.wait_for_workers(wait_for_workers, at_most_s=REJOIN_S)
-            taken_up = client.take_up(before) if not (steps_back or after_loop) else None
+            unknown = shares and client.reign != before.reign
+            taken_up = client.take_up(before) if not (steps_back or after_loop or unknown) else None
             return Found(client, version, steps_back, taken_up)
         except (TaskLostError, LostPlaceError, DeadlineError):
             if time.monotonic() > deadline:

@@ -47,6 +47,7 @@ from torchquorum.session.origin import Origin
 from torchquorum.session.position import Resumable
 from torchquorum.session.ready import give_scalar
 from torchquorum.session.recovery import check_still_over, find_again, lost_at_the_end
+from torchquorum.session.share import Share, make_share
 from torchquorum.session.states import State, check_step
 from torchquorum.transport.messages import Plan
 from torchquorum.worker.client import Client, Patience, Step
@@ -75,7 +76,8 @@ class Session:
         keep: How many checkpoints are kept.
         restore: Whether to go on from the newest good checkpoint in the folder.
         wait_for_workers: Train only when so many workers have joined; by default the first goes ahead alone, which a
-            sync run that shall be the same every time does not want.
+            sync run that shall be the same every time does not want. Where workers may come and go (`--workers 2:8`),
+            the least of them by default, at the run's beginning.
         start_afresh: Whether to begin again at step 0 when a ps was restarted and there is no checkpoint; else an error.
         data: What has a position that belongs to a checkpoint: `tq.Batches`, or anything with state_dict and
             load_state_dict; one, or several by name.
@@ -117,7 +119,7 @@ class Session:
         save_every_steps: int | None = None,
         keep: int = 5,
         restore: bool = True,
-        wait_for_workers: int = 1,
+        wait_for_workers: int | None = None,
         start_afresh: bool = False,
         data: Resumable | Mapping[str, Resumable] | None = None,
         buffers: str = "chief",
@@ -149,6 +151,8 @@ class Session:
         self._stop_asked = self._after_loop = False
         self._reached = 0
         self._data: dict[str, Resumable] = dict(data) if isinstance(data, Mapping) else {"data": data} if data else {}
+        if wait_for_workers is None:
+            wait_for_workers = task.min_workers if task.cluster.elastic else 1
         if not 1 <= wait_for_workers <= task.num_workers:
             raise ConfigError(f"wait_for_workers={wait_for_workers}: the cluster has {task.num_workers} workers")
         self._keep, self._wait_for_workers = keep, wait_for_workers
@@ -287,6 +291,7 @@ class Session:
                 self._buffers,
                 wait_for_workers=self._wait_for_workers,
                 after_loop=stopping,
+                shares=any(isinstance(hook, Share) for hook in self.hooks),
                 deadline=deadline,
             )
         except (TaskLostError, LostPlaceError, DeadlineError) as last:
@@ -307,7 +312,12 @@ class Session:
         lost = Step(client.version, client.local_step, False, "ps lost", 0, client.lr[0], client.stopped)
         return found.taken_up or lost
 
-    def _surviving(self, ask: Callable[[], _Answer]) -> _Answer:
+    @property
+    def incarnation(self) -> int:
+        """Returns the id of this life of the worker."""
+        return self._known().incarnation
+
+    def surviving(self, ask: Callable[[], _Answer]) -> _Answer:
         """Asks the ps tasks for something; if one is lost meanwhile, finds it again and asks once more."""
         while True:
             try:
@@ -332,6 +342,9 @@ class Session:
 
     def _obey_signals(self) -> None:
         """A signal has asked this worker to stop, or the time is up: the chief ends the run for everybody."""
+        if self._connection.asked_to_leave and not self._stop_asked:
+            self._stop_asked = True
+            say(f"{self.task}: asked to leave the run, because fewer workers are wanted")
         if (self._signals.asked or (self._goal.is_late and self.task.is_chief)) and not self._stop_asked:
             self._stop_asked = True
             if self.task.is_chief:
@@ -355,7 +368,7 @@ class Session:
             raise ConfigError("session.save(): the session has no logdir to save into")
         self._origin.has_saved = True
         self._running().send_position()
-        state = self._surviving(lambda: self._running().save(secrets.randbits(48), folder, self._keep, wait_s=wait_s))
+        state = self.surviving(lambda: self._running().save(secrets.randbits(48), folder, self._keep, wait_s=wait_s))
         if state is None:
             return None
         if state.state != "done":
@@ -393,6 +406,9 @@ class Session:
     def _end(self) -> None:
         self._devices.close()
         self._signals.remove()
+        for hook in self.hooks:
+            if isinstance(hook, Share):
+                hook.close()
         self._connection.close()
         if self.task.alone is not None:
             self.task.alone.finish()
@@ -403,6 +419,40 @@ class Session:
         """Whether the run is over: the last step has been reached, or somebody asked to stop."""
         self._obey_signals()
         return self._stop_asked or self._running().stopped
+
+    def share(
+        self,
+        data: Any,
+        batch_size: int | None = None,
+        *,
+        epochs: int | None = 1,
+        seed: int = 0,
+        shuffle: bool | None = None,
+        drop_last: bool | None = None,
+        name: str = "data",
+    ) -> Share:
+        """Shares data out to the workers that are there, batch by batch, however they come and go.
+
+        Iterate over it in place of a DataLoader: `for x, y in session.share(dataset, batch_size=100, epochs=3)`. Every batch of
+        every epoch is used in one update exactly once; docs/elastic.md says what that means when workers die.
+
+        Args:
+            data: Tensors of the same length, or anything with a length and items by index, the same on every worker; or a
+                DataLoader over such, whose batch size, order, collate_fn and processes then hold.
+            batch_size: How many rows make a batch.
+            epochs: How often the data is gone through, by all workers together; None for no end.
+            seed: Of the order of the rows; the same on every worker.
+            shuffle: Whether every epoch has an order of its own; it has, unless this is False.
+            drop_last: Whether rows that do not fill a batch are left out.
+            name: Tells several shares of a session apart.
+
+        Raises:
+            ConfigError: The data cannot be shared out, or an argument is out of range.
+        """
+        self._running()
+        return make_share(
+            self, data, batch_size, epochs=epochs, seed=seed, shuffle=shuffle, drop_last=drop_last, name=name
+        )
 
     def end_at(self, last_step: int) -> None:
         """Makes this the global step at which the run is over, if none was given; called before the session begins."""
@@ -449,7 +499,7 @@ class Session:
 
     def pull(self) -> int:
         """Takes the cluster's current version into the model's parameters; returns it."""
-        return self._surviving(lambda: self._running().pull())
+        return self.surviving(lambda: self._running().pull())
 
     @contextmanager
     def averaged(self) -> Iterator[int]:
@@ -458,7 +508,7 @@ class Session:
         Its buffers are the run's meanwhile, as in `shared_buffers`.
         """
         with self.shared_buffers():
-            version = self._surviving(lambda: self._running().pull(averaged=True))
+            version = self.surviving(lambda: self._running().pull(averaged=True))
             try:
                 yield version
             finally:
@@ -467,12 +517,12 @@ class Session:
     @contextmanager
     def shared_buffers(self) -> Iterator[None]:
         """Inside this block the model's buffers are the run's, see `buffers=`; afterwards they are this worker's again."""
-        with self._buffers.shared(lambda: self._surviving(lambda: self._running().take_buffers())):
+        with self._buffers.shared(lambda: self.surviving(lambda: self._running().take_buffers())):
             yield
 
     def pull_buffers(self) -> None:
         """Takes the run's buffers, see `buffers=`, into the model, to stay."""
-        self._buffers.take(lambda: self._surviving(lambda: self._running().take_buffers()))
+        self._buffers.take(lambda: self.surviving(lambda: self._running().take_buffers()))
 
     def record(self, **results: Any) -> None:
         """Notes this worker's final `loss` and `accuracy` for the report."""

@@ -83,6 +83,12 @@ class Plan(msgspec.Struct, kw_only=True):
     buffers: list[BufferSpec] = []
     buffers_mode: str = "local"
     tied: dict[str, str] = {}
+    min_workers: int = 0
+
+    @property
+    def elastic(self) -> bool:
+        """Whether workers may come and go: `num_workers` is how many places there are, `min_workers` who must be there."""
+        return 0 < self.min_workers < self.num_workers
 
     def layout(self) -> Layout:
         """Returns the placement of the variables, the same on every task."""
@@ -273,6 +279,58 @@ class TakeBuffers(Message):
     joining: bool
 
 
+class ShareSpec(msgspec.Struct, frozen=True):
+    """Which data is shared out, in which order: the same for all workers, or they would not mean the same batches.
+
+    Attributes:
+        name: Which share of the session.
+        rows: How many rows the data has.
+        batch_size: How many of them are in a batch.
+        batches: How many batches are in an epoch.
+        epochs: How many epochs there are; None for no end.
+        seed: Of the order of the rows; -1 where they are not shuffled.
+    """
+
+    name: str
+    rows: int
+    batch_size: int
+    batches: int
+    epochs: int | None
+    seed: int
+
+
+class TakeBatches(Message):
+    """A worker asks for its share of the data: a batch for each of these local steps. Answered by Batches.
+
+    `void` says that it holds nothing any more and has made so many local steps; -1 says neither. `idle` says that it has
+    nothing to compute until it is given something. Sent again under the same request if no answer comes.
+    """
+
+    worker: int
+    incarnation: int
+    request: int
+    share: ShareSpec
+    steps: list[int]
+    void: int = -1
+    idle: bool = False
+
+
+class UseBatches(Message):
+    """A worker says for which local steps its batches are, otherwise than before: [batch, step]. Answered by BatchesUsed."""
+
+    worker: int
+    incarnation: int
+    request: int
+    name: str
+    steps: list[tuple[int, int]]
+
+
+class Scale(Message):
+    """Anybody says how many workers are wanted, within the cluster's range. Answered by Scaled."""
+
+    workers: int
+
+
 class FateOf(Message):
     """A client asks shard 0 what became of a gradient whose worker it has lost. Answered by Fate."""
 
@@ -369,11 +427,13 @@ class Alive(Message):
     """The ps task is alive and at this version; `stop` says that the run is over.
 
     `lead` is the worker that does what is the chief's to do: the chief, or, while it counts as dead, the first one alive.
+    `leave` asks the worker to finish its batch and go: fewer are wanted.
     """
 
     version: int
     stop: bool
     lead: int = 0
+    leave: bool = False
 
 
 class SaveState(Message):
@@ -397,6 +457,33 @@ class Wanted(Message):
     """A ps asks for a worker's buffers as they are now. Answered by Buffers."""
 
     number: int
+
+
+class Batches(Message):
+    """The batches that a worker is given, by number, in order. None, and not over: all that are left others have.
+
+    `void` says that this worker was taken for dead and holds nothing any more.
+    """
+
+    request: int
+    numbers: list[int]
+    over: bool
+    void: bool
+
+
+class BatchesUsed(Message):
+    """It is noted for which local steps a worker's batches are; `ok` is False if one of them is not its own any more."""
+
+    request: int
+    ok: bool
+
+
+class Scaled(Message):
+    """So many workers are wanted from now on; these are alive, and those of them that are asked to leave."""
+
+    workers: int
+    live: list[int]
+    leaving: list[int]
 
 
 class Bye(Message):
@@ -468,10 +555,14 @@ class Have(Message):
 
 
 class Apply(Message):
-    """Log entry: the mean of these gradients (worker, incarnation, local step) makes `version`."""
+    """Log entry: the mean of these gradients (worker, incarnation, local step) makes `version`.
+
+    `batches` are those of shared data that they were computed from, by share; a journal keeps them.
+    """
 
     keys: list[tuple[int, int, int]]
     version: int
+    batches: dict[str, list[int]] = {}
 
 
 class Drop(Message):
@@ -547,6 +638,9 @@ AnyMessage = (
     | Position
     | Buffers
     | TakeBuffers
+    | TakeBatches
+    | UseBatches
+    | Scale
     | FateOf
     | StatusRequest
     | MeanRequest
@@ -556,6 +650,9 @@ AnyMessage = (
     | Held
     | Unknown
     | Alive
+    | Batches
+    | BatchesUsed
+    | Scaled
     | Bye
     | RunBuffers
     | Wanted

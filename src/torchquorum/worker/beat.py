@@ -1,7 +1,7 @@
 """A worker's sign of life, from a thread of its own, so that a long batch is not taken for a death.
 
 Started and stopped by the session. Uses a channel that nobody else uses; shares nothing with the worker's thread but a
-flag to stop and one number that only this thread writes.
+flag to stop and two values that only this thread writes.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ class Beat:
 
     Attributes:
         lead: The worker that does what is the chief's to do, as ps task 0 last said; may be read on any thread.
+        leave: Whether ps task 0 has asked this worker to go; may be read on any thread.
     """
 
     def __init__(
@@ -27,7 +28,7 @@ class Beat:
     ) -> None:
         self._channel, self._interval_s = channel, interval_s
         self._message = codec.encode(m.Beat(worker, incarnation))
-        self.lead = lead
+        self.lead, self.leave = lead, False
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="torchquorum-beat", daemon=True)
         self._thread.start()
@@ -38,7 +39,7 @@ class Beat:
             while (received := self._channel.receive(0.0)) is not None:
                 answer, _ = codec.split(received)
                 if isinstance(answer, m.Alive):
-                    self.lead = answer.lead
+                    self.lead, self.leave = answer.lead, answer.leave
         self._channel.close()
 
     def stop(self) -> None:

@@ -97,7 +97,7 @@ class Client:
         self._positions: Positions | None = None
         self.position: dict[str, Any] | None = None
         self.buffers: BufferLink | None = None
-        self.version = 0
+        self.version = self.reign = 0
         self.local_step = 0
         self.stopped = False
         self.lr = [0.0]
@@ -109,7 +109,7 @@ class Client:
     def go_on_from(self, before: Client) -> None:
         """Takes over the counts of a connection that was lost."""
         self._request, self.local_step = before._request, before.local_step
-        self.version, self.lr = before.version, before.lr
+        self.version, self.lr, self.reign = before.version, before.lr, before.reign
 
     # -- the life of a worker -----------------------------------------------------------------------------------------
 
@@ -437,7 +437,7 @@ class Client:
             self._open = [(m.Pull(self.index, self.incarnation, self._request, averaged), []) for _ in self._ps]
             self._send_open()
         first = answers[0][0]
-        self.version, self.lr = first.version, first.lr
+        self.version, self.lr, self.reign = first.version, first.lr, first.reign
         self.stopped = self.stopped or first.stop
         self.position = first.position
         if first.stop and self.buffers is not None:
@@ -458,14 +458,18 @@ class Client:
     def wait_for_workers(self, count: int, at_most_s: float | None = None) -> None:
         """Waits until so many workers have joined, this one counted; `at_most_s` goes on without the others then."""
         started = told = time.monotonic()
+        elastic = self._plan is not None and self._plan.elastic  # then it is the run's beginning that is waited for
+        limit_s = self.patience.start_s if elastic else min(WORKERS_S, self.patience.start_s)
         while count > 1:
             body = self._ask(0, m.StatusRequest(), [], m.Status, self.patience.round_s, "the other workers").body
             now, live = time.monotonic(), body.get("live", [])
             if len(live) >= count or body.get("stopped") or body.get("global_step", 0) > self.version:
                 return
+            if elastic and body.get("updates", 0) > 0:
+                return
             if at_most_s is not None and now - started > at_most_s:
                 return
-            if now - started > min(WORKERS_S, self.patience.start_s):
+            if now - started > limit_s:
                 raise DeadlineError(
                     f"{self.task}: waited {now - started:.0f} s for {count} workers and gave up; {len(live)} have joined. "
                     "Start the others, or ask the session for fewer with wait_for_workers."

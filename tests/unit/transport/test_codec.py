@@ -37,7 +37,7 @@ memory = st.builds(m.MemoryRef, numbers, numbers, numbers, numbers)
 keys = st.lists(st.tuples(numbers, numbers, numbers), max_size=4)
 outcomes = st.builds(m.Outcome, st.booleans(), st.text(), numbers)
 entries = st.one_of(
-    st.builds(m.Apply, keys, numbers),
+    st.builds(m.Apply, keys, numbers, st.dictionaries(st.text(), st.lists(numbers, max_size=3), max_size=2)),
     st.builds(m.Drop, keys),
     st.builds(m.Release, numbers, numbers, numbers, numbers, st.booleans()),
     st.builds(m.Snapshot, numbers, numbers, st.text()),
@@ -79,7 +79,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     ),
     m.Held: st.builds(m.Held, numbers, st.text(), numbers, numbers, st.lists(numbers, max_size=5)),
     m.Unknown: st.builds(m.Unknown, numbers, numbers),
-    m.Alive: st.builds(m.Alive, numbers, st.booleans(), numbers),
+    m.Alive: st.builds(m.Alive, numbers, st.booleans(), numbers, st.booleans()),
     m.Bye: st.just(m.Bye()),
     m.Status: st.builds(m.Status, st.dictionaries(st.text(), json, max_size=4)),
     m.Fault: st.builds(m.Fault, st.text(), st.text(), numbers),
@@ -93,6 +93,23 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     m.Buffers: st.builds(m.Buffers, numbers, numbers, numbers, numbers, st.booleans()),
     m.TakeBuffers: st.builds(m.TakeBuffers, numbers, numbers, numbers, st.booleans()),
     m.RunBuffers: st.builds(m.RunBuffers, numbers, st.lists(numbers, max_size=4)),
+    m.TakeBatches: st.builds(
+        m.TakeBatches,
+        numbers,
+        numbers,
+        numbers,
+        st.builds(m.ShareSpec, st.text(), numbers, numbers, numbers, st.none() | numbers, numbers),
+        st.lists(numbers, max_size=4),
+        numbers,
+        st.booleans(),
+    ),
+    m.UseBatches: st.builds(
+        m.UseBatches, numbers, numbers, numbers, st.text(), st.lists(st.tuples(numbers, numbers), max_size=4)
+    ),
+    m.Batches: st.builds(m.Batches, numbers, st.lists(numbers, max_size=4), st.booleans(), st.booleans()),
+    m.BatchesUsed: st.builds(m.BatchesUsed, numbers, st.booleans()),
+    m.Scale: st.builds(m.Scale, numbers),
+    m.Scaled: st.builds(m.Scaled, numbers, st.lists(numbers, max_size=4), st.lists(numbers, max_size=4)),
     m.Wanted: st.builds(m.Wanted, numbers),
     m.Part: st.builds(
         m.Part,

@@ -1,0 +1,152 @@
+"""Data cut into numbered batches: batch i of epoch e is number e * batches + i, on every worker the same rows.
+
+Made by `session.share`, which is told by ps task 0 which numbers are this worker's. Used from one thread. The order of an
+epoch is a pure function of (seed, epoch), so that only numbers travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, TensorDataset
+from torch.utils.data import default_collate as collate
+
+from torchquorum.data.batches import permute
+from torchquorum.data.mnist import Split
+from torchquorum.errors import ConfigError
+
+_KEPT = ("collate_fn", "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator")
+
+
+class NumberedBatches:
+    """The batches of a map-style data set, by number.
+
+    Args:
+        source: A `Split`, tensors of the same length, a TensorDataset, any data set with a length and items by index, or a
+            DataLoader over one, whose settings then hold.
+        batch_size: How many rows make a batch.
+        seed: Of the order of the rows, the same on every worker.
+        shuffle: Whether every epoch is a new permutation; None for yes, or as the DataLoader has it.
+        drop_last: Whether rows that do not fill a batch are left out; None for no, or as the DataLoader has it.
+
+    Attributes:
+        rows: How many rows the data has.
+        batch_size: How many rows make a batch.
+        per_epoch: How many batches an epoch has.
+        seed: The seed, -1 where rows are not shuffled.
+        ahead: How many batches a DataLoader's processes read ahead, 0 where there are none.
+    """
+
+    def __init__(
+        self, source: Any, batch_size: int | None, *, seed: int, shuffle: bool | None, drop_last: bool | None
+    ) -> None:
+        self._settings: dict[str, Any] = {}
+        self.ahead = 0
+        if isinstance(source, DataLoader):
+            batch_size, shuffle, drop_last = self._read_loader(source, batch_size, shuffle, drop_last)
+            source = source.dataset
+        if batch_size is None or isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size!r}: must be a whole number, 1 or more")
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise ConfigError(f"seed={seed!r}: must be a whole number, 0 or more")
+        self._fetch, self.rows = _reader(source)
+        self._dataset: Any = source
+        if self._settings:
+            self._fetch = self._collated
+        self.batch_size = batch_size
+        self.seed = -1 if shuffle is False else seed
+        self.per_epoch = self.rows // batch_size if drop_last else -(-self.rows // batch_size)
+        if self.per_epoch < 1:
+            raise ConfigError(f"batch_size={batch_size}: the data has {self.rows} rows, which do not fill a batch")
+        self._order, self._order_epoch = torch.empty(0, dtype=torch.int64), -1
+        self._loader: DataLoader[Any] | None = None
+
+    def rows_of(self, number: int) -> torch.Tensor:
+        """Returns the rows of a batch, as indices into the data."""
+        epoch, place = divmod(number, self.per_epoch)
+        if self._order_epoch != epoch:
+            self._order = permute(self.rows, self.seed, epoch) if self.seed >= 0 else torch.arange(self.rows)
+            self._order_epoch = epoch
+        return self._order[place * self.batch_size : (place + 1) * self.batch_size]
+
+    def fetch(self, number: int) -> Any:
+        """Returns a batch."""
+        return self._fetch(self.rows_of(number))
+
+    def stream(self, numbers: Iterator[int]) -> Iterator[Any]:
+        """Returns batches, read ahead by the processes of the DataLoader, in the order of the numbers."""
+        if self._loader is None:
+            self._sampler = _Feed(self)
+            self._loader = DataLoader(
+                self._dataset, batch_sampler=self._sampler, persistent_workers=True, **self._settings
+            )
+        self._sampler.numbers = numbers
+        return iter(self._loader)
+
+    def _collated(self, rows: torch.Tensor) -> Any:
+        items = self._dataset.__getitems__(rows.tolist()) if hasattr(self._dataset, "__getitems__") else None
+        return self._settings["collate_fn"]([self._dataset[i] for i in rows.tolist()] if items is None else items)
+
+    def _read_loader(
+        self, loader: DataLoader[Any], batch_size: int | None, shuffle: bool | None, drop_last: bool | None
+    ) -> tuple[int | None, bool, bool]:
+        if any(value is not None for value in (batch_size, shuffle, drop_last)):
+            raise ConfigError(
+                "session.share(DataLoader): it says batch_size, shuffle and drop_last itself; leave them out"
+            )
+        if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
+            raise ConfigError(
+                "session.share(DataLoader): it must make batches, of batch_size rows each, of a data set with a length and "
+                "items by index; a stream, or a batch_sampler of your own, cannot be shared out by number"
+            )
+        if type(loader.sampler) not in (RandomSampler, SequentialSampler) or getattr(
+            loader.sampler, "replacement", False
+        ):
+            raise ConfigError(
+                f"session.share(DataLoader): its sampler is {type(loader.sampler).__name__}, and the rows are shared out "
+                "here; make the DataLoader with shuffle=True or shuffle=False and no sampler"
+            )
+        self._settings = {name: getattr(loader, name) for name in _KEPT}
+        if loader.num_workers > 0:
+            self._settings["prefetch_factor"] = loader.prefetch_factor
+            self.ahead = loader.num_workers * (loader.prefetch_factor or 2)
+        return loader.batch_size, isinstance(loader.sampler, RandomSampler), loader.drop_last
+
+
+class _Feed:
+    """What a DataLoader takes for its batch sampler: the rows of numbers that come one by one."""
+
+    def __init__(self, batches: NumberedBatches) -> None:
+        self._batches = batches
+        self.numbers: Iterator[int] = iter(())
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in self.numbers:
+            yield self._batches.rows_of(number).tolist()
+
+
+def _reader(source: Any) -> tuple[Callable[[torch.Tensor], Any], int]:
+    """Returns what reads rows of the data, and how many rows there are."""
+    if isinstance(source, Split):
+        return lambda rows: (source.inputs(rows), source.labels.index_select(0, rows)), len(source.labels)
+    tensors: Sequence[Any] | None = None
+    if isinstance(source, TensorDataset):
+        tensors = source.tensors
+    elif isinstance(source, torch.Tensor):
+        return lambda rows: source.index_select(0, rows.to(source.device)), len(source)
+    elif isinstance(source, tuple | list) and source and all(isinstance(t, torch.Tensor) for t in source):
+        tensors = source
+    if tensors is not None:
+        found = tuple(tensors)
+        if len({len(t) for t in found}) != 1:
+            raise ConfigError(f"data: tensors of {[len(t) for t in found]} rows; must be as many of each")
+        return lambda rows: tuple(t.index_select(0, rows.to(t.device)) for t in found), len(found[0])
+    if isinstance(source, IterableDataset) or not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
+        raise ConfigError(
+            f"data={type(source).__name__}: must be tensors of the same length, a data set with a length and items by index, "
+            "or a DataLoader over one; a stream cannot be shared out by number"
+        )
+    items: Any = source
+    return lambda rows: collate([items[i] for i in rows.tolist()]), len(source)

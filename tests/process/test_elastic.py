@@ -1,0 +1,133 @@
+"""Workers that come and go, as real processes: every batch of the epochs is in the variables exactly once."""
+
+import os
+import re
+import signal
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.process.tasks import FORKING, Started, by_hand, run
+from torchquorum.cluster.secret import OPEN
+from torchquorum.formats.ledger import read_ledger
+from torchquorum.launcher.scale import ask_to_scale
+
+PROGRAM = Path(__file__).parent / "elastic_program.py"
+HELD, ROWS, EPOCHS = 24, 60, 2
+
+
+def wait_for_pids(task: Started, workers: set[int]) -> dict[int, int]:
+    found: dict[int, int] = {}
+    while found.keys() != workers:
+        said = re.search(r"pid (\d+) of worker (\d+)", task.until("pid "))
+        assert said is not None
+        found[int(said[2])] = int(said[1])
+    return found
+
+
+def wait_for(task: Started, texts: set[str]) -> None:
+    missing = {text for text in texts if not any(text in line for line in task.lines)}
+    while missing:
+        line = task.until("worker")
+        missing = {text for text in missing if text not in line}
+
+
+def used(folder: Path) -> Counter[int]:
+    """How often each batch was accepted, as the ledger has it."""
+    found: Counter[int] = Counter()
+    for entry in read_ledger(folder):
+        if entry.accepted:
+            assert isinstance(entry.batches, dict)
+            found.update(entry.batches["data"])
+    return found
+
+
+@pytest.mark.parametrize("rule", ["sync", "async"])
+def test_workers_are_added_killed_frozen_and_sent_away_and_no_batch_is_lost_or_doubled(
+    rule: str, tmp_path: Path
+) -> None:
+    go, folder = tmp_path / "go", tmp_path / "run"
+    flags = [
+        f"--rule={rule}",
+        f"--hold={HELD}",
+        f"--go={go}",
+        f"--logdir={folder}",
+        f"--epochs={EPOCHS}",
+        f"--rows={ROWS}",
+    ]
+    task = Started([*FORKING, "run", "--workers=2:4", str(PROGRAM), *flags], forked=True)
+    try:
+        address = re.search(r"scale (\S+) N", task.until("2 workers to begin with, of at most 4"))
+        assert address is not None
+        task.until("under Sync() 4 gradients make one update" if rule == "sync" else "every gradient is an update")
+        pids = wait_for_pids(task, {0, 1})
+        task.until("holds")  # under sync the other may be waiting for this one
+        assert ask_to_scale(address[1], 4, OPEN, 30.0).leaving == []
+        pids |= wait_for_pids(task, {2, 3})
+        wait_for(task, {"worker 2 holds", "worker 3 holds"})
+        os.kill(pids[2], signal.SIGKILL)  # it is started again, and gets other batches
+        task.until("/job:worker/task:2 was ended by SIGKILL; starting it again")
+        task.until("worker 2 holds")
+        assert ask_to_scale(address[1], 3, OPEN, 30.0).leaving == [3]
+        task.until("/job:worker/task:3: asked to leave the run")
+        os.kill(pids[1], signal.SIGSTOP)  # its batches go to others, and what it computed counts for nothing
+        task.until("/job:worker/task:1 counts as dead")
+        os.kill(pids[1], signal.SIGCONT)
+        go.touch()
+        assert task.wait() == 0, task.tail()
+    finally:
+        task.end()
+    lines = "\n".join(task.lines)
+    assert f"uses {EPOCHS} to {EPOCHS}" in lines
+    assert lines.count("worker 3 ends") == 1 and "starting /job:worker/task:3: 3 workers" not in lines
+    assert rule == "sync" or re.search(r"worker 1: \d+ refused: expired", lines)
+    assert used(folder) == Counter(range(ROWS * EPOCHS))
+
+
+def test_on_hosts_a_worker_joins_and_leaves_in_mid_run_and_a_ps_that_dies_loses_no_batch(tmp_path: Path) -> None:
+    rule, rows = "--rule=async", "--rows=150"
+    flags = [rule, rows, "--pause=0.01", f"--logdir={tmp_path}", "--durable", "--min_workers=1"]
+    with by_hand(workers=3, program=PROGRAM) as cluster:
+        ps = cluster.start("ps", 0)
+        chief = cluster.start("worker", 0, *flags)  # it does not wait for workers that nobody starts
+        chief.until("worker 0 at 10")
+        late = cluster.start("worker", 2, *flags)
+        late.until("worker 2 at")
+        ps.kill()
+        ps.wait()
+        again = cluster.start("ps", 0)
+        again.until("are back from the journal")
+        again.until("the data goes on in epoch")
+        late.until("worker 2 at")
+        late.process.send_signal(signal.SIGINT)
+        assert late.wait() == 0, late.tail()
+        chief.process.send_signal(signal.SIGINT)  # the run is stopped in the middle of the epochs
+        assert chief.wait() == 0, chief.tail()
+        assert again.wait() == 0, again.tail()
+        assert "waiting for" not in "\n".join(chief.lines)
+        assert "1 of at least" not in "\n".join(ps.lines)
+        before = used(tmp_path)
+        assert len(before) < 300
+        last = [cluster.start("ps", 0), cluster.start("worker", 0, *flags)]
+        assert [task.wait() for task in last] == [0, 0], last[1].tail()
+        assert "uses 2 to 2" in "\n".join(last[1].lines)
+    assert used(tmp_path) == Counter(range(300))
+
+
+def test_the_command_says_what_it_does_and_what_it_cannot(tmp_path: Path) -> None:
+    with by_hand(workers=2, program=PROGRAM) as cluster:
+        ps = cluster.start("ps", 0)
+        chief = cluster.start("worker", 0, "--hold=0", f"--go={tmp_path / 'go'}", "--min_workers=1")
+        chief.until("holds")
+        more = run("scale", cluster.ps_hosts, "2")
+        assert more.returncode == 0 and "1 worker is alive, 2 wanted: the launcher starts 1 more" in more.stdout
+        for wrong, text in (
+            ("3", "this run has 1 to 2"),
+            ("0", "this run has 1 to 2"),
+            ("many", "not a valid integer"),
+        ):
+            refused = run("scale", cluster.ps_hosts, wrong)
+            assert refused.returncode == 2 and text in refused.stderr
+        (tmp_path / "go").touch()
+        assert chief.wait() == 0 and ps.wait() == 0

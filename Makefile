@@ -5,6 +5,7 @@
 #   BENCH_ARGS   what follows `benchmarks/bench.py`    make bench BENCH_ARGS="--only speed --rounds 5"
 #   TF_PYTHON    a Python that has tensorflow          make bench TF_PYTHON=tf/bin/python
 #   CHAOS_ARGS   what follows the fault matrix         make chaos CHAOS_ARGS="-k 'worker and SIGSTOP'"
+#   MUTATE_ARGS  what follows `tools/mutate.py`        make mutate MUTATE_ARGS="--only quorum.py:300"
 #   SOAK_ARGS    what follows the soak test            make soak SOAK_ARGS="--updates 100000"
 #   PIP_ARGS     what follows `pip install`            make train PIP_ARGS="--find-links wheels"
 #   PYTHON       the Python that builds .venv          make train PYTHON=python3.12
@@ -72,7 +73,7 @@ coverage: $(DEV_STAMP) ## What share of the branches the tests take, with a floo
 
 .PHONY: mutate
 mutate: $(DEV_STAMP) ## Change the rules in one place at a time: do the tests notice?
-	$(BIN)/python tools/mutate.py $(MUTATE_ARGS)
+	nice -n 10 $(BIN)/python tools/mutate.py $(MUTATE_ARGS)
 
 .PHONY: chaos
 chaos: $(DEV_STAMP) ## Run the fault matrix: every fault, task, rule and moment (CHAOS_ARGS="-k 'ps and sync'")

@@ -1,6 +1,6 @@
 """`make coverage`: prints what share of its branches each package's tests have taken, and fails under the floor.
 
-Reads what `coverage json` wrote. A package counts by lines and branches together, as coverage.py does.
+Reads what `coverage json` wrote. The floor is one of branches alone; lines, and both together, are shown beside them.
 """
 
 from __future__ import annotations

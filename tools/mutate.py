@@ -31,7 +31,7 @@ EXPLAINED = ROOT / "tests" / "mutation" / "equivalent.txt"
 _TESTED_BY = ("presets", "quorum", "quorum_lives", "quorum_end", "against_tensorflow", "quorum_properties")
 TESTS = [f"tests/unit/rules/test_{name}.py" for name in _TESTED_BY]
 # A mutant that needs more is one that never ends; all tests together take 6 s of processor time and 200 MiB.
-LIMIT_CPU_S, LIMIT_S, LIMIT_BYTES = 60, 600, 4 << 30
+LIMIT_CPU_S, LIMIT_S, LIMIT_BYTES = 30, 600, 4 << 30
 REPORT_S = 30.0
 
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {

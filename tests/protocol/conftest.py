@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.protocol.by_hand import Ps
+from tests.protocol.saving import Make
 
 
 @pytest.fixture
@@ -21,3 +22,18 @@ def running(ps: Ps) -> Ps:
     ps.join(0)
     ps.join(1)
     return ps
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    """Makes ps tasks whose savers end with the test."""
+    made: list[Ps] = []
+
+    def build(*given: int, **more: int) -> Ps:
+        made.append(Ps(*given, **more))
+        return made[-1]
+
+    yield build
+    for ps in made:
+        ps.service.parts.saver.close()
+        ps.close()

@@ -1,9 +1,7 @@
-"""Checkpoints, restores and the journal, by hand: what ps tasks say and do while the disk does what it likes."""
+"""Checkpoints and restores, by hand: what ps tasks say and do while the disk does what it likes."""
 
 import shutil
 import threading
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,66 +11,12 @@ import torch
 import torchquorum as tq
 import torchquorum.transport.messages as m
 from tests.protocol.by_hand import Ps, make_plan, name, only
+from tests.protocol.saving import Make, save, start, told, until
 from torchquorum.formats.checkpoint import list_checkpoints, load_manifest, verify
-from torchquorum.formats.journal import JournalError, find_common
 from torchquorum.formats.ledger import Event, read_records
 from torchquorum.server.checkpoints import STAND_IN_S
 from torchquorum.server.service import LEADER, SHARD_SILENCE_S
 from torchquorum.server.shard import Reply
-
-Make = Callable[..., Ps]
-DEADLINE_S = 60.0
-
-
-@pytest.fixture
-def make() -> Iterator[Make]:
-    made: list[Ps] = []
-
-    def build(*given: int, **more: int) -> Ps:
-        made.append(Ps(*given, **more))
-        return made[-1]
-
-    yield build
-    for ps in made:
-        ps.service.parts.saver.close()
-        ps.close()
-
-
-def start(ps: Ps, logdir: Path, steps: int = 1, **changes: Any) -> None:
-    """Two workers join a run with a folder and make some updates."""
-    assert isinstance(ps.create(logdir=str(logdir), **changes)[0].message, m.Created)
-    for worker in (0, 1):
-        ps.join(worker)
-    for step in range(1, steps + 1):
-        for worker in (0, 1):
-            ps.push(worker, step, step - 1)
-    assert ps.service.shard is not None and ps.service.shard.version == steps
-
-
-def save(ps: Ps, number: int, folder: Path, *, keep: int = 5) -> m.SaveState:
-    return only(ps.send(name(0), m.Save(0, 1, number, str(folder), keep)), m.SaveState, name(0))
-
-
-def told(ps: Ps, number: int, folder: Path) -> m.SaveState:
-    """Lets the saver work until a checkpoint is made or has failed; workers say where they stand."""
-    until(ps, lambda: save(ps, number, folder).state != "running", pace_s=1.0)
-    return save(ps, number, folder)
-
-
-def until(
-    ps: Ps, happened: Callable[[], object], alive: tuple[int, ...] = (0, 1), *, pace_s: float = 0.0
-) -> list[Reply]:
-    """Lets the saver work, and the clock run as is said, until something has happened; returns all replies."""
-    replies: list[Reply] = []
-    deadline = time.monotonic() + DEADLINE_S
-    while not happened():
-        assert time.monotonic() < deadline, ps.said
-        for worker in alive:
-            ps.send(name(worker), m.Beat(worker, 1))
-        replies += ps.later(pace_s)
-        time.sleep(0.001)
-    return replies
-
 
 # -- one ps ---------------------------------------------------------------------------------------------------------------
 
@@ -352,71 +296,6 @@ def test_a_ps_without_variables_answers_what_can_be_answered(make: Make) -> None
     assert only(ps.send(b"x", m.Leave(0, 1, None, None, True)), m.Bye)
     assert ps.service.process_ended(0, 1, ps.now, ps.wall) == [] and ps.service.stop(ps.wall) == []
     assert ps.later(1.0) == []
-
-
-# -- the journal ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("durable", ["write", "fsync"])
-def test_a_durable_run_lets_nobody_in_before_its_first_checkpoint_and_loses_no_update(
-    make: Make, tmp_path: Path, durable: str
-) -> None:
-    ps = make()
-    ps.plan = make_plan(durable=durable, logdir=str(tmp_path))
-    create = m.Create(ps.plan, reign=5, journal=m.JournalRef(0, 0, 0, 1))
-    assert only(ps.send(b"chief", create, bytes(192), bytes(64)), m.Created).version == 0
-    held = only(ps.join(0), m.Held)
-    assert held.what == "the first checkpoint, from which a journal goes on"
-    assert only(ps.send(name(0), m.Probe(0, 1, 1)), m.Held).what == held.what
-    assert len(ps.join(1)) == 1
-    replies = until(ps, lambda: (tmp_path / "model.ckpt-0").exists() and not ps.service.checkpoints.busy)  # type: ignore[union-attr]
-    replies += ps.later(0.1)
-    assert {r.peer for r in replies if isinstance(r.message, m.Variables)} == {name(0), name(1)}
-    for step in (1, 2):
-        for worker in (0, 1):
-            ps.push(worker, step, step - 1)
-    journal = ps.service.shard.journal  # type: ignore[union-attr]
-    assert journal is not None and journal.uncommitted is (durable == "fsync")
-    ps.service.commit()
-    assert not journal.uncommitted
-    ps.service.commit()
-
-    version = find_common(tmp_path, 1, 5, 0).version
-    assert version == 2
-    again = make()
-    again.plan = ps.plan
-    restore = str(tmp_path / "model.ckpt-0")
-    create = m.Create(ps.plan, restore, reign=6, replace=True, journal=m.JournalRef(2, 5, 5, 2))
-    assert only(again.send(b"chief", create), m.Created).version == 2
-    assert "/job:ps/task:0: updates 1 to 2 are back from the journal" in again.said
-    assert torch.equal(again.values(), ps.values())
-    fate = only(again.send(b"x", m.FateOf(1, 1, 2)), m.Fate)
-    assert (fate.state, fate.met) == ("accepted", 1)
-    again.join(0, 8)
-    assert only(again.send(name(0), m.Save(0, 8, 1, str(tmp_path), 5)), m.SaveState).state == "running"
-    until(again, lambda: (tmp_path / "model.ckpt-2").exists(), pace_s=1.0)
-
-
-def test_a_durable_run_whose_first_checkpoint_fails_does_not_begin(make: Make, tmp_path: Path) -> None:
-    ps = make()
-    (tmp_path / "model.ckpt-0").write_text("in the way")
-    assert only(ps.create(durable="write", logdir=str(tmp_path)), m.Created)
-    with pytest.raises(JournalError, match="the run cannot be durable: its first checkpoint failed: "):
-        until(ps, lambda: False)
-
-
-def test_a_journal_that_cannot_be_begun_or_followed_is_refused_and_no_variables_are_left(
-    make: Make, tmp_path: Path
-) -> None:
-    ps = make()
-    assert "needs a folder for its journal" in only(ps.create(durable="write"), m.Fault).text
-    assert ps.service.shard is None
-    start(ps, tmp_path)
-    path = told(ps, 1, tmp_path).path
-    again = make()
-    create = m.Create(ps.plan, path, reign=6, journal=m.JournalRef(9, 5, 5, 2))
-    fault = only(again.send(b"chief", create), m.Fault)
-    assert fault.kind == "RefusedError" and "not to 9" in fault.text and again.service.shard is None
 
 
 def test_a_frozen_saver_does_not_keep_the_ps_from_answering(make: Make, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import zmq
 
 SAY_EVERY_S = 10.0
+MOST_UNTOLD = 100
 POLL_MS = 200
 KEPT_FILES = 256
 HANDSHAKE_MS = 10_000
@@ -243,8 +244,9 @@ class Gate:
     def _turn_away(self, why: str, address: str) -> None:
         self.turned_away[why] += 1
         self._untold[f"{why}, from {address}" if address else why] += 1
-        if len(self._untold) > 100:
-            self._untold[why] += self._untold.pop(next(iter(self._untold)))
+        while len(self._untold) > MOST_UNTOLD:  # the oldest lose their address
+            count = self._untold.pop(next(iter(self._untold)))  # perhaps the very entry to which it is added
+            self._untold[why] += count
 
     def _tell(self) -> None:
         now = time.monotonic()

@@ -6,14 +6,15 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import pytest
 
 from tests.unit.transport.no_files import no_file_left
 from torchquorum.transport import lane as lane_module
-from torchquorum.transport.lane import LARGE_AHEAD, MOST_STRANGERS, LaneChannel, LaneListener
+from torchquorum.transport.codec import Frame
+from torchquorum.transport.lane import LARGE_AHEAD, MOST_STRANGERS, LaneChannel, LaneListener, Pieces
 
 LARGEST = 64 << 20
 
@@ -284,3 +285,31 @@ def test_no_file_left_costs_the_newcomer_and_nobody_else(host: Host) -> None:
     assert host.next() == (b"\0lane/2", [b"at last"])
     lane.close()
     late.close()
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_large_frame_goes_from_pieces_of_memory_into_pieces_that_the_receiver_chose(host: Host, wanted: bool) -> None:
+    lane, large = connect(host), os.urandom(200_000)
+    memory = bytearray(len(large))
+    pieces = [memoryview(memory)[:70_001], memoryview(memory)[70_001:]]
+    asked: list[tuple[bytes, list[int]]] = []
+
+    def choose(header: Frame, sizes: Sequence[int]) -> Sequence[memoryview] | None:
+        asked.append((bytes(header), list(sizes)))
+        return pieces if wanted else None
+
+    lane.receive_into(choose)
+    lane.send([b"head", Pieces([memoryview(large)[:5], memoryview(large)[5:]]), b"tail"])
+    assert host.next() == (b"\0lane/1", [b"head", large, b"tail"])
+    for number in (b"1", b"2"):
+        host.lanes.send(b"\0lane/1", [number, large, b"tail"])
+        received = None
+        deadline = time.monotonic() + 30
+        while received is None and time.monotonic() < deadline:
+            host.turn()
+            received = lane.receive(0.01)
+        assert received is not None and [bytes(received[0]), bytes(received[2])] == [number, b"tail"]
+        assert (bytes(memory) == large) is wanted and (bytes(received[1]) == large) is not wanted
+        memory[:] = bytes(len(large))
+    assert asked == [(b"1", [200_000, 4]), (b"2", [200_000, 4])]
+    lane.close()

@@ -17,7 +17,7 @@ from torch import nn
 import torchquorum as tq
 from tests.process.run_flags import make_parser, make_session
 from torchquorum.rules import parse_rule
-from torchquorum.server import ending, saver, serve, service
+from torchquorum.server import ending, followers, saver, serve
 
 GATE_S = 120.0
 POLL_S = 0.005
@@ -76,7 +76,7 @@ def main() -> None:
     # A ps task's own deadlines, shortened like those of the session below.
     serve.LEADER_SILENCE_S, ending.LATE_S, ending.IDLE_S = 5.0, 1.0, 12.0
     serve.WAIT_FOR_CHIEF_S, serve.SAY_EVERY_S = 20.0, 1.0
-    service.SHARD_SILENCE_S = 5.0
+    followers.SILENCE_S = 5.0
     known, _ = parse().parse_known_args()
     gate_checkpoints(known.gates)
     task = tq.join()

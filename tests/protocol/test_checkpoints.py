@@ -15,7 +15,8 @@ from tests.protocol.saving import Make, save, start, told, until
 from torchquorum.formats.checkpoint import list_checkpoints, load_manifest, verify
 from torchquorum.formats.ledger import Event, read_records
 from torchquorum.server.checkpoints import STAND_IN_S
-from torchquorum.server.service import LEADER, SHARD_SILENCE_S
+from torchquorum.server.followers import SILENCE_S
+from torchquorum.server.service import LEADER
 from torchquorum.server.shard import Reply
 
 # -- one ps ---------------------------------------------------------------------------------------------------------------
@@ -249,7 +250,7 @@ def test_a_shard_that_is_gone_is_not_waited_for_longer_than_half_a_minute(make: 
     until(first, lambda: first.service.checkpoints.saving.parts)  # type: ignore[union-attr]
     begun = first.now
     until(first, lambda: save_state(first, 1, tmp_path).state != "running", pace_s=1.0)
-    assert first.now - begun >= SHARD_SILENCE_S
+    assert first.now - begun >= SILENCE_S
     state = save_state(first, 1, tmp_path)
     assert state.state == "failed"
     assert "/job:ps/task:1 (localhost:1001) has not been heard of for" in state.text and "start it again" in state.text

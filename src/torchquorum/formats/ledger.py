@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from torchquorum.formats.segments import SegmentWriter
-from torchquorum.formats.storage import Location, RemotePath
+from torchquorum.formats.storage import Location, RemotePath, locate
 
 NAME = "ledger.jsonl"
 
@@ -89,6 +89,17 @@ def name_life(incarnation: int) -> str:
     Whoever knows that could speak in the worker's name at a ps without a secret, and a run's folder may be open to more people.
     """
     return blake2b(str(incarnation).encode(), digest_size=8, person=b"tq-life").hexdigest()
+
+
+def open_ledger(logdir: str | None, say: Callable[[str], None]) -> LedgerWriter | None:
+    """Opens the ledger in a run's folder; None, with a word to people, where there is no folder or it cannot be written."""
+    if logdir is None:
+        return None
+    try:
+        return LedgerWriter(locate(logdir), say)
+    except OSError as error:
+        say(f"no ledger: {logdir} cannot be written ({error.strerror}); training goes on")
+        return None
 
 
 class LedgerWriter:

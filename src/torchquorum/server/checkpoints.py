@@ -60,6 +60,17 @@ class Parts:
             self.saver.write(entry.number, locate(entry.partial), self._index, shard.plan.num_shards, snapshot)
         shard.taken.clear()
 
+    def take_results(self, shard: Shard | None, checkpoints: Checkpoints | None) -> Part | None:
+        """Takes what the saver has finished; returns the part that shard 0 has not heard of yet."""
+        for result in self.results(shard):
+            if checkpoints is None:
+                self.untold = result if isinstance(result, Part) else None
+            elif isinstance(result, Part):
+                checkpoints.part(result)
+            else:
+                checkpoints.published(result)
+        return self.untold
+
     def results(self, shard: Shard | None) -> list[Part | Published]:
         """Returns what the saver has finished."""
         found: list[Part | Published] = []

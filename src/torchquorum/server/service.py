@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torchquorum.transport.messages as m
-from torchquorum.cluster import TaskId
 from torchquorum.errors import ConfigError, LostPlaceError, RefusedError
 from torchquorum.formats.checkpoint_write import clear_left_behind
 from torchquorum.formats.journal import JournalError
-from torchquorum.formats.ledger import LedgerWriter
+from torchquorum.formats.ledger import LedgerWriter, open_ledger
 from torchquorum.formats.storage import locate
 from torchquorum.rules.quorum import Key
 from torchquorum.server.board_host import HARMLESS, BoardHost
@@ -25,10 +24,11 @@ from torchquorum.server.buffers import BufferHome, check_same_buffers
 from torchquorum.server.checkpoints import Checkpoints, Parts
 from torchquorum.server.durable import take_up_journal
 from torchquorum.server.ending import Ending
+from torchquorum.server.followers import Followers
 from torchquorum.server.leader import Arrival, Leader
 from torchquorum.server.me import Me
 from torchquorum.server.shard import Reply, Shard
-from torchquorum.server.strangers import Strangers, greet
+from torchquorum.server.strangers import Strangers, greet, not_joined
 from torchquorum.server.tally import Tally
 from torchquorum.transport import codec
 from torchquorum.transport.channel import Peer
@@ -39,7 +39,6 @@ LEADER = (
 )
 MAX_FAULT = 4000
 MOST_WAITING = 1000
-SHARD_SILENCE_S = 30.0
 
 
 class Service:
@@ -56,9 +55,7 @@ class Service:
         self.pids: dict[tuple[int, int], int] = {}
         self.strangers = Strangers()
         self._waiting: list[tuple[Peer, m.Join]] = []
-        self._shard_peers: dict[int, Peer] = {}
-        self._sent: dict[int, int] = {}
-        self._shard_heard: dict[int, float] = {}
+        self.followers = Followers(me)
         self._ending = Ending()
         self.leader_heard_at: float | None = None
         self.parts = Parts(me.index)
@@ -154,7 +151,8 @@ class Service:
 
     def tick(self, now: float, wall: float) -> list[Reply]:
         """Time has passed: deaths, the end of the job, the ledger's buffer."""
-        replies = self._take_results()
+        untold = self.parts.take_results(self.shard, self.checkpoints)
+        replies = [Reply(LEADER, untold)] if untold is not None and self.me.index > 0 else []
         if self.leader is None or self.checkpoints is None:
             return replies
         saves = self.checkpoints.busy or self.checkpoints.stands_in_now(now)
@@ -174,18 +172,12 @@ class Service:
 
     def _miss_shards(self, now: float) -> None:
         """A ps task that is gone writes no part: the checkpoint that waits for it is given up."""
-        if self.checkpoints is None or self.checkpoints.saving is None:
-            return
-        saving = self.checkpoints.saving
-        for shard in range(1, self.me.cluster.num_tasks("ps")):
-            silent_s = now - max(self._shard_heard.get(shard, 0.0), saving.begun_at)
-            if shard not in saving.parts and silent_s > SHARD_SILENCE_S:
-                task = TaskId("ps", shard)
-                where = f"{task} ({self.me.cluster.address(task)})"
-                self.checkpoints.fail(f"{where} has not been heard of for {silent_s:.0f} s; start it again")
-                # The last steps are lost with it: a run that ends so has not ended well.
-                self._ending.failed |= self.leader is not None and self.leader.quorum.stopped
-                return
+        saving = self.checkpoints.saving if self.checkpoints is not None else None
+        missed = self.followers.missed(saving.parts, saving.begun_at, now) if saving is not None else None
+        if missed is not None and self.checkpoints is not None:
+            self.checkpoints.fail(missed)
+            # The last steps are lost with it: a run that ends so has not ended well.
+            self._ending.failed |= self.leader is not None and self.leader.quorum.stopped
 
     def process_ended(self, worker: int, incarnation: int, now: float, wall: float) -> list[Reply]:
         """The process of a worker on this host is gone."""
@@ -260,7 +252,7 @@ class Service:
             raise
         self.shard.reign = self.reign
         if self.me.index == 0:
-            self.ledger = self._open_ledger(create.plan.logdir)
+            self.ledger = open_ledger(create.plan.logdir, lambda line: self._say(f"{self.me.task}: {line}"))
             self.leader = Leader(create.plan, self.tally, self.ledger, self.shard.version)
             self.leader.remember(applied)
             self.leader.data.restore(data, (record.batches for record in applied))
@@ -286,19 +278,10 @@ class Service:
         if self.checkpoints is not None:
             self.checkpoints.give_up()
         self.shard = self.leader = self.checkpoints = self.buffers = self.board = self.parts.untold = None
-        self._sent.clear()
+        self.followers.begin_again()
         if self.ledger is not None:
             self.ledger.close()
             self.ledger = None
-
-    def _open_ledger(self, logdir: str | None) -> LedgerWriter | None:
-        if logdir is None:
-            return None
-        try:
-            return LedgerWriter(locate(logdir), lambda line: self._say(f"{self.me.task}: {line}"))
-        except OSError as error:
-            self._say(f"{self.me.task}: no ledger: {logdir} cannot be written ({error.strerror}); training goes on")
-            return None
 
     def _join(self, peer: Peer, join: m.Join, now: float, wall: float) -> list[Reply]:
         if self.shard is None or (self.checkpoints is not None and self.checkpoints.first_is_due):
@@ -367,15 +350,7 @@ class Service:
         return []
 
     def _not_joined(self, worker: int, incarnation: int, request: int) -> m.Fault:
-        if self.shard is not None and self.shard.replaced(worker, incarnation):
-            text = (
-                f"{self.me.task} has let a newer process in as /job:worker/task:{worker}, so this one is out. "
-                "Start each worker once, with an index of its own."
-            )
-            return m.Fault("replaced", text, request)
-        return m.Fault(
-            "LostPlaceError", f"{self.me.task} does not know this process as /job:worker/task:{worker}", request
-        )
+        return not_joined(self.me, self.shard, worker, incarnation, request)
 
     def _pull(self, peer: Peer, pull: m.Pull) -> list[Reply]:
         shard = self._ready()
@@ -439,28 +414,16 @@ class Service:
         return [Reply(peer, m.Bye())]
 
     def _heard_of_shard(self, peer: Peer, message: m.Have | m.ShardHello, now: float, wall: float) -> list[Reply]:
-        if self.me.index != 0:
-            raise ValueError("only shard 0 hears of other shards")
-        if not 0 < message.shard < self.me.cluster.num_tasks("ps"):
-            raise ValueError(f"shard {message.shard}: the cluster has {self.me.cluster.num_tasks('ps')} ps tasks")
-        if isinstance(message, m.ShardHello) and message.protocol != m.PROTOCOL:
-            shard = str(TaskId("ps", message.shard))
-            text = m.refuse_protocol(shard, message.protocol, message.package, str(self.me.task))
-            return [Reply(peer, m.Fault("protocol", text))]
-        if message.reign != self.reign:
-            return [Reply(peer, m.Alive(0, False))]  # of before a restore, or ahead of ours
-        if not 0 <= message.followed <= (self.shard.followed if self.shard else 0):
-            raise ValueError(f"shard {message.shard} has followed {message.followed} entries, more than the log has")
-        self._shard_peers[message.shard] = peer
-        self._shard_heard[message.shard] = now
-        if self.leader is None:
-            return []
+        log_ends = self.shard.followed if self.shard else 0
+        refused = self.followers.hear(peer, message, self.reign, log_ends, now)
+        if refused is not None or self.leader is None:
+            return [Reply(peer, refused)] if refused is not None else []
         self.leader.followed(message.shard, message.followed)
         if isinstance(message, m.Have):
             key = Key(message.worker, message.incarnation, message.local_step)
             self.leader.arrived(message.shard, key, message.request, now, wall)
         else:
-            self._sent[message.shard] = message.followed  # a heartbeat: what it has not followed is sent again
+            self.followers.sent[message.shard] = message.followed  # what it has not followed is sent again
         return [Reply(peer, m.Alive(self.leader.quorum.version, self.leader.quorum.stopped))]
 
     # -- the log ------------------------------------------------------------------------------------------------------
@@ -495,12 +458,7 @@ class Service:
             replies += followed
         self.parts.write(self.shard)
         end = self.shard.followed
-        for shard, peer in self._shard_peers.items():
-            first, entries = self.leader.unseen_by(shard)
-            sent = max(first, min(self._sent.get(shard, 0), end))
-            if sent < end:
-                replies.append(Reply(peer, m.Log(self.reign, sent, entries[sent - first :])))
-                self._sent[shard] = end
+        replies += self.followers.news(self.leader, self.reign, end)
         self.leader.followed(0, end)
         if self.board is not None and not told and self.board.may_open():
             self.board.open()
@@ -616,17 +574,6 @@ class Service:
             raise ValueError("only shard 0 takes parts of checkpoints, from the other shards")
         self.checkpoints.part(part)
         return [Reply(peer, m.PartTaken(part.number))]
-
-    def _take_results(self) -> list[Reply]:
-        """Takes what the saver has finished; a part is told to shard 0 until it has heard of it."""
-        for result in self.parts.results(self.shard):
-            if self.checkpoints is None:
-                self.parts.untold = result if isinstance(result, m.Part) else None
-            elif isinstance(result, m.Part):
-                self.checkpoints.part(result)
-            else:
-                self.checkpoints.published(result)
-        return [Reply(LEADER, self.parts.untold)] if self.parts.untold is not None and self.me.index > 0 else []
 
     def _check_end(self, now: float) -> None:
         if self.leader is not None and self.ended is None:

@@ -1,4 +1,4 @@
-"""Who talks too much: what anybody may say to a ps, and no task has to say often, is counted by peer.
+"""Who talks too much, and what strangers are told: what anybody may say to a ps, and no task has to say often, is counted by peer.
 
 Owned by the ps thread. What always holds: a flood of questions costs a few hundred answers, then its connection; what is kept
 of strangers is bounded and forgotten every second.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import torchquorum.transport.messages as m
 from torchquorum.cluster import TaskId
 from torchquorum.server.me import Me
+from torchquorum.server.shard import Shard
 from torchquorum.transport.channel import Peer
 
 MOST_IDLE_TALK = 300  # messages per second of one peer that are no part of training
@@ -52,3 +53,14 @@ def greet(me: Me, hello: m.Hello, pids: dict[tuple[int, int], int], *, created: 
             del pids[old]
         pids[(task.index, hello.incarnation)] = hello.pid
     return m.Welcome(m.PROTOCOL, str(me.task), me.incarnation, me.host, me.pid, created, me.door, m.PACKAGE, me.lane)
+
+
+def not_joined(me: Me, shard: Shard | None, worker: int, incarnation: int, request: int) -> m.Fault:
+    """Returns what to tell a process that talks as a worker and has not joined as one, or not as the last one."""
+    if shard is not None and shard.replaced(worker, incarnation):
+        text = (
+            f"{me.task} has let a newer process in as /job:worker/task:{worker}, so this one is out. "
+            "Start each worker once, with an index of its own."
+        )
+        return m.Fault("replaced", text, request)
+    return m.Fault("LostPlaceError", f"{me.task} does not know this process as /job:worker/task:{worker}", request)

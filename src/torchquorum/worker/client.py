@@ -29,7 +29,7 @@ from torchquorum.transport.lane import LaneChannel
 from torchquorum.transport.memory import SegmentError, host_id, tensor_frame
 from torchquorum.transport.shared_lock import supported
 from torchquorum.transport.slots import Slots, section_views
-from torchquorum.transport.zmq_channel import largest_frame_bytes
+from torchquorum.worker.asking import wait_for_save, wait_for_workers
 from torchquorum.worker.board_steps import BoardSteps
 from torchquorum.worker.buffer_link import BufferLink
 from torchquorum.worker.device_update import DeviceRound, DeviceUpdate
@@ -38,13 +38,12 @@ from torchquorum.worker.faults import error_of
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.patience import Patience, Wait, Waiting
 from torchquorum.worker.positions import Position, Positions
-from torchquorum.worker.resume import enter_door, take_up
+from torchquorum.worker.resume import enter_door, take_lane, take_up
 from torchquorum.worker.step import Step
 
 Connect = Callable[[str, bytes], Channel]
 GOODBYE_S = 2.0
 LISTEN_S = 0.001
-WORKERS_S = 120.0
 LaterLoss = Callable[[], float]
 _Kind = TypeVar("_Kind", bound=m.Message)
 
@@ -123,7 +122,7 @@ class Client:
         created: list[bool] = []
         for k, ps in enumerate(self._ps):
             greeting = m.Hello(m.PROTOCOL, str(self.task), self.incarnation, host, os.getpid(), m.PACKAGE)
-            answer = self._ask(
+            answer = self.ask(
                 k, greeting, [], m.Welcome, self.patience.start_s, f"{ps} ({self.cluster.address(ps)}) to answer"
             )
             created.append(answer.created)
@@ -165,7 +164,7 @@ class Client:
             if k == 0 and plan.buffers:
                 assert self.buffers is not None
                 frames.append(tensor_frame(self.buffers.local.capture().pack()))
-            answer = self._ask(
+            answer = self.ask(
                 k,
                 m.Create(plan, restore, reign, replace, journal),
                 frames,
@@ -193,34 +192,10 @@ class Client:
             if entered is not None:
                 self._channels[k].close()
                 self._channels[k] = entered
-            elif self._lanes[k]:
-                self._take_lane(k)
+            elif self._lanes[k] and (lane := take_lane(self, k, self._lanes[k])) is not None:
+                self._channels[k].close()
+                self._channels[k] = lane
             self._channels[k].send([codec.encode(m.Here(self.index, self.incarnation, self._request))])
-
-    def _take_lane(self, k: int) -> None:
-        """Goes over to a lane, if it can be had."""
-        address = self.cluster.address(self._ps[k])
-        try:
-            lane = LaneChannel(address.rpartition(":")[0], self._lanes[k], largest_frame_bytes())
-        except OSError as error:
-            port = self._lanes[k].partition("/")[0]
-            why = error.strerror or error
-            self._say(
-                f"{self.task}: no direct connection to port {port} of {self._ps[k]} ({why}); ZeroMQ does it, slower"
-            )
-            return
-        self._channels[k].close()
-        self._channels[k] = lane
-        self._moves().by_lane[k] = not self.pipeline
-        lane.receive_into(lambda header, sizes: self._choose(k, header, sizes))
-
-    def _choose(self, k: int, header: Frame, sizes: Sequence[int]) -> Sequence[memoryview] | None:
-        """Lets the variables that were asked for arrive in the parameters; anything else gets memory of its own."""
-        room = self._moves().room(k) if self._open is not None else None
-        if room is None or sizes[0] != sum(map(len, room)):
-            return None
-        message = codec.decode(header)
-        return room if isinstance(message, m.Variables) and message.request == self._request else None
 
     def _join(self, plan: m.Plan) -> None:
         assert self._flat is not None
@@ -340,7 +315,7 @@ class Client:
         goodbye = m.Leave(self.index, self.incarnation, loss, accuracy, finished)
         for k in reversed(range(len(self._ps))):
             with suppress(DeadlineError, TaskLostError, RefusedError):
-                self._ask(k, goodbye, [], m.Bye, GOODBYE_S, "goodbye")
+                self.ask(k, goodbye, [], m.Bye, GOODBYE_S, "goodbye")
 
     def close(self) -> None:
         """Gives sockets and memory up."""
@@ -373,6 +348,11 @@ class Client:
     def flat(self) -> FlatParameters | None:
         """Returns the worker's parameters, once it has joined."""
         return self._flat
+
+    @property
+    def plan(self) -> m.Plan | None:
+        """Returns the plan that it joined with."""
+        return self._plan
 
     def _moves(self) -> Exchange:
         assert self._exchange is not None, "joined before"
@@ -457,27 +437,7 @@ class Client:
 
     def wait_for_workers(self, count: int, at_most_s: float | None = None) -> None:
         """Waits until so many workers have joined, this one counted; `at_most_s` goes on without the others then."""
-        started = told = time.monotonic()
-        elastic = self._plan is not None and self._plan.elastic  # then it is the run's beginning that is waited for
-        limit_s = self.patience.start_s if elastic else min(WORKERS_S, self.patience.start_s)
-        while count > 1:
-            body = self._ask(0, m.StatusRequest(), [], m.Status, self.patience.round_s, "the other workers").body
-            now, live = time.monotonic(), body.get("live", [])
-            if len(live) >= count or body.get("stopped") or body.get("global_step", 0) > self.version:
-                return
-            if elastic and body.get("updates", 0) > 0:
-                return
-            if at_most_s is not None and now - started > at_most_s:
-                return
-            if now - started > limit_s:
-                raise DeadlineError(
-                    f"{self.task}: waited {now - started:.0f} s for {count} workers and gave up; {len(live)} have joined. "
-                    "Start the others, or ask the session for fewer with wait_for_workers."
-                )
-            if now - told >= self.patience.say_s:
-                told = now
-                self._say(f"{self.task}: waiting for {count} workers, {len(live)} have joined: {now - started:.0f} s")
-            time.sleep(0.02)
+        wait_for_workers(self, count, at_most_s)
 
     def send_position(self) -> None:
         """Tells shard 0 where this worker stood when it first held its current version."""
@@ -527,18 +487,7 @@ class Client:
         if wait_s <= 0:
             self._channels[0].send([codec.encode(request)])
             return None
-        deadline = time.monotonic() + wait_s
-        while time.monotonic() < deadline:
-            state = self._ask(0, request, [], m.SaveState, wait_s, "a checkpoint")
-            if state.number == number and state.state != "running":
-                return state
-            for k in range(1, len(self._ps)):  # each has a part of it to write: one that is gone is noticed here
-                self._ask(k, m.StatusRequest(), [], m.Status, wait_s, "its part of a checkpoint")
-            time.sleep(0.05)
-        where = f"{self._ps[0]} ({self.cluster.address(self._ps[0])})"
-        raise DeadlineError(
-            f"{self.task}: waited {wait_s:.0f} s for {where} to write a checkpoint into {folder} and gave up"
-        )
+        return wait_for_save(self, request, wait_s)
 
     def _answers(self, patience_s: float) -> list[tuple[m.Variables, list[Frame]]]:
         """Waits for the answers of all ps tasks to the open request; probes those that owe one every `probe_s`."""
@@ -594,7 +543,7 @@ class Client:
                 self._is_wanted(answer)  # or an answer to something older
         return True
 
-    def _ask(
+    def ask(
         self, k: int, message: m.Message, frames: list[Frame], kind: type[_Kind], patience_s: float, what: str
     ) -> _Kind:
         """Sends a message to one ps task until it answers with one of `kind`."""

@@ -1,4 +1,4 @@
-"""How a client comes in by a ps task's door, and how it takes up a push in whose middle the connection was lost.
+"""How a client comes in by a ps task's door or takes a lane to it, and how it takes up a push in whose middle the connection was lost.
 
 Called by the client, on the worker's thread. What always holds: a gradient is pushed again under its own number, so it
 counts once, whatever is still on its way.
@@ -7,12 +7,16 @@ counts once, whatever is still on its way.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torchquorum.transport.messages as m
 from torchquorum.transport import codec
+from torchquorum.transport.codec import Frame
 from torchquorum.transport.door import DoorChannel
+from torchquorum.transport.lane import LaneChannel
 from torchquorum.transport.memory import host_id
+from torchquorum.transport.zmq_channel import largest_frame_bytes
 
 if TYPE_CHECKING:
     from torchquorum.worker.client import Client, Step
@@ -32,6 +36,29 @@ def enter_door(client: Client, name: str) -> DoorChannel | None:
     return channel
 
 
+def take_lane(client: Client, k: int, name: str) -> LaneChannel | None:
+    """Goes over to a lane, if it can be had; variables that were asked for then arrive in the parameters themselves."""
+    ps = client.cluster.tasks("ps")[k]
+    try:
+        lane = LaneChannel(client.cluster.address(ps).rpartition(":")[0], name, largest_frame_bytes())
+    except OSError as error:
+        why = error.strerror or error
+        client.say(f"no direct connection to port {name.partition('/')[0]} of {ps} ({why}); ZeroMQ does it, slower")
+        return None
+    exchange = client._moves()
+    exchange.by_lane[k] = not client.pipeline
+
+    def choose(header: Frame, sizes: Sequence[int]) -> Sequence[memoryview] | None:
+        room = exchange.room(k) if client._open is not None else None
+        if room is None or sizes[0] != sum(map(len, room)):
+            return None
+        message = codec.decode(header)
+        return room if isinstance(message, m.Variables) and message.request == client._request else None
+
+    lane.receive_into(choose)
+    return lane
+
+
 def take_up(client: Client, before: Client) -> Step | None:
     """Asks what became of the gradient that was being pushed; if nothing, pushes it again.
 
@@ -44,7 +71,7 @@ def take_up(client: Client, before: Client) -> Step | None:
     if not isinstance(push, m.Push) or client.pipeline:
         return None
     question = m.FateOf(client.index, client.incarnation, push.local_step)
-    fate = client._ask(0, question, [], m.Fate, client.patience.round_s, "word of a gradient")
+    fate = client.ask(0, question, [], m.Fate, client.patience.round_s, "word of a gradient")
     if fate.state in ("accepted", "refused"):
         staleness = max(0, fate.met - push.version)
         accepted = fate.state == "accepted"

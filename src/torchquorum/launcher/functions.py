@@ -188,7 +188,12 @@ def _what_failed(cluster: ForkedCluster, lines: Mapping[TaskId, Sequence[str]]) 
 
 
 class ForkedCluster(LocalCluster):
-    """A local cluster whose tasks are forks of this process."""
+    """A local cluster whose tasks are forks of this process.
+
+    A function that fails will not do better on the other workers: all end.
+    """
+
+    fails_together = True
 
     def __init__(
         self,
@@ -199,52 +204,77 @@ class ForkedCluster(LocalCluster):
     ) -> None:
         super().__init__(options, output, note)
         self._call = call
-        self._results: dict[TaskId, tuple[threading.Thread, list[bytes]]] = {}
+        self._results: dict[TaskId, Result] = {}
 
     def _spawn(self, task: TaskId, extra: dict[str, str | None], fds: list[int]) -> Forked:
-        out, child_out = os.pipe()
-        result, child_result = os.pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none of this process's
-            pid = os.fork()
-        if pid == 0:
-            os.close(out)
-            os.close(result)
-            _be_the_child(self._call, task, extra, child_out, child_result)
-        os.close(child_out)
-        os.close(child_result)
-        chunks: list[bytes] = []
-        reader = threading.Thread(target=_drain, args=(result, chunks), name="torchquorum-result", daemon=True)
-        reader.start()
-        self._results[task] = reader, chunks
-        return Forked(pid, os.fdopen(out, "rb", buffering=0))
-
-    @property
-    def failed(self) -> list[TaskId]:
-        """Returns the workers whose function has failed, as opposed to those that were ended for it."""
-        return [t.task for t in self.tasks if t.task.job == "worker" and 0 < (t.code or 0) < 128]
-
-    def _hopeless(self) -> bool:
-        """A function that fails will not do better on the other workers: all end."""
-        return bool(self.failed) or super()._hopeless()
+        forked, self._results[task] = fork_task(self._call, task, extra)
+        return forked
 
     def results(self) -> list[Any]:
         """Returns what each worker's function returned."""
         found: list[Any] = []
         for task in self.cluster.tasks("worker"):
-            if task not in self._results:
-                continue  # of a range, one that never came
-            reader, chunks = self._results[task]
-            reader.join(timeout=10.0)
-            found.append(_decode(b"".join(chunks)))
+            if task in self._results:  # of a range, some may never have come
+                found.append(decode_result(self._results[task].get()))
         return found
 
     def close(self) -> None:
         """Waits for the threads that read results."""
-        for reader, _ in self._results.values():
-            reader.join(timeout=10.0)
+        for result in self._results.values():
+            result.get()
+
+
+def fork_task(call: Callable[[], Any], task: TaskId, extra: Mapping[str, str | None]) -> tuple[Forked, Result]:
+    """Forks this process to be a task.
+
+    Args:
+        call: What a worker runs.
+        task: Which one it is.
+        extra: What changes in its environment.
+
+    Returns:
+        The child, and what it will have returned.
+    """
+    out, child_out = os.pipe()
+    result, child_result = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none of this process's
+        pid = os.fork()
+    if pid == 0:
+        os.close(out)
+        os.close(result)
+        _be_the_child(call, task, extra, child_out, child_result)
+    os.close(child_out)
+    os.close(child_result)
+    return Forked(pid, os.fdopen(out, "rb", buffering=0)), Result(result)
+
+
+class Result:
+    """What a forked task returns, read by a thread of its own as it comes.
+
+    Args:
+        fd: The pipe's end, which becomes this object's.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._chunks: list[bytes] = []
+        self._reader = threading.Thread(target=self._drain, args=(fd,), name="torchquorum-result", daemon=True)
+        self._reader.start()
+
+    def get(self) -> bytes:
+        """Returns all that came, after the task has ended."""
+        self._reader.join(timeout=10.0)
+        return b"".join(self._chunks)
+
+    def _drain(self, fd: int) -> None:
+        size = 0
+        with os.fdopen(fd, "rb") as pipe:
+            while chunk := pipe.read(1 << 20):
+                size += len(chunk)
+                if size <= MAX_RESULT_BYTES:
+                    self._chunks.append(chunk)
 
 
 class Forked:
@@ -314,15 +344,6 @@ def _be_the_child(
         os._exit(code)  # what this process would do at its end is its parent's business
 
 
-def _drain(fd: int, chunks: list[bytes]) -> None:
-    size = 0
-    with os.fdopen(fd, "rb") as pipe:
-        while chunk := pipe.read(1 << 20):
-            size += len(chunk)
-            if size <= MAX_RESULT_BYTES:
-                chunks.append(chunk)
-
-
 def _encode(value: Any) -> bytes:
     def tensors(found: Any) -> Any:
         if isinstance(found, torch.Tensor):
@@ -347,7 +368,9 @@ def _encode(value: Any) -> bytes:
     return encoded
 
 
-def _decode(encoded: bytes) -> Any:
+def decode_result(encoded: bytes) -> Any:
+    """Returns what a task has returned."""
+
     def revive(found: Any) -> Any:
         if isinstance(found, dict):
             if "~tensor" in found:

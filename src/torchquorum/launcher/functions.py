@@ -1,7 +1,7 @@
-"""`tq.launch`: a function of this process, of a notebook for instance, run on a local cluster.
+"""`tq.launch`: a function of this process, of a notebook for instance, run on a cluster.
 
-Every task is a fork of this process, so the function and all that it refers to are there without travelling: nothing is
-pickled. What always holds: when `launch` returns, by whatever way, no process of the cluster is left; what the functions
+On this machine every task is a fork of this process, so the function and all that it refers to are there without travelling:
+nothing is pickled. On Ray, Ray itself brings the function to its machines, where each task is a fork of its actor. What always holds: when `launch` returns, by whatever way, no process of the cluster is left; what the functions
 return comes back as plain data.
 """
 
@@ -16,7 +16,8 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any
+from functools import partial
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -24,9 +25,14 @@ import torch
 from torchquorum import env
 from torchquorum.cluster import TaskId
 from torchquorum.errors import ConfigError, TorchQuorumError
-from torchquorum.launcher.local import LocalCluster, Options, die_with_parent
+from torchquorum.launcher.local import LaunchedCluster, LocalCluster, Options, die_with_parent
 from torchquorum.launcher.progress import ProgressLine
+from torchquorum.launcher.ray_cluster import Ray
+from torchquorum.launcher.watch import RunWatcher
 from torchquorum.server.update import warm_up
+
+if TYPE_CHECKING:
+    from torchquorum.launcher.on_ray import RayCluster
 
 MAX_RESULT_BYTES = 1 << 30
 LAST_LINES = 30
@@ -47,9 +53,10 @@ def launch(
     max_restarts: int = 3,
     quiet: bool = False,
     output: Callable[[TaskId, str], None] | None = None,
+    on: str | Ray = "local",
     **keywords: Any,
 ) -> list[Any]:
-    """Runs a function on a local cluster, once per worker, and waits for the end.
+    """Runs a function on a cluster, once per worker, and waits for the end.
 
     The function calls `tq.join()` itself, as a script does. What it prints appears here with the worker's name in front.
     Variables that it changes are its own: each worker is another process, with one thread for operations. For more threads,
@@ -66,6 +73,8 @@ def launch(
         max_restarts: How often each task may be started again after a signal ended it.
         quiet: Do not print the tasks' output.
         output: Takes every line that a task prints, instead of printing it.
+        on: local, for processes of this machine; ray, for machines of a Ray cluster, or of a Ray that is started here;
+            `tq.Ray(...)` to say which one and what a worker reserves. Ray brings the function there, by its own means.
         **keywords: The function's keyword arguments.
 
     Returns:
@@ -76,8 +85,7 @@ def launch(
         LaunchError: A task failed; its last lines are in the message.
         ConfigError: This process cannot be forked: it has used CUDA.
     """
-    _check(function, arguments, keywords)
-    warm_up()  # once here instead of in every fork
+    _check(function, arguments, keywords, on)
     shown = Output(output, quiet=quiet)
     options = Options(
         command=(),
@@ -89,8 +97,16 @@ def launch(
         logdir=logdir,
         max_restarts=max_restarts,
     )
-    cluster = ForkedCluster(options, shown.put, shown.note, lambda: function(*arguments, **keywords))
-    shown.progress = ProgressLine(cluster.cluster.address(TaskId("ps", 0)))
+    call = partial(function, *arguments, **keywords)
+    cluster: ForkedCluster | RayCluster
+    if on == "local":
+        warm_up()  # once here instead of in every fork
+        cluster = ForkedCluster(options, shown.put, shown.note, call)
+    else:
+        from torchquorum.launcher.on_ray import RayCluster
+
+        cluster = RayCluster(options, on if isinstance(on, Ray) else Ray(), shown.put, shown.note, call)
+    shown.progress = ProgressLine(RunWatcher(cluster.leader, access=lambda: cluster.access))
     try:
         cluster.start()
         code = cluster.wait(shown.show)
@@ -156,12 +172,14 @@ class Output:
             self.progress.close()
 
 
-def _check(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+def _check(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any], on: Any) -> None:
     if not callable(function):
         raise ConfigError(f"tq.launch({function!r}): give it a function, such as tq.launch(train, workers=2)")
+    if on not in ("local", "ray") and not isinstance(on, Ray):
+        raise ConfigError(f"tq.launch(on={on!r}): must be 'local', 'ray' or tq.Ray(...)")
     if not hasattr(os, "fork"):
         raise ConfigError("tq.launch needs a system that can fork; here, write a script and use `torchquorum run`")
-    if torch.cuda.is_initialized():
+    if on == "local" and torch.cuda.is_initialized():
         raise ConfigError(
             "tq.launch: this process has used CUDA, which does not survive a fork. Restart the notebook and touch the GPU "
             "only inside the function"
@@ -175,7 +193,7 @@ def _check(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any])
         pass  # a builtin without a signature
 
 
-def _what_failed(cluster: ForkedCluster, lines: Mapping[TaskId, Sequence[str]]) -> str:
+def _what_failed(cluster: LaunchedCluster, lines: Mapping[TaskId, Sequence[str]]) -> str:
     failed = cluster.failed
     first = failed[0] if failed else None
     if first is None and not any("joined" in line for line in lines.get(TaskId("ps", 0), ())):
@@ -310,6 +328,7 @@ def _be_the_child(
     try:
         os.setsid()
         die_with_parent()
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes have blocked some
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torchquorum.formats.tfrecord import RecordError, read_records
     from torchquorum.formats.tfrecord_write import TFRecordWriter
     from torchquorum.launcher.functions import LaunchError, launch
+    from torchquorum.launcher.ray_cluster import Ray
     from torchquorum.rules import Async, Bounded, Buffered, Rule, Sync
     from torchquorum.session.assignments import BatchResult
     from torchquorum.session.config import ConfigProto, GPUOptions

@@ -1,8 +1,9 @@
 """`tq.launch`: a function of this process, of a notebook for instance, run on a cluster.
 
 On this machine every task is a fork of this process, so the function and all that it refers to are there without travelling:
-nothing is pickled. On Ray, Ray itself brings the function to its machines, where each task is a fork of its actor. What always holds: when `launch` returns, by whatever way, no process of the cluster is left; what the functions
-return comes back as plain data.
+nothing is pickled. On Ray, Ray itself brings the function to its machines, where each task is a fork of its actor.
+What always holds: when `launch` returns, by whatever way, no process of the cluster is left; what the functions return comes
+back as plain data.
 """
 
 from __future__ import annotations

@@ -128,10 +128,12 @@ class LaunchedCluster:
     Attributes:
         cluster: The tasks and their addresses.
         tasks: Those that were started, each as it runs now.
+        end_grace_s: How long a task may take to end, or its end to be heard of, after the ps tasks have ended.
         fails_together: Whether one worker that fails ends them all, without waiting for the chief.
     """
 
     cluster: ClusterSpec
+    end_grace_s = WORKER_GRACE_S
     fails_together = False
 
     def __init__(
@@ -278,7 +280,7 @@ class LaunchedCluster:
                 return True
         if running and all(t.code == 0 for t in self.tasks if t.task.job == "ps"):
             gone_at = self._ended_at.setdefault("run", now)
-            if now - gone_at > WORKER_GRACE_S:
+            if now - gone_at > self.end_grace_s:
                 late = ", ".join(str(t.task) for t in running)
                 self._say(f"the run is over: ending {late}, which came back too late for it")
                 return True

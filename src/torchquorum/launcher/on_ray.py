@@ -183,6 +183,8 @@ class RayCluster(LaunchedCluster):
         call: A function that every worker runs, instead of a program.
     """
 
+    end_grace_s = 15.0  # the news of it come from another machine each
+
     def __init__(
         self,
         options: Options,
@@ -198,6 +200,7 @@ class RayCluster(LaunchedCluster):
         self._seats: dict[TaskId, Seat] = {}
         self._spec: ClusterSpec | None = None
         self._told_waiting: set[TaskId] = set()
+        self._looked_at = 0.0
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._made_secret = False
         self._secret, self._access = self._choose_secret()
@@ -208,10 +211,11 @@ class RayCluster(LaunchedCluster):
         """Finds places for the ps tasks and the chief, and starts every task that has one."""
         ps = [TaskId("ps", i) for i in range(self.options.ps)]
         workers = [TaskId("worker", i) for i in range(self.options.workers)]
-        first = self._hall.reserve([*ps, workers[0]])
-        self._hall.wait(first)
-        for seat in [*first, *(seat for task in workers[1:] for seat in self._hall.reserve([task]))]:
-            self._seats[seat.task] = seat
+        for together in (ps, workers[:1]):
+            seats = self._hall.reserve(together)
+            self._hall.wait(seats)
+            self._seats |= {seat.task: seat for seat in seats}
+        self._seats |= {task: self._hall.reserve([task])[0] for task in workers[1:]}
         for task in [*ps, *workers]:
             self.tasks.append(self._start(task))
 
@@ -258,6 +262,7 @@ class RayCluster(LaunchedCluster):
         for task, remote in remotes.items():
             if remote.place is not None and not remote.ordered and remote.poll() is None:
                 if task in self._told_waiting:
+                    self._told_waiting.discard(task)
                     self._say(f"{task} has a place on {remote.place.machine}")
                 remote.order(self._order(task))
 
@@ -289,20 +294,45 @@ class RayCluster(LaunchedCluster):
             path.write_text(f"{self._secret}\n")
         if self._folder is not None:
             known = f" --secret-file {self._folder.name}/secret"
-        self._say(f"how it is doing: torchquorum status {self.leader()}{known}")
+        self._say(f"to ask after the run: torchquorum status {self.leader()}{known}")
 
     def _tell_waiting(self, remotes: dict[TaskId, RemoteTask]) -> None:
-        """Says who waits for a machine; a ps for which there is none in time ends the run."""
+        """Says who waits for room. A ps or the chief gets another worker's place, or ends the run in the end.
+
+        Raises:
+            DeadlineError: A ps has waited for too long.
+        """
         now = time.monotonic()
+        if now - self._looked_at < SAY_WAITING_S:
+            return
+        self._looked_at = now
         for task, remote in remotes.items():
-            if remote.place is not None or remote.poll() is not None:
-                continue
             seat, waited_s = self._seats[task], now - remote.asked_at
+            if remote.place is not None or remote.poll() is not None or waited_s < SAY_WAITING_S or seat.is_reserved:
+                continue
             if task.job == "ps" and waited_s > self._where.placement_timeout_s:
                 raise DeadlineError(self._hall.explain([seat], waited_s))
-            if waited_s > SAY_WAITING_S and task not in self._told_waiting:
+            if task not in self._told_waiting:
                 self._told_waiting.add(task)
                 self._say(f"{task} waits for room on the cluster: {describe_seats([seat])}")
+            if task.job == "ps" or task.is_chief:
+                self._take_place(task)
+
+    def _take_place(self, needed: TaskId) -> None:
+        """Without every ps and the chief nobody gets on, so the last worker that has a place gives it up and waits in line."""
+        for at in reversed(range(len(self.tasks))):
+            remote = self.tasks[at].process
+            task = self.tasks[at].task
+            if task.job == "ps" or task.is_chief or not isinstance(remote, RemoteTask):
+                continue
+            if remote.place is not None and remote.poll() is None:
+                self._say(f"{task} gives up its place on {remote.place.machine} for {needed}")
+                remote.cancel()
+                self._hall.give_back(self._seats[task])
+                self._seats[task] = self._hall.reserve([task])[0]
+                restarts, self.tasks[at] = self.tasks[at].restarts, self._start(task)
+                self.tasks[at].restarts = restarts
+                return
 
     def _order(self, task: TaskId) -> Order:
         assert self._spec is not None
@@ -340,10 +370,11 @@ class RayCluster(LaunchedCluster):
     def _hopeless(self) -> bool:
         if self._spec is not None and all(t.code == 0 for t in self.tasks if t.task.job == "ps"):
             for t in self.tasks:
-                if t.code is None and isinstance(t.process, RemoteTask) and t.process.place is None:
-                    t.process.cancel()
+                waits = t.code is None and isinstance(t.process, RemoteTask) and t.process.place is None
+                if waits and (t.task, t.restarts) not in self._told:
+                    t.process.kill()
                     self._told.add((t.task, t.restarts))
-                    self._say(f"the run is over: {t.task} has never had a place")
+                    self._say(f"the run is over: {t.task} still waits for room, and is not needed any more")
         return super()._hopeless()
 
     def results(self) -> list[Any]:

@@ -180,6 +180,11 @@ class Seat:
             )
         return self._host
 
+    @property
+    def is_reserved(self) -> bool:
+        """Whether the cluster has room for the task now; then its actor is there or about to be."""
+        return self._connection.ray.util.placement_group_table(self.group).get("state") == "CREATED"
+
     def leave(self) -> Any:
         """Ends the actor; returns what fails once it has gone, or None if there was none."""
         if self._host is None:
@@ -211,6 +216,13 @@ class Hall:
         seats = [Seat(self._connection, t, group, i, r) for i, (t, r) in enumerate(zip(tasks, wanted, strict=True))]
         self._seats += seats
         return seats
+
+    def give_back(self, seat: Seat) -> None:
+        """Gives one seat back that has a group of its own."""
+        seat.leave()
+        self._connection.ray.util.remove_placement_group(seat.group)
+        self._groups.remove(seat.group)
+        self._seats.remove(seat)
 
     def wait(self, seats: list[Seat]) -> None:
         """Waits until all these seats, of one group, are there.

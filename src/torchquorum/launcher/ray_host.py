@@ -26,6 +26,7 @@ from torchquorum import env
 from torchquorum.cluster import ClusterSpec, TaskId, launcher_task
 from torchquorum.cluster.spec import PS
 from torchquorum.launcher.local import Process, die_with_parent
+from torchquorum.transport.zmq_channel import bind_host
 
 if TYPE_CHECKING:
     from torchquorum.launcher.functions import Result
@@ -225,7 +226,7 @@ def _own_address() -> str:
 def _listen(host: str, before: str | None) -> socket.socket:
     held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound = "127.0.0.1" if host == "127.0.0.1" else ""
+    bound = bind_host(f"{host}:0")
     old_host, _, old_port = (before or "").rpartition(":")
     try:
         held.bind((bound, int(old_port) if old_host == host else 0))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -101,7 +102,7 @@ def serve(head_cpus: int, dashboard: bool) -> None:
             **({"dashboard_port": 0} if dashboard else {}),
         },
     )
-    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     nodes: dict[str, Any] = {}
     numbers = itertools.count(2)
 

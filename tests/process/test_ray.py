@@ -64,7 +64,8 @@ def processes(job: str, index: int) -> dict[int, dict[str, str]]:
             raw = (entry / "environ").read_bytes() if entry.name.isdigit() else b""
         except OSError:
             continue
-        variables = dict(part.partition("=")[::2] for part in raw.decode(errors="replace").split("\0"))
+        parts = [part.partition("=") for part in raw.decode(errors="replace").split("\0")]
+        variables = {name: text for name, _, text in parts}
         task = json.loads(variables.get(env.TASK) or "{}")
         ours = variables.get("TORCHQUORUM_TEST_OWNER") == str(os.getpid())
         if ours and (task.get("job"), task.get("index")) == (job, index):
@@ -75,11 +76,11 @@ def processes(job: str, index: int) -> dict[int, dict[str, str]]:
 def test_a_run_on_ray_has_its_secret_and_a_killed_worker_comes_back(
     machines: Machines, started: Callable[..., Started], tmp_path: Path
 ):
-    secret, report = tmp_path / "secret", tmp_path / "report.json"
+    secret, report, end = tmp_path / "secret", tmp_path / "report.json", tmp_path / "end"
     secret.write_text(make_secret())
     secret.chmod(0o600)
     options = ["--ps", "2", "--workers", "2", "--report", str(report), "--secret-file", str(secret)]
-    ran = started(*options, str(PROGRAM), "--steps", "150", "--pause", "0.05")
+    ran = started(*options, str(PROGRAM), "--steps", "100000", "--pause", "0.05", "--until", str(end))
     status = ran.until("to ask after the run: torchquorum status ").split("torchquorum status ")[1].split()
     ran.until("[worker 1] local 5 ")
     ((victim, variables),) = processes("worker", 1).items()
@@ -89,9 +90,10 @@ def test_a_run_on_ray_has_its_secret_and_a_killed_worker_comes_back(
     os.kill(victim, signal.SIGKILL)
     ran.until("/job:worker/task:1 was ended by SIGKILL; starting it again (1 of 3)")
     ran.until("/job:worker/task:1 came back")
-    assert ran.wait() == 0
-    assert any("[worker 0] done at 150" in line for line in ran.lines)
-    assert json.loads(report.read_text())["updates"] == 150
+    end.touch()
+    assert ran.wait() == 0, ran.tail()
+    assert any("[worker 0] done at " in line for line in ran.lines)
+    assert json.loads(report.read_text())["updates"] > 5
     assert machines.left() == []
     said = "\n".join(ran.lines).encode() + b"".join(
         path.read_bytes() for path in Path(machines.folder).rglob("*") if path.is_file() and not path.is_symlink()
@@ -131,10 +133,8 @@ def test_a_lost_machine_sends_the_run_back_to_its_checkpoint_and_a_new_one_start
     lost = machines.add(3)
     options = ["--ps", "2", "--workers", "3", str(PROGRAM), "--rule", "async", "--steps", "100000", "--pause", "0.02"]
     ran = started(*options, "--logdir", str(tmp_path), "--save-steps", "20")
-    for worker in range(3):
-        ran.until(f"[worker {worker}] local 5 ") if worker == 0 else wait_until(
-            lambda worker=worker: processes("worker", worker), "every worker runs"
-        )
+    for place in range(3):
+        wait_until(lambda place=place: processes("worker", place), "every worker runs")
     wait_until(lambda: newest_good(tmp_path)[0] is not None, "there is a checkpoint")
     machines.remove(lost)
     ran.until("every task starts again, from the last checkpoint")

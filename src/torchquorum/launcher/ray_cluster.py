@@ -6,6 +6,7 @@ here ends here; placement groups are the run's own, and are removed with it; wai
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -106,7 +107,7 @@ class Connection:
                 "object_store_memory": STORE_BYTES,
             }
         try:
-            ray.init(address=address, log_to_driver=False, logging_level="ERROR", configure_logging=True, **more)
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True, **more)
         except (ConnectionError, ValueError, RuntimeError, OSError) as error:
             raise ConfigError(
                 f"--address {address}: no Ray cluster answers there ({' '.join(str(error).split())[:300]}); start one with "

@@ -103,5 +103,6 @@ def _cluster(
         return RayCluster(options, Ray(**chosen), output, note)
     for key, name in PLACE.items():
         if name in chosen:
-            raise ConfigError(f"--{key.replace('_', '-')} {chosen[name]}: is about Ray's machines; say --on ray, too")
+            value = f"{chosen[name]:g}" if isinstance(chosen[name], float) else chosen[name]
+            raise ConfigError(f"--{key.replace('_', '-')} {value}: is about Ray's machines; say --on ray, too")
     return LocalCluster(options, output, note)

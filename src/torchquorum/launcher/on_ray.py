@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import queue
 import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -201,7 +200,7 @@ class RayCluster(LaunchedCluster):
         self._spec: ClusterSpec | None = None
         self._told_waiting: set[TaskId] = set()
         self._looked_at = 0.0
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._secret_fd: int | None = None
         self._made_secret = False
         self._secret, self._access = self._choose_secret()
 
@@ -283,18 +282,18 @@ class RayCluster(LaunchedCluster):
                 remote.order(self._order(task))
 
     def _announce(self) -> None:
-        """Says how to ask after the run; a secret that was made for it lies in a file of this user's until the run ends."""
+        """Says how to ask after the run; a secret that was made for it lies in this process's memory, under a path of /proc."""
         if self._connection.is_own:
             return  # ps task 0 says itself where it is
-        known = f" --secret-file {self.options.secret_file}" if self.options.secret_file else ""
-        if self._made_secret and self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="torchquorum-")
-            path = Path(self._folder.name) / "secret"
-            path.touch(mode=0o600)
-            path.write_text(f"{self._secret}\n")
-        if self._folder is not None:
-            known = f" --secret-file {self._folder.name}/secret"
-        self._say(f"to ask after the run: torchquorum status {self.leader()}{known}")
+        known = self.options.secret_file
+        if self._made_secret and self._secret is not None:
+            if self._secret_fd is None:
+                self._secret_fd = os.memfd_create("secret")
+                os.fchmod(self._secret_fd, 0o600)
+                os.write(self._secret_fd, self._secret.encode())
+            known = f"/proc/{os.getpid()}/fd/{self._secret_fd}"
+        shown = f" --secret-file {known}" if known else ""
+        self._say(f"to ask after the run: torchquorum status {self.leader()}{shown}")
 
     def _tell_waiting(self, remotes: dict[TaskId, RemoteTask]) -> None:
         """Says who waits for room. A ps or the chief gets another worker's place, or ends the run in the end.
@@ -396,9 +395,9 @@ class RayCluster(LaunchedCluster):
         """Gives every place on the cluster back, and leaves it."""
         self._hall.close()
         self._connection.close()
-        if self._folder is not None:
-            self._folder.cleanup()
-            self._folder = None
+        if self._secret_fd is not None:
+            os.close(self._secret_fd)
+            self._secret_fd = None
 
 
 def read_secret_text(secret_file: str | None) -> str:

@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from typing import Any
 
 STORE_BYTES = 80 << 20
@@ -43,9 +42,9 @@ class Machines:
         first = self._answer()
         self.address, self.dashboard = str(first["address"]), str(first["dashboard"])
 
-    def add(self, cpus: int, **resources: float) -> str:
-        """Adds a machine; returns its address."""
-        return self._ask("add", cpus, resources)
+    def add(self, cpus: int, gpus: int = 0) -> str:
+        """Adds a machine, whose GPUs are only numbers; returns its address."""
+        return self._ask("add", cpus, gpus)
 
     def remove(self, name: str) -> None:
         """Takes a machine away, with all that runs there."""
@@ -116,7 +115,7 @@ def serve(head_cpus: int, dashboard: bool) -> None:
             # Another address of loopback, so that machines differ and no program here takes one of them for its own.
             address = f"127.0.0.{next(numbers)}"
             nodes[address] = cluster.add_node(
-                num_cpus=rest[0], resources=rest[1], object_store_memory=STORE_BYTES, node_ip_address=address
+                num_cpus=rest[0], num_gpus=rest[1], object_store_memory=STORE_BYTES, node_ip_address=address
             )
             return address
         if what == "remove":
@@ -144,4 +143,3 @@ def say(answer: Any) -> None:
 
 if __name__ == "__main__":
     serve(int(sys.argv[1]), sys.argv[2] == "1")
-    time.sleep(0)

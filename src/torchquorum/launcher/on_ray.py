@@ -194,6 +194,7 @@ class RayCluster(LaunchedCluster):
     ) -> None:
         super().__init__(options, output, note)
         self._where, self._call, self.fails_together = where, call, call is not None
+        self._folder = os.getcwd()  # now: raylets that share a disk unpack a job's folder anew under its driver
         self._connection = Connection(where, options.ps, options.workers)
         self._hall = Hall(self._connection, where, self._say)
         self._seats: dict[TaskId, Seat] = {}
@@ -350,7 +351,7 @@ class RayCluster(LaunchedCluster):
             variables[env.DURABLE] = self.options.durable
         return Order(
             command=tuple(self.options.command[1:]),
-            folder=os.getcwd(),
+            folder=self._folder,
             cluster={job: list(addresses) for job, addresses in self._spec.as_dict().items()},
             transport=self.options.transport,
             variables=variables,

@@ -129,7 +129,9 @@ def test_a_launcher_that_is_killed_leaves_nothing(machines: Machines, started: C
     ran = started("--workers", "1", str(PROGRAM), "--steps", "100000", "--pause", "0.02")
     ran.until("[worker 0] local 5 ", DEADLINE_S)
     ran.kill()
-    wait_until(lambda: not machines.left() and not processes("ps", 0) and not processes("worker", 0), "all is gone")
+    wait_until(lambda: not machines.left(), "Ray removes what was the run's")
+    wait_until(lambda: not processes("ps", 0) and not processes("worker", 0), "the tasks die with their actors")
+    assert machines.left() == []
 
 
 def test_a_lost_machine_sends_the_run_back_to_its_checkpoint_and_a_new_one_starts_who_waits(

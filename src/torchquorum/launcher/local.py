@@ -154,13 +154,16 @@ class LaunchedCluster:
         """Starts every ps task and as many workers as must be there."""
         for task in [*self.cluster.tasks("ps"), *self.cluster.tasks("worker")[: self.options.range.least]]:
             self.tasks.append(self._start(task))
+        self._hear_wishes()
+
+    def _hear_wishes(self) -> None:
+        """Begins to listen how many workers are wanted, where they may come and go."""
         if self.options.range.elastic:
-            address = self.cluster.address(TaskId("ps", 0))
             self._wanted_now = Wanted(self.leader, lambda: self.access)
             least, most = self.options.range.least, self.options.range.most
             self._say(
-                f"{least} {'worker' if least == 1 else 'workers'} to begin with, of at most {most}; `torchquorum scale {address} N` "
-                "changes how many there are"
+                f"{least} {'worker' if least == 1 else 'workers'} to begin with, of at most {most}; `torchquorum scale "
+                f"{self.leader() or 'ADDRESS'} N` changes how many there are"
             )
 
     def _follow_wishes(self) -> None:

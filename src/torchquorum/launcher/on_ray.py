@@ -195,7 +195,7 @@ class RayCluster(LaunchedCluster):
         super().__init__(options, output, note)
         self._where, self._call, self.fails_together = where, call, call is not None
         self._folder = os.getcwd()  # now: raylets that share a disk unpack a job's folder anew under its driver
-        self._connection = Connection(where, options.ps, options.workers)
+        self._connection = Connection(where, options.ps, options.range.most)
         self._hall = Hall(self._connection, where, self._say)
         self._seats: dict[TaskId, Seat] = {}
         self._spec: ClusterSpec | None = None
@@ -208,16 +208,19 @@ class RayCluster(LaunchedCluster):
     # -- the beginning -------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Finds places for the ps tasks and the chief, and starts every task that has one."""
+        """Finds places for the ps tasks and the first workers, and starts every task that has one."""
         ps = [TaskId("ps", i) for i in range(self.options.ps)]
-        workers = [TaskId("worker", i) for i in range(self.options.workers)]
-        for together in (ps, workers[:1]):
+        workers = [TaskId("worker", i) for i in range(self.options.range.most)]
+        # Of a range the least must be there; of a number the chief, who trains alone until others have room.
+        needed = self.options.range.least if self.options.range.elastic else 1
+        for together in (ps, *([task] for task in workers[:needed])):
             seats = self._hall.reserve(together)
             self._hall.wait(seats)
             self._seats |= {seat.task: seat for seat in seats}
-        self._seats |= {task: self._hall.reserve([task])[0] for task in workers[1:]}
+        self._seats |= {task: self._hall.reserve([task])[0] for task in workers[needed:]}
         for task in [*ps, *workers]:
             self.tasks.append(self._start(task))
+        self._hear_wishes()
 
     def _start(self, task: TaskId) -> Running:
         remote = RemoteTask(self._seats[task], self._connection.ray, lambda line: self._output(task, line))
@@ -270,8 +273,10 @@ class RayCluster(LaunchedCluster):
         """Takes up the addresses of the ps tasks; if some have moved, all tasks start again with the new ones."""
         before = self._spec
         # A worker's address is only its name: nothing listens there.
-        names = [f"ray-worker-{i}:{20000 + i}" for i in range(self.options.workers)]
-        self._spec = self.cluster = ClusterSpec({"ps": addresses, "worker": names})
+        names = [f"ray-worker-{i}:{20000 + i}" for i in range(self.options.range.most)]
+        self._spec = self.cluster = ClusterSpec(
+            {"ps": addresses, "worker": names}, min_workers=self.options.range.least
+        )
         self._announce()
         if before is None:
             return
@@ -353,6 +358,7 @@ class RayCluster(LaunchedCluster):
             command=tuple(self.options.command[1:]),
             folder=self._folder,
             cluster={job: list(addresses) for job, addresses in self._spec.as_dict().items()},
+            min_workers=self._spec.min_workers,
             transport=self.options.transport,
             variables=variables,
             report=self.options.report is not None and task == TaskId("ps", 0),
@@ -371,15 +377,17 @@ class RayCluster(LaunchedCluster):
         if self._spec is not None and all(t.code == 0 for t in self.tasks if t.task.job == "ps"):
             for t in self.tasks:
                 waits = t.code is None and isinstance(t.process, RemoteTask) and t.process.place is None
-                if waits and (t.task, t.restarts) not in self._told:
+                if waits and t.life not in self._told:
                     t.process.kill()
-                    self._told.add((t.task, t.restarts))
+                    self._told.add(t.life)
                     self._say(f"the run is over: {t.task} still waits for room, and is not needed any more")
         return super()._hopeless()
 
     def results(self) -> list[Any]:
         """Returns what each worker's function returned."""
         news = [t.process.last for t in self.tasks if t.task.job == "worker" and isinstance(t.process, RemoteTask)]
+        if self.options.range.elastic:
+            news = [came for came in news if came is not None]  # of a range, some may never have come
         return [decode_result(came.result) if came is not None else None for came in news]
 
     def stop(self, first: signal.Signals) -> None:

@@ -108,10 +108,13 @@ class Connection:
             }
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True, **more)
-        except (ConnectionError, ValueError, RuntimeError, OSError) as error:
+        except Exception as error:  # Ray raises anything from ValueError to Exception itself
+            why = " ".join(str(error).split())[:300]
             raise ConfigError(
-                f"--address {address}: no Ray cluster answers there ({' '.join(str(error).split())[:300]}); start one with "
-                "`ray start --head`, give its host:port, or leave --address out and Ray is started on this machine"
+                f"Ray could not be started on this machine ({why}); `ray start --head` tells more"
+                if self.is_own
+                else f"--address {address}: no Ray cluster answers there ({why}); start one with `ray start --head`, give its "
+                "host:port, or leave --address out and Ray is started on this machine"
             ) from None
 
     @property

@@ -58,6 +58,7 @@ class Order:
         command: The program and its arguments, without Python.
         folder: Where the launcher was started; used if this machine has it.
         cluster: The addresses of all tasks.
+        min_workers: How many workers must be there to begin.
         transport: auto, shm or tcp.
         variables: What changes in the child's environment; None takes one out.
         report: Whether the report shall come back.
@@ -67,6 +68,7 @@ class Order:
     command: tuple[str, ...]
     folder: str
     cluster: dict[str, list[str]]
+    min_workers: int
     transport: str
     variables: dict[str, str | None] = field(repr=False)
     report: bool = False
@@ -182,7 +184,7 @@ class TaskHost:
 
     def _spawn(self, order: Order, more: dict[str, str | None]) -> tuple[Process, Result | None]:
         fd = self._socket.fileno() if self._socket is not None else None
-        who = launcher_task(ClusterSpec(order.cluster), self._task, order.transport, fd)
+        who = launcher_task(ClusterSpec(order.cluster, min_workers=order.min_workers), self._task, order.transport, fd)
         variables = {**order.variables, **more, env.TASK: who}
         folder = order.folder if os.path.isdir(order.folder) else os.getcwd()
         if order.call is not None:

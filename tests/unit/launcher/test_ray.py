@@ -36,6 +36,7 @@ def order(script: Path, *arguments: str) -> Order:
         command=(str(script), *arguments),
         folder=str(script.parent),
         cluster=CLUSTER,
+        min_workers=1,
         transport="auto",
         variables=variables,
     )
@@ -91,7 +92,9 @@ def test_a_hosts_child_hears_signals_that_the_host_has_blocked(script: Path):
 
 
 def test_a_machine_without_the_program_says_so(tmp_path: Path):
-    absent = Order(command=("absent.py",), folder=str(tmp_path), cluster=CLUSTER, transport="auto", variables={})
+    absent = Order(
+        command=("absent.py",), folder=str(tmp_path), cluster=CLUSTER, min_workers=1, transport="auto", variables={}
+    )
     with pytest.raises(FileNotFoundError, match=r"there is no absent.py in"):
         TaskHost("/job:worker/task:0", "127.0.0.1").start(absent)
 

@@ -23,8 +23,13 @@ PROC = Path("/proc")
 # Children inherit it, so an orphan whose parent was killed is still known as ours.
 MARK = "TORCHQUORUM_TEST_OWNER"
 
-# Python's own servants, which live until the interpreter ends.
-SERVANTS = (b"multiprocessing.resource_tracker", b"multiprocessing.forkserver")
+# Python's own servants, which live until the interpreter ends; those that a Ray of several tests keeps ready, without an actor.
+SERVANTS = (
+    b"multiprocessing.resource_tracker",
+    b"multiprocessing.forkserver",
+    b"ray::IDLE",
+    b"ray/_private/workers/default_worker.py",
+)
 THREADS_IGNORED = ("pytest_timeout",)
 THREADS_OURS = ("torchquorum", "tq-")
 # Descriptors that libraries open once and keep: of files of the system, and of event loops.

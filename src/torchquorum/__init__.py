@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torchquorum.formats.tfrecord import RecordError, read_records
     from torchquorum.formats.tfrecord_write import TFRecordWriter
     from torchquorum.launcher.functions import LaunchError, launch
+    from torchquorum.launcher.ray_cluster import Ray
     from torchquorum.rules import Async, Bounded, Buffered, Rule, Sync
     from torchquorum.session.assignments import BatchResult
     from torchquorum.session.config import ConfigProto, GPUOptions
@@ -85,6 +86,7 @@ _HOMES = {
     "ProgressHook": "session.ready",
     "Ran": "session.hooks",
     "RawFeature": "data.features",
+    "Ray": "launcher.ray_cluster",
     "RecordError": "formats.tfrecord",
     "Rule": "rules",
     "Server": "session.graph_server",
@@ -154,6 +156,7 @@ __all__ = [
     "ProgressHook",
     "Ran",
     "RawFeature",
+    "Ray",
     "RecordError",
     "Rule",
     "Server",

@@ -24,6 +24,7 @@ INSECURE = "TORCHQUORUM_INSECURE"
 PS = "TORCHQUORUM_PS"
 PORT = "TORCHQUORUM_PORT"
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
+RAY_ADDRESS = "RAY_ADDRESS"
 
 
 def _environment() -> Mapping[str, str]:
@@ -118,7 +119,17 @@ def insecure() -> bool:
 
 def has_omp_num_threads() -> bool:
     """Tell whether the user has chosen the number of threads of an operation, which we then leave alone."""
-    return _read(OMP_NUM_THREADS) is not None
+    return omp_num_threads() is not None
+
+
+def omp_num_threads() -> str | None:
+    """Return the number of threads of an operation that the user has chosen, unchecked, or None."""
+    return _read(OMP_NUM_THREADS)
+
+
+def ray_address() -> str | None:
+    """Return the address of the Ray cluster that programs here use, as Ray's own tools set it, or None."""
+    return _read(RAY_ADDRESS)
 
 
 def child_environment(**extra: str | None) -> dict[str, str]:

@@ -142,10 +142,7 @@ def test_the_rayjob_is_valid_and_its_entrypoint_is_our_command():
     assert len(check_custom("rayjob", job)) == 2
     words = shlex.split(job["spec"]["entrypoint"])
     assert words[:2] == ["torchquorum", "run"]
-    found = fault(words)
-    if "--on" in found:
-        pytest.skip("this release has no `torchquorum run --on ray` yet")
-    assert found == ""
+    assert fault(words) == ""
 
 
 def test_the_dockerfile_passes_its_linter_and_copies_what_is_there():

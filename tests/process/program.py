@@ -4,6 +4,7 @@ The one parameter's gradient is -1 and the learning rate 1, so the parameter alw
 """
 
 import time
+from pathlib import Path
 
 import torch
 from run_flags import make_parser, make_session
@@ -17,6 +18,7 @@ parser = make_parser()
 parser.add_argument("--size", type=int, default=1000)
 parser.add_argument("--fail-at", type=int, default=-1)
 parser.add_argument("--summaries", action="store_true")
+parser.add_argument("--until", type=Path, help="end when this file is there")
 parser.add_argument("--chief-late", type=float, default=0.0)
 args = parser.parse_args()
 
@@ -44,6 +46,8 @@ with make_session(args, task, model, optimizer, hooks=hooks) as session:
         assert int(model.count.min()) == int(model.count.max()) == int(model.other[0]) == step.version
         if step.local_step == args.fail_at:
             raise RuntimeError("told to fail")
+        if args.until is not None and args.until.exists():
+            session.request_stop()
         if args.pause:
             time.sleep(args.pause)
 print(f"done at {session.global_step} after {session.local_step} local steps: {model.count[0].item():g}", flush=True)

@@ -1,1 +1,1 @@
-"""Starts tasks: local processes (later: Ray)."""
+"""Starts tasks and looks after them: local processes, forks of a function, actors of Ray."""

@@ -1,8 +1,9 @@
-"""`tq.launch`: a function of this process, of a notebook for instance, run on a local cluster.
+"""`tq.launch`: a function of this process, of a notebook for instance, run on a cluster.
 
-Every task is a fork of this process, so the function and all that it refers to are there without travelling: nothing is
-pickled. What always holds: when `launch` returns, by whatever way, no process of the cluster is left; what the functions
-return comes back as plain data.
+On this machine every task is a fork of this process, so the function and all that it refers to are there without travelling:
+nothing is pickled. On Ray, Ray itself brings the function to its machines, where each task is a fork of its actor.
+What always holds: when `launch` returns, by whatever way, no process of the cluster is left; what the functions return comes
+back as plain data.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import IO, Any
+from functools import partial
+from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -24,9 +26,14 @@ import torch
 from torchquorum import env
 from torchquorum.cluster import TaskId
 from torchquorum.errors import ConfigError, TorchQuorumError
-from torchquorum.launcher.local import LocalCluster, Options, die_with_parent
+from torchquorum.launcher.local import LaunchedCluster, LocalCluster, Options, die_with_parent
 from torchquorum.launcher.progress import ProgressLine
+from torchquorum.launcher.ray_cluster import Ray
+from torchquorum.launcher.watch import RunWatcher
 from torchquorum.server.update import warm_up
+
+if TYPE_CHECKING:
+    from torchquorum.launcher.on_ray import RayCluster
 
 MAX_RESULT_BYTES = 1 << 30
 LAST_LINES = 30
@@ -47,9 +54,10 @@ def launch(
     max_restarts: int = 3,
     quiet: bool = False,
     output: Callable[[TaskId, str], None] | None = None,
+    on: str | Ray = "local",
     **keywords: Any,
 ) -> list[Any]:
-    """Runs a function on a local cluster, once per worker, and waits for the end.
+    """Runs a function on a cluster, once per worker, and waits for the end.
 
     The function calls `tq.join()` itself, as a script does. What it prints appears here with the worker's name in front.
     Variables that it changes are its own: each worker is another process, with one thread for operations. For more threads,
@@ -66,6 +74,8 @@ def launch(
         max_restarts: How often each task may be started again after a signal ended it.
         quiet: Do not print the tasks' output.
         output: Takes every line that a task prints, instead of printing it.
+        on: local, for processes of this machine; ray, for machines of a Ray cluster, or of a Ray that is started here;
+            `tq.Ray(...)` to say which one and what a worker reserves. Ray brings the function there, by its own means.
         **keywords: The function's keyword arguments.
 
     Returns:
@@ -76,8 +86,7 @@ def launch(
         LaunchError: A task failed; its last lines are in the message.
         ConfigError: This process cannot be forked: it has used CUDA.
     """
-    _check(function, arguments, keywords)
-    warm_up()  # once here instead of in every fork
+    _check(function, arguments, keywords, on)
     shown = Output(output, quiet=quiet)
     options = Options(
         command=(),
@@ -89,8 +98,16 @@ def launch(
         logdir=logdir,
         max_restarts=max_restarts,
     )
-    cluster = ForkedCluster(options, shown.put, shown.note, lambda: function(*arguments, **keywords))
-    shown.progress = ProgressLine(cluster.cluster.address(TaskId("ps", 0)))
+    call = partial(function, *arguments, **keywords)
+    cluster: ForkedCluster | RayCluster
+    if on == "local":
+        warm_up()  # once here instead of in every fork
+        cluster = ForkedCluster(options, shown.put, shown.note, call)
+    else:
+        from torchquorum.launcher.on_ray import RayCluster
+
+        cluster = RayCluster(options, on if isinstance(on, Ray) else Ray(), shown.put, shown.note, call)
+    shown.progress = ProgressLine(RunWatcher(cluster.leader, access=lambda: cluster.access))
     try:
         cluster.start()
         code = cluster.wait(shown.show)
@@ -156,12 +173,14 @@ class Output:
             self.progress.close()
 
 
-def _check(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+def _check(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any], on: Any) -> None:
     if not callable(function):
         raise ConfigError(f"tq.launch({function!r}): give it a function, such as tq.launch(train, workers=2)")
+    if on not in ("local", "ray") and not isinstance(on, Ray):
+        raise ConfigError(f"tq.launch(on={on!r}): must be 'local', 'ray' or tq.Ray(...)")
     if not hasattr(os, "fork"):
         raise ConfigError("tq.launch needs a system that can fork; here, write a script and use `torchquorum run`")
-    if torch.cuda.is_initialized():
+    if on == "local" and torch.cuda.is_initialized():
         raise ConfigError(
             "tq.launch: this process has used CUDA, which does not survive a fork. Restart the notebook and touch the GPU "
             "only inside the function"
@@ -175,7 +194,7 @@ def _check(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any])
         pass  # a builtin without a signature
 
 
-def _what_failed(cluster: ForkedCluster, lines: Mapping[TaskId, Sequence[str]]) -> str:
+def _what_failed(cluster: LaunchedCluster, lines: Mapping[TaskId, Sequence[str]]) -> str:
     failed = cluster.failed
     first = failed[0] if failed else None
     if first is None and not any("joined" in line for line in lines.get(TaskId("ps", 0), ())):
@@ -188,7 +207,12 @@ def _what_failed(cluster: ForkedCluster, lines: Mapping[TaskId, Sequence[str]]) 
 
 
 class ForkedCluster(LocalCluster):
-    """A local cluster whose tasks are forks of this process."""
+    """A local cluster whose tasks are forks of this process.
+
+    A function that fails will not do better on the other workers: all end.
+    """
+
+    fails_together = True
 
     def __init__(
         self,
@@ -199,52 +223,77 @@ class ForkedCluster(LocalCluster):
     ) -> None:
         super().__init__(options, output, note)
         self._call = call
-        self._results: dict[TaskId, tuple[threading.Thread, list[bytes]]] = {}
+        self._results: dict[TaskId, Result] = {}
 
     def _spawn(self, task: TaskId, extra: dict[str, str | None], fds: list[int]) -> Forked:
-        out, child_out = os.pipe()
-        result, child_result = os.pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none of this process's
-            pid = os.fork()
-        if pid == 0:
-            os.close(out)
-            os.close(result)
-            _be_the_child(self._call, task, extra, child_out, child_result)
-        os.close(child_out)
-        os.close(child_result)
-        chunks: list[bytes] = []
-        reader = threading.Thread(target=_drain, args=(result, chunks), name="torchquorum-result", daemon=True)
-        reader.start()
-        self._results[task] = reader, chunks
-        return Forked(pid, os.fdopen(out, "rb", buffering=0))
-
-    @property
-    def failed(self) -> list[TaskId]:
-        """Returns the workers whose function has failed, as opposed to those that were ended for it."""
-        return [t.task for t in self.tasks if t.task.job == "worker" and 0 < (t.code or 0) < 128]
-
-    def _hopeless(self) -> bool:
-        """A function that fails will not do better on the other workers: all end."""
-        return bool(self.failed) or super()._hopeless()
+        forked, self._results[task] = fork_task(self._call, task, extra)
+        return forked
 
     def results(self) -> list[Any]:
         """Returns what each worker's function returned."""
         found: list[Any] = []
         for task in self.cluster.tasks("worker"):
-            if task not in self._results:
-                continue  # of a range, one that never came
-            reader, chunks = self._results[task]
-            reader.join(timeout=10.0)
-            found.append(_decode(b"".join(chunks)))
+            if task in self._results:  # of a range, some may never have come
+                found.append(decode_result(self._results[task].get()))
         return found
 
     def close(self) -> None:
         """Waits for the threads that read results."""
-        for reader, _ in self._results.values():
-            reader.join(timeout=10.0)
+        for result in self._results.values():
+            result.get()
+
+
+def fork_task(call: Callable[[], Any], task: TaskId, extra: Mapping[str, str | None]) -> tuple[Forked, Result]:
+    """Forks this process to be a task.
+
+    Args:
+        call: What a worker runs.
+        task: Which one it is.
+        extra: What changes in its environment.
+
+    Returns:
+        The child, and what it will have returned.
+    """
+    out, child_out = os.pipe()
+    result, child_result = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none of this process's
+        pid = os.fork()
+    if pid == 0:
+        os.close(out)
+        os.close(result)
+        _be_the_child(call, task, extra, child_out, child_result)
+    os.close(child_out)
+    os.close(child_result)
+    return Forked(pid, os.fdopen(out, "rb", buffering=0)), Result(result)
+
+
+class Result:
+    """What a forked task returns, read by a thread of its own as it comes.
+
+    Args:
+        fd: The pipe's end, which becomes this object's.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._chunks: list[bytes] = []
+        self._reader = threading.Thread(target=self._drain, args=(fd,), name="torchquorum-result", daemon=True)
+        self._reader.start()
+
+    def get(self) -> bytes:
+        """Returns all that came, after the task has ended."""
+        self._reader.join(timeout=10.0)
+        return b"".join(self._chunks)
+
+    def _drain(self, fd: int) -> None:
+        size = 0
+        with os.fdopen(fd, "rb") as pipe:
+            while chunk := pipe.read(1 << 20):
+                size += len(chunk)
+                if size <= MAX_RESULT_BYTES:
+                    self._chunks.append(chunk)
 
 
 class Forked:
@@ -280,6 +329,7 @@ def _be_the_child(
     try:
         os.setsid()
         die_with_parent()
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes have blocked some
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -314,15 +364,6 @@ def _be_the_child(
         os._exit(code)  # what this process would do at its end is its parent's business
 
 
-def _drain(fd: int, chunks: list[bytes]) -> None:
-    size = 0
-    with os.fdopen(fd, "rb") as pipe:
-        while chunk := pipe.read(1 << 20):
-            size += len(chunk)
-            if size <= MAX_RESULT_BYTES:
-                chunks.append(chunk)
-
-
 def _encode(value: Any) -> bytes:
     def tensors(found: Any) -> Any:
         if isinstance(found, torch.Tensor):
@@ -347,7 +388,9 @@ def _encode(value: Any) -> bytes:
     return encoded
 
 
-def _decode(encoded: bytes) -> Any:
+def decode_result(encoded: bytes) -> Any:
+    """Returns what a task has returned."""
+
     def revive(found: Any) -> Any:
         if isinstance(found, dict):
             if "~tensor" in found:

@@ -1,13 +1,15 @@
-"""A cluster on this machine: one process per task, their output, and their end.
+"""A cluster that a launcher starts and looks after: one process per task, their output, their deaths and their end.
 
-Called by `torchquorum train` and `torchquorum run`. What always holds: the ports of the ps tasks are held from the moment
-they are chosen until the job ends; a task that a signal ended is started again, a few times; when `wait` returns, by
-whatever way, no process of the cluster is left.
+`LaunchedCluster` watches the tasks, wherever they run; `LocalCluster` runs them on this machine, `on_ray` on Ray's machines,
+`functions` as forks. Called by `torchquorum train`, `torchquorum run` and `tq.launch`. What always holds: the ports of the ps
+tasks are held from the moment they are chosen until the job ends; a task that a signal ended is started again, a few times;
+when `wait` returns, by whatever way, no process of the cluster is left.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import signal
 import socket
@@ -22,7 +24,7 @@ from typing import IO, Protocol
 
 from torchquorum import env
 from torchquorum.cluster import ClusterSpec, TaskId, WorkerRange, launcher_task
-from torchquorum.cluster.secret import read_access
+from torchquorum.cluster.secret import Access, read_access
 from torchquorum.errors import ConfigError
 from torchquorum.launcher.scale import Wanted
 
@@ -107,6 +109,7 @@ class Running:
     process: Process
     reader: threading.Thread = field(init=False)
     restarts: int = 0
+    life: int = field(default_factory=itertools.count().__next__)  # another for every start of any task
 
     @property
     def code(self) -> int | None:
@@ -114,14 +117,24 @@ class Running:
         return self.process.poll()
 
 
-class LocalCluster:
-    """The processes of a local cluster.
+class LaunchedCluster:
+    """The tasks of a cluster that a launcher has started, watched until they end.
 
     Args:
         options: What to start.
         output: Takes every line that a task prints, with the task.
         note: Takes every line of the launcher's own; they are kept in `messages` too.
+
+    Attributes:
+        cluster: The tasks and their addresses.
+        tasks: Those that were started, each as it runs now.
+        end_grace_s: How long a task may take to end, or its end to be heard of, after the ps tasks have ended.
+        fails_together: Whether one worker that fails ends them all, without waiting for the chief.
     """
+
+    cluster: ClusterSpec
+    end_grace_s = WORKER_GRACE_S
+    fails_together = False
 
     def __init__(
         self,
@@ -130,16 +143,9 @@ class LocalCluster:
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.options, self._output, self._note = options, output, note
-        self._told: set[tuple[TaskId, int]] = set()
+        self._told: set[int] = set()
         self._ended_at: dict[str, float] = {}
         self.started_at = time.time()
-        self._sockets = [_listening_socket() for _ in range(options.ps)]
-        ports = [s.getsockname()[1] for s in self._sockets]
-        names = _unused_ports(options.range.most, set(ports))
-        self.cluster = ClusterSpec(
-            {"ps": [f"127.0.0.1:{p}" for p in ports], "worker": [f"127.0.0.1:{p}" for p in names]},
-            min_workers=options.range.least,
-        )
         self.tasks: list[Running] = []
         self._wanted_now: Wanted | None = None
         self.messages: list[str] = []
@@ -148,13 +154,16 @@ class LocalCluster:
         """Starts every ps task and as many workers as must be there."""
         for task in [*self.cluster.tasks("ps"), *self.cluster.tasks("worker")[: self.options.range.least]]:
             self.tasks.append(self._start(task))
+        self._hear_wishes()
+
+    def _hear_wishes(self) -> None:
+        """Begins to listen how many workers are wanted, where they may come and go."""
         if self.options.range.elastic:
-            address, access = self.cluster.address(TaskId("ps", 0)), read_access(self.options.secret_file)
-            self._wanted_now = Wanted(address, access)
+            self._wanted_now = Wanted(self.leader, lambda: self.access)
             least, most = self.options.range.least, self.options.range.most
             self._say(
-                f"{least} {'worker' if least == 1 else 'workers'} to begin with, of at most {most}; `torchquorum scale {address} N` "
-                "changes how many there are"
+                f"{least} {'worker' if least == 1 else 'workers'} to begin with, of at most {most}; `torchquorum scale "
+                f"{self.leader() or 'ADDRESS'} N` changes how many there are"
             )
 
     def _follow_wishes(self) -> None:
@@ -181,48 +190,25 @@ class LocalCluster:
         return not any((t.code or 0) > 0 for t in self.tasks) and (chief is None or chief.code != 0)
 
     def _start(self, task: TaskId) -> Running:
-        held = self._sockets[task.index] if task.job == "ps" else None
-        fds = [held.fileno()] if held is not None else []
-        threads = self.options.threads or max(1, (os.cpu_count() or 1) // self.options.range.most)
-        extra: dict[str, str | None] = {
-            env.TASK: launcher_task(self.cluster, task, self.options.transport, fds[0] if fds else None),
-            env.STARTED_AT: repr(self.started_at),
-            env.REPORT: self.options.report,
-            env.LOGDIR: self.options.logdir,
-            **({env.DURABLE: self.options.durable} if self.options.durable else {}),
-            env.TF_CONFIG: None,
-            "PYTHONUNBUFFERED": "1",
-        }
-        if self.options.secret_file is not None:
-            extra[env.SECRET_FILE], extra[env.SECRET] = os.path.abspath(self.options.secret_file), None
-        if not env.has_omp_num_threads():
-            extra[env.OMP_NUM_THREADS] = str(threads)
-        process = self._spawn(task, extra, fds)
-        running = Running(task, process)
-        assert process.stdout is not None
-        running.reader = threading.Thread(
-            target=self._read, args=(task, process.stdout), name=f"torchquorum-output-{task}", daemon=True
-        )
-        running.reader.start()
-        return running
+        """Starts a task, or starts it again."""
+        raise NotImplementedError
 
-    def _spawn(self, task: TaskId, extra: dict[str, str | None], fds: list[int]) -> Process:
-        """Starts the process of a task; `extra` changes its environment, `fds` are open files that it shall have."""
-        return subprocess.Popen(
-            list(self.options.command),
-            env=env.child_environment(**extra),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=fds,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
+    @property
+    def access(self) -> Access:
+        """Who may talk to the tasks."""
+        return read_access(self.options.secret_file)
 
-    def _read(self, task: TaskId, pipe: IO[bytes]) -> None:
-        with pipe:
-            for line in pipe:
-                self._output(task, line.decode(errors="replace").rstrip("\r\n"))
+    def leader(self) -> str | None:
+        """Returns where ps task 0 listens, or None while that is not known."""
+        return self.cluster.address(TaskId("ps", 0))
+
+    @property
+    def failed(self) -> list[TaskId]:
+        """Returns the workers whose program has failed, as opposed to those that were ended for it."""
+        return [t.task for t in self.tasks if t.task.job == "worker" and 0 < (t.code or 0) < 128]
+
+    def close(self) -> None:
+        """Gives up what outlives the tasks; may be called twice."""
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -259,16 +245,20 @@ class LocalCluster:
     def _look_after(self, *, restart: bool = True) -> None:
         """Says who has died, and starts again whom a signal ended."""
         for place, t in enumerate(self.tasks):
-            if t.code in (None, 0) or (t.task, t.process.pid) in self._told:
+            if t.code in (None, 0) or t.life in self._told:
                 continue
-            self._told.add((t.task, t.process.pid))
+            self._told.add(t.life)
             again = restart and (t.code or 0) < 0 and t.restarts < self.options.max_restarts and self._wanted(t)
-            how = f"{t.task} {_describe(t.code or 0)}"
+            how = f"{t.task} {self._describe(t)}"
             self._say(f"{how}; starting it again ({t.restarts + 1} of {self.options.max_restarts})" if again else how)
             if again:
                 self.tasks[place] = self._start(t.task)
                 self.tasks[place].restarts = t.restarts + 1
                 self._ended_at.clear()
+
+    def _describe(self, ended: Running) -> str:
+        """Returns how a task has ended, in words."""
+        return describe_code(ended.code or 0)
 
     def _wanted(self, dead: Running) -> bool:
         """A task is started again only while there is a run to come back to."""
@@ -281,6 +271,8 @@ class LocalCluster:
 
     def _hopeless(self) -> bool:
         """Whether those that still run have nothing to wait for, and have had their time to find out."""
+        if self.fails_together and self.failed:
+            return True
         running = [t for t in self.tasks if t.code is None]
         workers = [t for t in self.tasks if t.task.job == "worker"]
         now = time.monotonic()
@@ -291,7 +283,7 @@ class LocalCluster:
                 return True
         if running and all(t.code == 0 for t in self.tasks if t.task.job == "ps"):
             gone_at = self._ended_at.setdefault("run", now)
-            if now - gone_at > WORKER_GRACE_S:
+            if now - gone_at > self.end_grace_s:
                 late = ", ".join(str(t.task) for t in running)
                 self._say(f"the run is over: ending {late}, which came back too late for it")
                 return True
@@ -348,13 +340,80 @@ class LocalCluster:
             deadline = time.monotonic() + grace_s
             while any(t.code is None for t in alive) and time.monotonic() < deadline:
                 time.sleep(POLL_S)
-        for held in self._sockets:
-            held.close()
         if self._wanted_now is not None:
             self._wanted_now.close()
             self._wanted_now = None
         for t in self.tasks:
             t.reader.join(timeout=STOP_GRACE_S)
+
+
+class LocalCluster(LaunchedCluster):
+    """The processes of a cluster on this machine."""
+
+    def __init__(
+        self,
+        options: Options,
+        output: Callable[[TaskId, str], None],
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        super().__init__(options, output, note)
+        self._sockets = [_listening_socket() for _ in range(options.ps)]
+        ports = [s.getsockname()[1] for s in self._sockets]
+        names = _unused_ports(options.range.most, set(ports))
+        self.cluster = ClusterSpec(
+            {"ps": [f"127.0.0.1:{p}" for p in ports], "worker": [f"127.0.0.1:{p}" for p in names]},
+            min_workers=options.range.least,
+        )
+
+    def _start(self, task: TaskId) -> Running:
+        held = self._sockets[task.index] if task.job == "ps" else None
+        fds = [held.fileno()] if held is not None else []
+        threads = self.options.threads or max(1, (os.cpu_count() or 1) // self.options.range.most)
+        extra: dict[str, str | None] = {
+            env.TASK: launcher_task(self.cluster, task, self.options.transport, fds[0] if fds else None),
+            env.STARTED_AT: repr(self.started_at),
+            env.REPORT: self.options.report,
+            env.LOGDIR: self.options.logdir,
+            **({env.DURABLE: self.options.durable} if self.options.durable else {}),
+            env.TF_CONFIG: None,
+            "PYTHONUNBUFFERED": "1",
+        }
+        if self.options.secret_file is not None:
+            extra[env.SECRET_FILE], extra[env.SECRET] = os.path.abspath(self.options.secret_file), None
+        if not env.has_omp_num_threads():
+            extra[env.OMP_NUM_THREADS] = str(threads)
+        process = self._spawn(task, extra, fds)
+        running = Running(task, process)
+        assert process.stdout is not None
+        running.reader = threading.Thread(
+            target=self._read, args=(task, process.stdout), name=f"torchquorum-output-{task}", daemon=True
+        )
+        running.reader.start()
+        return running
+
+    def _spawn(self, task: TaskId, extra: dict[str, str | None], fds: list[int]) -> Process:
+        """Starts the process of a task; `extra` changes its environment, `fds` are open files that it shall have."""
+        return subprocess.Popen(
+            list(self.options.command),
+            env=env.child_environment(**extra),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=fds,
+            start_new_session=True,
+            preexec_fn=die_with_parent,
+        )
+
+    def _read(self, task: TaskId, pipe: IO[bytes]) -> None:
+        with pipe:
+            for line in pipe:
+                self._output(task, line.decode(errors="replace").rstrip("\r\n"))
+
+    def stop(self, first: signal.Signals) -> None:
+        """Ends whatever still runs, and gives the ports up."""
+        super().stop(first)
+        for held in self._sockets:
+            held.close()
 
 
 def _on_main_thread() -> bool:
@@ -391,7 +450,8 @@ def _unused_ports(count: int, taken: set[int]) -> list[int]:
     return ports
 
 
-def _describe(code: int) -> str:
+def describe_code(code: int) -> str:
+    """Returns how a process with this exit code has ended, in words."""
     if code >= 0:
         return f"failed with exit code {code}"
     try:

@@ -9,9 +9,8 @@ import sys
 import time
 from typing import Any
 
-from torchquorum.launcher.watch import Watcher
+from torchquorum.launcher.watch import RunWatcher
 
-EVERY_S = 0.5
 PLAIN_EVERY_S = 10.0
 BAR = 24
 
@@ -20,11 +19,11 @@ class ProgressLine:
     """Shows the newest status of a run in one line.
 
     Args:
-        address: Where ps task 0 listens.
+        watcher: Asks ps task 0; closed with the line.
     """
 
-    def __init__(self, address: str) -> None:
-        self._watcher = Watcher(address, EVERY_S)
+    def __init__(self, watcher: RunWatcher) -> None:
+        self._watcher = watcher
         self._handle: Any = None
         self._shown_at = time.monotonic()
         self._drawn = 0

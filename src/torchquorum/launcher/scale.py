@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 
 import torchquorum.transport.messages as m
 from torchquorum.cluster.secret import Access
 from torchquorum.errors import DeadlineError, RefusedError
-from torchquorum.launcher.watch import Watcher
+from torchquorum.launcher.watch import RunWatcher
 from torchquorum.transport import codec
 from torchquorum.transport.zmq_channel import ZmqChannel
 
@@ -51,12 +52,12 @@ class Wanted:
     """The launcher's ear: how many workers somebody has asked for.
 
     Args:
-        address: Where ps task 0 listens.
-        access: The cluster's secret, if it has one.
+        where: Returns where ps task 0 listens by now, or None.
+        access: Returns the cluster's secret, if it has one.
     """
 
-    def __init__(self, address: str, access: Access) -> None:
-        self._watcher = Watcher(address, access=access)
+    def __init__(self, where: Callable[[], str | None], access: Callable[[], Access]) -> None:
+        self._watcher = RunWatcher(where, access=access)
         self._heard = 0
 
     def news(self) -> int | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torchquorum.transport.messages as m
@@ -59,3 +60,43 @@ class Watcher:
     def close(self) -> None:
         """Closes the connection."""
         self._channel.close()
+
+
+class RunWatcher:
+    """Polls the status of a run whose ps task 0 may not be there yet, or may move.
+
+    Args:
+        where: Returns where ps task 0 listens by now, or None.
+        every_s: How often to ask.
+        access: Returns the cluster's secret, once the address is known.
+    """
+
+    def __init__(
+        self, where: Callable[[], str | None], every_s: float = 0.5, access: Callable[[], Access] = read_access
+    ) -> None:
+        self._where, self._every_s, self._access = where, every_s, access
+        self._watched: str | None = None
+        self._watcher: Watcher | None = None
+        self.status: dict[str, Any] = {}
+
+    def poll(self) -> bool:
+        """Asks if it is time to, takes what has come; returns whether something has.
+
+        Raises:
+            SecretError: The ps does not let us in.
+        """
+        address = self._where()
+        if address != self._watched:
+            self.close()
+            self._watched = address
+            self._watcher = Watcher(address, self._every_s, self._access()) if address is not None else None
+        if self._watcher is None or not self._watcher.poll():
+            return False
+        self.status = self._watcher.status
+        return True
+
+    def close(self) -> None:
+        """Closes the connection."""
+        if self._watcher is not None:
+            self._watcher.close()
+            self._watcher = None

@@ -45,7 +45,9 @@ def ledger_of(options: list[str], steps: int) -> tuple[float, list[dict[str, flo
             "--logdir",
             f"{folder}/run",
         ]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ran.returncode:
+            sys.exit(f"{' '.join(command)}\nended with {ran.returncode}:\n{ran.stdout[-2000:]}{ran.stderr[-2000:]}")
         lines = (Path(folder) / "run" / "ledger.jsonl").read_text().splitlines()
     return began, [entry for line in lines if "arrived_at" in (entry := json.loads(line))]
 

@@ -20,7 +20,7 @@ from torchquorum.errors import ConfigError
 from torchquorum.placement.layout import Piece, Region, Variable
 from torchquorum.server import schedules
 from torchquorum.transport.messages import OptimizerSpec, ScheduleSpec
-from torchquorum.transport.slots import DTYPES
+from torchquorum.transport.slots import DTYPES, Sections
 
 # These update every element by itself, so they may run over flat memory and over slices of a variable.
 ELEMENTWISE = frozenset(
@@ -93,6 +93,7 @@ class Update:
     ) -> None:
         self._region, self._variables = region, variables
         self._elementwise = optimizer.name in ELEMENTWISE
+        self._cuts = object()  # stands for how memory is cut into segments now
         self._groups: list[list[Segment]] = [[] for _ in optimizer.groups]
         for index, section in enumerate(region.sections):
             for group, given in enumerate(optimizer.groups):
@@ -216,12 +217,24 @@ class Update:
         absent: frozenset[int],
     ) -> None:
         """SGD without state: new = old - lr * mean in one pass, the same operation as torch.optim's, so the same bits."""
+        before, after, step = self._views_of(old), self._views_of(new), self._views_of(mean)
+        k = 0
         for segments, rate in zip(self._groups, self._rates[0], strict=True):
             for segment in segments:
                 if absent and segment.pieces[0].variable in absent:
-                    segment.view(new).copy_(segment.view(old))
+                    after[k].copy_(before[k])
                 else:
-                    torch.add(segment.view(old), segment.view(mean), alpha=-rate, out=segment.view(new))
+                    torch.add(before[k], step[k], alpha=-rate, out=after[k])
+                k += 1
+
+    def _views_of(self, sections: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the segments of a slot's or gradient's memory; of memory that comes again the views are kept."""
+        if not isinstance(sections, Sections):
+            return [segment.view(sections) for segment in self._segments]
+        kept = sections.cut
+        if not (isinstance(kept, tuple) and kept[0] is self._cuts):
+            kept = sections.cut = (self._cuts, [segment.view(sections) for segment in self._segments])
+        return kept[1]
 
     def _mean(self, gradients: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """The sum in order, then one division, in the gradients' own precision."""
@@ -256,6 +269,7 @@ class Update:
             parts = [part for segment in segments for part in self._parts(segment, kind_of)]
             if len(parts) != len(segments):
                 self._groups[group] = parts
+                self._cuts = object()
                 self._optimizer.param_groups[group]["params"] = [s.parameter for s in parts]
 
     def _parts(self, segment: Segment, kind_of: Callable[[Piece], Any]) -> list[Segment]:

@@ -6,7 +6,7 @@ of a slot is -1 while it is being written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +28,21 @@ DTYPES = {
 }
 
 
-def section_views(region: Region, memory: torch.Tensor) -> list[torch.Tensor]:
+class Sections(list[torch.Tensor]):
+    """Views of the sections of a region; who cuts them further may keep the pieces here, for memory that comes again."""
+
+    __slots__ = ("cut",)
+
+    cut: object
+
+    def __init__(self, views: Iterable[torch.Tensor]) -> None:
+        super().__init__(views)
+        self.cut = None
+
+
+def section_views(region: Region, memory: torch.Tensor) -> Sections:
     """Returns a flat typed view of each section of a region that starts at the first byte of `memory`."""
-    return [memory[s.start_byte : s.start_byte + s.size_bytes].view(DTYPES[s.dtype]) for s in region.sections]
+    return Sections(memory[s.start_byte : s.start_byte + s.size_bytes].view(DTYPES[s.dtype]) for s in region.sections)
 
 
 def region_bytes(region: Region, sections: Sequence[torch.Tensor]) -> npt.NDArray[np.uint8]:

@@ -10,6 +10,7 @@ nobody has; the push by message that follows brings them a version again.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -118,7 +119,7 @@ class DeviceRound:
         return self._gradients is not None
 
     def write(
-        self, parts: list[Part], others: list[list[torch.Tensor]], me: int, target: int, rates: list[float]
+        self, parts: list[Part], others: Sequence[Sequence[torch.Tensor]], me: int, target: int, rates: list[float]
     ) -> None:
         """Writes this worker's parts of the next version: the mean in order of worker, then the update, as the ps would.
 
@@ -145,7 +146,7 @@ class DeviceRound:
             part.out.copy_(part.here, non_blocking=True)
         self._exchange.settle()
 
-    def _views(self, part: Part, others: list[list[torch.Tensor]], me: int, target: int) -> _Move:
+    def _views(self, part: Part, others: Sequence[Sequence[torch.Tensor]], me: int, target: int) -> _Move:
         """Cuts the pieces of everything that one part needs, once."""
         assert self._mine is not None and self._gradients is not None
         group, section, start, stop = part

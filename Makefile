@@ -79,6 +79,10 @@ mutate: $(DEV_STAMP) ## Change the rules in one place at a time: do the tests no
 chaos: $(DEV_STAMP) ## Run the fault matrix: every fault, task, rule and moment (CHAOS_ARGS="-k 'ps and sync'")
 	$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
 
+.PHONY: ray
+ray: $(DEV_STAMP) ## Run the tests on a real Ray of several machines on this one
+	$(BIN)/python -m pytest -m on_ray tests/process/test_ray.py
+
 .PHONY: soak
 soak: $(DEV_STAMP) ## A million updates while workers are killed; the ps must not grow (SOAK_ARGS=...)
 	$(BIN)/python -m benchmarks.soak $(SOAK_ARGS)

@@ -75,6 +75,7 @@ def processes(job: str, index: int) -> dict[int, dict[str, str]]:
     return found
 
 
+@pytest.mark.on_ray
 def test_a_run_on_ray_has_its_secret_and_a_killed_worker_comes_back(
     machines: Machines, started: Callable[..., Started], tmp_path: Path
 ):
@@ -107,6 +108,7 @@ def test_a_run_on_ray_has_its_secret_and_a_killed_worker_comes_back(
     assert secret.read_bytes() not in said
 
 
+@pytest.mark.on_ray
 def test_a_script_that_fails_ends_the_run_as_it_does_locally(machines: Machines, started: Callable[..., Started]):
     arguments = ("--workers", "2", str(PROGRAM), "--steps", "100000", "--fail-at", "3")
     here, there = run("run", *arguments), started(*arguments)
@@ -116,6 +118,7 @@ def test_a_script_that_fails_ends_the_run_as_it_does_locally(machines: Machines,
     assert machines.left() == []
 
 
+@pytest.mark.on_ray
 def test_ctrl_c_saves_and_leaves_nothing(machines: Machines, started: Callable[..., Started], tmp_path: Path):
     ran = started(str(PROGRAM), "--steps", "100000", "--pause", "0.02", "--logdir", str(tmp_path))
     ran.until("[worker 1] local 5 ", DEADLINE_S)
@@ -125,6 +128,7 @@ def test_ctrl_c_saves_and_leaves_nothing(machines: Machines, started: Callable[.
     assert machines.left() == []
 
 
+@pytest.mark.on_ray
 def test_a_launcher_that_is_killed_leaves_nothing(machines: Machines, started: Callable[..., Started]):
     ran = started("--workers", "1", str(PROGRAM), "--steps", "100000", "--pause", "0.02")
     ran.until("[worker 0] local 5 ", DEADLINE_S)
@@ -134,6 +138,7 @@ def test_a_launcher_that_is_killed_leaves_nothing(machines: Machines, started: C
     assert machines.left() == []
 
 
+@pytest.mark.on_ray
 def test_a_lost_machine_sends_the_run_back_to_its_checkpoint_and_a_new_one_starts_who_waits(
     machines: Machines, started: Callable[..., Started], tmp_path: Path
 ):
@@ -159,6 +164,7 @@ def test_a_lost_machine_sends_the_run_back_to_its_checkpoint_and_a_new_one_start
     machines.remove(added)
 
 
+@pytest.mark.on_ray
 def test_what_does_not_fit_is_told_in_time(machines: Machines, started: Callable[..., Started]):
     ran = started("--ps", "9", "--placement-timeout", "1", str(PROGRAM))
     assert ran.wait(DEADLINE_S) == 2
@@ -168,6 +174,7 @@ def test_what_does_not_fit_is_told_in_time(machines: Machines, started: Callable
     assert machines.left() == []
 
 
+@pytest.mark.on_ray
 def test_a_job_that_is_submitted_runs(machines: Machines):
     command = ["-m", "ray.scripts.scripts", "job", "submit", "--address", f"http://{machines.dashboard}"]
     job = [sys.executable, "-m", "torchquorum.cli.main", "run", "--on", "ray", "--workers", "1", "program.py"]

@@ -13,6 +13,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -103,8 +104,13 @@ class ZmqChannel:
         self.socket.connect(where)
 
     def send(self, frames: Sequence[Frame]) -> None:
-        """Sends a message; large frames must stay as they are until the answer has come."""
-        self.socket.send_multipart(frames, copy=all(len(f) < COPY_BELOW_BYTES for f in frames))
+        """Sends a message; large frames must stay as they are until the answer has come.
+
+        ZeroMQ gives a connection up for good when what is at the other end talks nonsense; then the message is lost, and the
+        next `receive` says why.
+        """
+        with suppress(zmq.Again):
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=all(len(f) < COPY_BELOW_BYTES for f in frames))
 
     def receive(self, timeout_s: float) -> list[Frame] | None:
         """Returns the next message, or None when none came in time.

@@ -86,10 +86,10 @@ def test_a_kept_command_names_no_folder_of_the_machine(
 def test_the_pages_have_a_block_for_every_kind_of_result(programs: dict[str, ModuleType]) -> None:
     document = programs["document"]
     blocks = [found[2] for page in document.PAGES for found in document.BLOCK.finditer(page.read_text())]
-    assert sorted(blocks) == sorted([*programs["results"].KINDS, "short"])
+    assert sorted(blocks) == sorted([*programs["results"].KINDS, "short", "gpu"])
 
 
-@pytest.mark.parametrize("kind", ["speed", "bandwidth", "load", "scaling", "decisions", "startup", "memory"])
+@pytest.mark.parametrize("kind", ["speed", "bandwidth", "load", "scaling", "decisions", "startup", "memory", "gpu"])
 def test_the_kept_figures_can_be_written_into_the_page(programs: dict[str, ModuleType], kind: str) -> None:
     document = programs["document"]
     body: dict[str, Any] | None = programs["results"].newest(kind)

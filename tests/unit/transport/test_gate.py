@@ -341,3 +341,18 @@ def test_what_answers_like_zeromq_and_is_no_task_is_named() -> None:
 def test_keys_do_not_show_themselves() -> None:
     assert OURS.secret is not None
     assert {repr(pair) for pair in derive_keys(OURS.secret)} == {"KeyPair(hidden)"}
+
+
+def test_a_channel_that_zeromq_has_given_up_does_not_block() -> None:
+    greeting = b"\xff\0\0\0\0\0\0\0\1\x7f\3\1" + b"NULL".ljust(20, b"\0") + bytes(32)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        channel = ZmqChannel(f"127.0.0.1:{other.getsockname()[1]}", b"x", OPEN, "/job:ps/task:0")
+        with other.accept()[0] as asking:
+            asking.sendall(greeting + b"\4\6\5HELLO")
+            with pytest.raises(SecretError):
+                until(lambda: channel.receive(0.05) is not None)
+            sender = threading.Thread(target=lambda: [channel.send([b"hello"]) for _ in range(100)])
+            sender.start()
+            sender.join(DEADLINE_S)
+            assert not sender.is_alive()
+        channel.close()

@@ -42,7 +42,6 @@ LARGE_AHEAD = 2
 MOST_AT_ONCE = 512  # pieces of memory; the system has a limit of its own, 1024
 SMALL_AHEAD = 1000
 BUFFER_BYTES = 4 << 20
-MOST_DOZED = 1 << 20
 SPIN_S = 0.004
 _COUNT = struct.Struct("<I")
 
@@ -94,20 +93,6 @@ def _head(sizes: Sequence[int]) -> bytes:
     return struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
 
 
-class _Doze:
-    """How many bytes must have come before a socket counts as readable: a message of a megabyte should wake its reader once."""
-
-    def __init__(self, lane: socket.socket) -> None:
-        self._lane, self._set = lane, 1
-
-    def set(self, size_bytes: int) -> None:
-        """So many are wanted; fewer are enough if the socket has no room for all."""
-        enough = max(1, min(size_bytes, MOST_DOZED))
-        if enough != self._set:
-            self._set = enough
-            self._lane.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, enough)
-
-
 class LaneError(Exception):
     """What came on a lane makes no sense."""
 
@@ -135,10 +120,6 @@ class _Reader:
     def room(self) -> memoryview:
         """Returns where the next bytes go."""
         return self._wanted[self._at :]
-
-    def wanting(self) -> int:
-        """Returns how many bytes of a large frame are still to come; 0 between messages."""
-        return len(self._wanted) - self._at if len(self._wanted) >= LARGE_BYTES else 0
 
     def took(self, count: int) -> list[Frame] | None:
         """So many bytes have come; returns the message if that was its end."""
@@ -275,10 +256,6 @@ class LaneChannel:
             raise
         self._socket.setblocking(False)
         self._reader, self._writer = _Reader(largest_bytes), _Writer(self._socket)
-        self._doze = _Doze(self._socket)
-        self.expected_bytes = (
-            0  # how large the next answer will be, if that is known: until it is there nobody need wake
-        )
         self._poll = select.poll()
         self._poll.register(self._socket, select.POLLIN)
         self._writable = select.poll()
@@ -316,9 +293,7 @@ class LaneChannel:
                     os.sched_yield()
                     continue
                 left_s = deadline - time.monotonic()
-                self._doze.set(self._reader.wanting() or self.expected_bytes)
                 if left_s <= 0 or not self._poll.poll(left_s * 1000):
-                    self.expected_bytes = 0
                     return None
                 continue
             except OSError:
@@ -346,7 +321,6 @@ class _Guest:
     reader: _Reader
     writer: _Writer
     since: float
-    doze: _Doze
     word: bytearray = field(default_factory=bytearray)
     let_in: bool = False
 
@@ -446,7 +420,7 @@ class LaneListener:
         _prepare(lane)
         self._entered += 1
         peer = PREFIX + str(self._entered).encode()
-        self._guests[lane.fileno()] = _Guest(peer, lane, _Reader(self._largest), _Writer(lane), now, _Doze(lane))
+        self._guests[lane.fileno()] = _Guest(peer, lane, _Reader(self._largest), _Writer(lane), now)
         self._watch(lane.fileno(), False)
 
     def _read(self, guest: _Guest) -> tuple[Peer, list[Frame]] | None:
@@ -458,7 +432,6 @@ class LaneListener:
                     continue
                 count = guest.socket.recv_into(guest.reader.room())
             except (BlockingIOError, InterruptedError):
-                guest.doze.set(guest.reader.wanting())
                 return None
             if count == 0:
                 self._forget(guest)

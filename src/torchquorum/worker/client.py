@@ -400,10 +400,7 @@ class Client:
     def _send_open(self) -> None:
         assert self._open is not None
         for k, (message, frames) in enumerate(self._open):
-            channel = self._channels[k]
-            channel.send([codec.encode(message), *frames])
-            if isinstance(channel, LaneChannel) and self._flat is not None:
-                channel.expected_bytes = self._flat.layout.trained[k].size_bytes
+            self._channels[k].send([codec.encode(message), *frames])
 
     def _take(self, patience_s: float) -> m.Variables:
         """Waits for the answer of every ps task to the open request and loads it. Returns shard 0's."""

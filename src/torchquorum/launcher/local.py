@@ -26,7 +26,6 @@ from torchquorum import env
 from torchquorum.cluster import ClusterSpec, TaskId, WorkerRange, launcher_task
 from torchquorum.cluster.secret import Access, read_access
 from torchquorum.errors import ConfigError
-from torchquorum.launcher.cores import settle, share_of
 from torchquorum.launcher.scale import Wanted
 
 PS_GRACE_S = 20.0
@@ -384,8 +383,6 @@ class LocalCluster(LaunchedCluster):
         if not env.has_omp_num_threads():
             extra[env.OMP_NUM_THREADS] = str(threads)
         process = self._spawn(task, extra, fds)
-        if task.job == "worker" and not self.options.range.elastic:
-            settle(process.pid, share_of(task.index, self.options.range.most))
         running = Running(task, process)
         assert process.stdout is not None
         running.reader = threading.Thread(

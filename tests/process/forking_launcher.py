@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import warnings
 
 from tests.process import zygote
 from torchquorum import env
 from torchquorum.cli.main import main
 from torchquorum.cluster import TaskId
-from torchquorum.launcher.functions import Forked
+from torchquorum.launcher.functions import Forked, fork
 from torchquorum.launcher.local import LocalCluster, die_with_parent
 
 
@@ -25,9 +24,7 @@ def spawn(self: LocalCluster, task: TaskId, extra: dict[str, str | None], fds: l
     out, child_out = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none of this process's
-        pid = os.fork()
+    pid = fork()
     if pid == 0:
         os.setsid()
         die_with_parent()

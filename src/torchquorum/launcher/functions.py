@@ -258,9 +258,7 @@ def fork_task(call: Callable[[], Any], task: TaskId, extra: Mapping[str, str | N
     result, child_result = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none of this process's
-        pid = os.fork()
+    pid = fork()
     if pid == 0:
         os.close(out)
         os.close(result)
@@ -268,6 +266,17 @@ def fork_task(call: Callable[[], Any], task: TaskId, extra: Mapping[str, str | N
     os.close(child_out)
     os.close(child_result)
     return Forked(pid, os.fdopen(out, "rb", buffering=0)), Result(result)
+
+
+def fork() -> int:
+    """Forks, with signals held back: Python drops an interrupt that comes in what it does around a fork."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none of this process's
+            return os.fork()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Result:

@@ -2,8 +2,9 @@
 
 The chief restores the newest good checkpoint or initialises the variables, the others wait for that; then every worker
 joins, trains and leaves. `torchquorum.session.states` has the states and the steps between them. What always holds: after
-the block the model's parameters are ordinary tensors of this process, at the last version it took; a run with a folder
-ends with a checkpoint of its last version.
+the block the model's parameters are ordinary tensors of this process, at the last version it took (or, after an error that
+broke a connection in the middle of a version, with parts of two); a run with a folder ends with a checkpoint of its last
+version.
 """
 
 from __future__ import annotations

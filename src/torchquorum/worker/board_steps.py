@@ -169,13 +169,16 @@ class BoardSteps:
     # -- without rounds -----------------------------------------------------------------------------------------------
 
     def _in_turn(self, given: Given, loss: Callable[[], float | None]) -> Taken | None:
+        if self._device is None and not self._finite():
+            return None
         turn = self._take_turn()
         if turn is None:
             return None
         fine = False
         try:
             if self._device is None:
-                fine = self._write(turn)
+                self._write(turn)
+                fine = True
             else:
                 self._ring.mark(turn.target, -1)
                 held = given.computed_at == turn.version
@@ -208,8 +211,15 @@ class BoardSteps:
                 seen, slept = board.begin_wait(), True
             board.wait(seen, self._wait_s)
 
-    def _write(self, turn: _Turn) -> bool:
-        """Writes the next version; False if it would not be finite."""
+    def _finite(self) -> bool:
+        """Whether the gradients hold neither NaN nor infinity; looked at before the turn, so that nobody waits for it."""
+        if not self.direct:
+            return True  # the client has looked, when it copied them
+        gradients = [p.grad for p, _ in self._entries if p.grad is not None]
+        return all(math.isfinite(g.sum().item()) or bool(torch.isfinite(g.to_dense()).all()) for g in gradients)
+
+    def _write(self, turn: _Turn) -> None:
+        """Writes the next version."""
         self._ring.mark(turn.target, -1)
         old, new = self._views_of(turn.slot), self._views_of(turn.target)
         own = None if self.direct else self._views_of(-1)
@@ -223,7 +233,6 @@ class BoardSteps:
             elif gradient.layout != torch.strided:
                 gradient = gradient.to_dense()
             torch.add(old[k], gradient, alpha=-turn.rates[group], out=new[k])
-        return all(math.isfinite(s.sum().item()) for s in self._ring.sections[turn.target])
 
     def _views_of(self, slot: int) -> list[torch.Tensor]:
         """Returns a slot's memory variable by variable; slot -1 is this worker's own gradient."""

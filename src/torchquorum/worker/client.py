@@ -492,7 +492,6 @@ class Client:
     def _answers(self, patience_s: float) -> list[tuple[m.Variables, list[Frame]]]:
         """Waits for the answers of all ps tasks to the open request; probes those that owe one every `probe_s`."""
         waiting = Waiting(len(self._ps), time.monotonic())
-        probe = codec.encode(m.Probe(self.index, self.incarnation, self._request))
         while (k := waiting.next_missing()) is not None:
             self._hear(waiting, k, self._channels[k].receive(self.patience.probe_s))
             now = time.monotonic()
@@ -505,6 +504,7 @@ class Client:
                     waiting, missing, self._channels[missing].receive(0.0)
                 ):
                     pass
+            probe = codec.encode(m.Probe(self.index, self.incarnation, self._request))
             for missing in waiting.missing():
                 self._channels[missing].send([probe])
                 silent_s = now - waiting.heard[missing]

@@ -7,6 +7,7 @@ neighbours in a shard that are neighbours here are copied as one piece, so with 
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 
@@ -237,6 +238,7 @@ class Pusher:
         self._whole: list[tuple[torch.Tensor, torch.Tensor]] | None = None
         self._parts: list[torch.Tensor] = []  # the gradients that were looked at where they are, instead of copied
         self._begins: list[int] = []
+        self._shapes: list[tuple[nn.Parameter, type[ctypes.Array[ctypes.c_char]], memoryview | None]] | None = None
         self._entries: list[tuple[nn.Parameter, int, torch.Tensor, slice | None]] = []
         self._sections = list(sections)
         for section, theirs in zip(region.sections, sections, strict=True):
@@ -256,23 +258,31 @@ class Pusher:
 
     def in_pieces(self) -> Pieces | None:
         """Returns the gradients' own memory in the order of the slot, instead of copying them; None where that cannot be."""
-        found, at = Pieces(), 0
-        self._parts = []
-        for (parameter, _, _, part), begin in zip(self._entries, self._begins, strict=True):
+        if self._shapes is None:
+            self._shapes = self._lie_whole()
+        found, self._parts = Pieces(), []
+        for parameter, room, padding in self._shapes:
             gradient = parameter.grad
-            if part is not None or gradient is None or gradient.layout != torch.strided:
+            if gradient is None or gradient.layout != torch.strided or not gradient.is_cpu:
                 return None
-            if gradient.device.type != "cpu" or not gradient.is_contiguous() or gradient.dtype != parameter.dtype:
+            if not gradient.is_contiguous() or gradient.dtype != parameter.dtype:
                 return None
-            if at < begin:
-                found.append(memoryview(bytes(begin - at)))
-            if gradient.numel():
-                values = gradient.detach().view(-1)
-                self._parts.append(values)
-                found.append(memoryview(values.view(torch.uint8).numpy()))  # pyright: ignore[reportArgumentType]
-            at = begin + gradient.numel() * gradient.element_size()
-        if at < self._region.size_bytes:
-            found.append(memoryview(bytes(self._region.size_bytes - at)))
+            self._parts.append(gradient)  # which keeps its memory, too
+            found.append(memoryview(room.from_address(gradient.data_ptr())).cast("B"))
+            if padding is not None:
+                found.append(padding)
+        return found if found else None
+
+    def _lie_whole(self) -> list[tuple[nn.Parameter, type[ctypes.Array[ctypes.c_char]], memoryview | None]]:
+        """Returns each gradient with what its bytes are to the system, and the zeros that follow it; none if one is cut."""
+        found = []
+        ends = [*self._begins[1:], self._region.size_bytes]
+        for (parameter, _, _, part), begin, end in zip(self._entries, self._begins, ends, strict=True):
+            size = parameter.numel() * parameter.element_size()
+            if part is not None or not size or self._begins[0] != 0:
+                return []
+            padding = memoryview(bytes(end - begin - size)) if begin + size < end else None
+            found.append((parameter, ctypes.c_char * size, padding))
         return found
 
     def finite(self) -> bool:

@@ -179,6 +179,34 @@ def test_a_gradient_may_be_sparse_or_of_another_memory_format() -> None:
     assert torch.equal(memory[0][second.offset :][:6].view(2, 3), torch.arange(6.0).view(3, 2).t())
 
 
+def test_gradients_in_pieces_are_the_bytes_that_a_copy_would_be() -> None:
+    model = nn.ParameterList([nn.Parameter(torch.zeros(n)) for n in (1, 7, 33, 64)])
+    flat = make(model)
+    memory = memory_of(flat)
+    pusher = Pusher(flat, flat.layout.trained[0], memory)
+    for turn in range(2):
+        for parameter in model:
+            parameter.grad = torch.randn_like(parameter)
+        pieces = pusher.in_pieces()
+        assert pieces is not None and pusher.finite(), turn
+        memory[0].fill_(0.0)
+        pusher()
+        assert b"".join(pieces) == memory[0].numpy().tobytes()
+    model[2].grad[5] = torch.inf
+    assert pusher.in_pieces() is not None and not pusher.finite()
+
+
+@pytest.mark.parametrize("other", ["none", "sparse", "transposed", "as it is"])
+def test_a_gradient_that_does_not_lie_as_its_parameter_does_is_not_sent_in_pieces(other: str) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.zeros(4, 3)), nn.Parameter(torch.zeros(2, 3))])
+    flat = make(model)
+    pusher = Pusher(flat, flat.layout.trained[0], memory_of(flat))
+    model[0].grad = torch.ones(4, 3)
+    second = {"none": None, "sparse": torch.ones(2, 3).to_sparse(), "transposed": torch.ones(3, 2).t()}
+    model[1].grad = second.get(other, torch.ones(2, 3))
+    assert (pusher.in_pieces() is None) == (other in second)
+
+
 def test_slices_of_a_gradient_go_to_their_shards() -> None:
     model = nn.ParameterList([nn.Parameter(torch.zeros(5, 3))])
     flat = make(model, num_shards=2, slice_bytes=8)

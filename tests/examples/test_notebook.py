@@ -5,9 +5,10 @@ import json
 import sys
 from pathlib import Path
 
-import nbformat
 import pytest
-from nbclient import NotebookClient
+
+nbformat = pytest.importorskip("nbformat", reason="needs nbformat and nbclient (the extra dev)")
+NotebookClient = pytest.importorskip("nbclient", reason="needs nbclient (the extra dev)").NotebookClient
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook" / "launch.ipynb"
 

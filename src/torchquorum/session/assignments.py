@@ -160,12 +160,16 @@ class Assignments:
         return chosen if len(chosen.queue) < self.depth else None
 
     def to_recall(self) -> tuple[Helper, GivenBatch] | None:
-        """Returns a batch that lies behind one that waits for its round, while another task has nothing to do."""
+        """Returns a batch that lies behind one that waits for its round, while another task has nothing to do.
+
+        A task that was frozen may have taken them in another order than the books have.
+        """
         if self.waiting or all(h.queue for h in self.helpers.values()):
             return None
         for helper in self.helpers.values():
-            if len(helper.queue) > 1 and helper.held.get(helper.queue[0].number):
-                return helper, helper.queue[-1]
+            behind = [b for b in helper.queue if not helper.held.get(b.number)]
+            if behind and len(behind) < len(helper.queue):
+                return helper, behind[-1]
         return None
 
     def recalled(self, index: int, number: int) -> None:

@@ -142,6 +142,18 @@ def test_a_batch_behind_a_waiting_one_is_called_back_for_an_idle_task(in_turn: b
     assert give_all(made) == [(1, 2)]
 
 
+def test_a_batch_that_its_task_took_before_an_older_one_is_what_waits_and_the_older_one_is_called_back() -> None:
+    made = books(2, 4)
+    give_all(made)
+    made.done(1, done(1, 1))
+    made.done(1, done(3, 2))
+    made.helpers[0].held = {2: "the quorum (1 of 2)"}  # of its 0 and 2 it began with the later
+    helper, batch = made.to_recall() or (None, None)
+    assert helper is made.helpers[0] and batch is not None and batch.number == 0
+    made.recalled(0, 0)
+    assert give_all(made) == [(1, 0)]
+
+
 def test_it_is_stuck_only_when_every_unfinished_batch_waits_for_what_nobody_computes() -> None:
     made = books(2, 2)
     give_all(made)

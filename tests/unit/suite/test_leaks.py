@@ -53,7 +53,7 @@ def test_every_kind_of_leak_fails_the_test_that_made_it_and_no_other(tmp_path: P
     (tmp_path / "test_leaky.py").write_text(SUITE + tests + "\ndef test_after(clean):\n    pass\n")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--rootdir=.", "."]
     # A process of its own group, which is ended with what the leaky tests have left.
-    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'src'}", "PATH": "/usr/bin:/bin"}
+    environment = {"PYTHONPATH": ":".join([str(ROOT), str(ROOT / "src"), *sys.path]), "PATH": "/usr/bin:/bin"}
     shell = ["/bin/sh", "-c", '"$@"; code=$?; rm -f /dev/shm/tq-lost-*; trap "" TERM; kill -TERM 0; exit $code', "sh"]
     done = subprocess.run(
         [*shell, *command],

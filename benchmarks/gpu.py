@@ -1,6 +1,6 @@
 """Training on one GPU with a ps on the host, beside the plain loops: the mlp of the benchmarks, and a large transformer.
 
-    python benchmarks/gpu.py [--only mlp,gpt] [--seconds 3] [--no-mps] [--match TEXT] [--output FOLDER]
+    python benchmarks/gpu.py [--only mlp,gpt,overlap] [--seconds 3] [--no-mps] [--match TEXT] [--output FOLDER]
 
 Where CUDA's MPS can be started, one of its own serves the runs of several workers, so that they use the GPU at the same time;
 without it the GPU gives its time to one process after the other.
@@ -84,6 +84,13 @@ def plan(only: list[str], seconds: float) -> list[tuple[str, dict[str, Any], int
                 name = f"transformer, {optimizer}, {size} x 1024 tokens"
                 rows.append((f"{name}, eager loop", {**gpt, "kind": "eager"}, 1))
                 rows.append((f"{name}, async, 1 worker", {**gpt, "kind": "quorum", "rule": "async"}, 1))
+    if "overlap" in only:
+        for size in (32, 128):
+            gpt = {"model": "gpt", "optimizer": "AdamW", "options": {"fused": True}, "rows": size, "warm_up": 6}
+            gpt |= {"seconds": 2 * seconds, "look_every": 1, "kind": "quorum", "rule": "sync", "ordinary": True}
+            for when, late in (("after", True), ("during", False)):
+                name = f"transformer, AdamW, {size} x 1024 tokens, ordinary loop, gradients leave {when} backward"
+                rows.append((name, {**gpt, "late": late}, 1))
     return rows
 
 
@@ -100,7 +107,7 @@ def measure_all(args: argparse.Namespace) -> Result:
             rows.append(
                 {"name": name, "updates_per_s": round(rate, 1), "ms": round(1000 / rate, 3), "mps": used, **found}
             )
-            print(f"  {name:56} {rate:10.1f} updates/s", flush=True)
+            print(f"  {name:90} {rate:10.1f} updates/s", flush=True)
     named = {row["name"]: row for row in rows}
     floors: list[Floor] = []
     for what, names, bound in (

@@ -1,6 +1,7 @@
 """One trainer on a GPU: plain, captured, or as a task of torchquorum; prints a line of JSON with its steps per second.
 
-Arguments, as JSON: kind (eager, captured, quorum), model (mlp, gpt), rule, optimizer, rows, seconds, warm_up.
+Arguments, as JSON: kind (eager, captured, quorum), model (mlp, gpt), rule, optimizer, rows, seconds, warm_up; for quorum also
+ordinary (no `tq.capture`) and late (gradients leave the GPU after the backward pass only).
 """
 
 import json
@@ -15,6 +16,7 @@ from work import BATCH, load, make_model
 
 import torchquorum as tq
 from torchquorum.rules import parse_rule
+from torchquorum.worker import early
 
 given = json.loads(sys.argv[1])
 task = tq.join([]) if given["kind"] == "quorum" else None
@@ -48,6 +50,18 @@ if given["kind"] == "quorum":
     assert task is not None
     optimizer = tq.Optimizer(inner, rule=parse_rule(given["rule"]))
     step = tq.capture(loss_of, optimizer)
+    if given.get("late"):
+        early.LEAST_BYTES = sys.maxsize
+    if given.get("ordinary"):
+
+        def ordinary(x: torch.Tensor) -> object:
+            """The loop that everybody writes."""
+            optimizer.zero_grad()
+            loss = loss_of(x)
+            loss.backward()
+            return optimizer.step()
+
+        step = ordinary
     session = tq.Session(task, model, optimizer, wait_for_workers=task.num_workers)
 else:
     session = nullcontext()

@@ -212,6 +212,11 @@ class Client:
             self._open.append((join, []))
         self._send_open()
         self._take(self.patience.start_s)
+        options = plan.optimizer.groups
+        stateless = plan.optimizer.name == "SGD" and not any(group.get("momentum") for group in options)
+        updates_here = stateless and self._board is not None and self._board.direct
+        if not self.pipeline and not updates_here:  # pipelined, the ps reads one gradient while the next is computed
+            self._exchange.copy_early(lambda: self._open is None)
 
     def push(self, loss: float | LaterLoss | None = None) -> Step:
         """Sends the gradients; waits until they count and takes the version that follows (pipelined: the one before).

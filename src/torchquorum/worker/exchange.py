@@ -16,6 +16,7 @@ from torchquorum.transport.codec import Frame
 from torchquorum.transport.lane import Pieces
 from torchquorum.transport.memory import frame_tensor, tensor_frame
 from torchquorum.transport.slots import Slots, section_views
+from torchquorum.worker.early import NOTHING, Early, is_worth_it
 from torchquorum.worker.flat import FlatParameters, Puller, Pusher
 from torchquorum.worker.pinned import Pinned
 
@@ -40,6 +41,7 @@ class Exchange:
         self._pullers: list[dict[int, Puller]] = [{} for _ in shared]
         self._pieces: list[Pieces | None] = [None] * len(shared)
         self._rooms: dict[int, list[memoryview] | None] = {}
+        self._early: Early | None = None
         self.by_lane = [False] * len(shared)
         self.device = flat.cuda_device
         self._pinned = Pinned(self.device) if self.device is not None else None
@@ -65,8 +67,15 @@ class Exchange:
         if self._pinned is not None:
             self._pinned.add(memory)
 
+    def copy_early(self, may: Callable[[], bool]) -> None:
+        """From now on gradients leave a GPU during the backward pass, whenever `may` allows it and it is worth it."""
+        if self._pinned is not None and self._pinned.complete and is_worth_it(self._flat):
+            self._early = Early(self._flat, self._pushers, may, torch.cuda.Stream(self.device))
+
     def close(self) -> None:
         """Gives the memory up."""
+        if self._early is not None:
+            self._early.close()
         if self._pinned is not None:
             self._pinned.close()
         for slots in self._gradients:
@@ -92,10 +101,11 @@ class Exchange:
         What goes by a lane is not copied but sent from where it is, unless the next gradients may come before it has left.
         """
         absent: list[list[int]] = []
+        held = self._early.held() if self._early is not None else NOTHING
         with torch.no_grad():
             for k, pusher in enumerate(self._pushers):
                 self._pieces[k] = pusher.in_pieces() if self.by_lane[k] else None
-                absent.append(pusher() if self._pieces[k] is None else [])
+                absent.append(pusher(held) if self._pieces[k] is None else [])
         self.settle()
         return absent
 

@@ -230,7 +230,11 @@ class Puller:
 
 
 class Pusher:
-    """Copies the parameters' gradients into one gradient slot of a shard."""
+    """Copies the parameters' gradients into one gradient slot of a shard.
+
+    Attributes:
+        entries: Of each piece of the slot, the parameter, which variable it is, its place, and which part of it goes there.
+    """
 
     def __init__(self, flat: FlatParameters, region: Region, sections: Sequence[torch.Tensor]) -> None:
         self._flat, self._region, self._all = flat, region, sections
@@ -239,7 +243,7 @@ class Pusher:
         self._parts: list[torch.Tensor] = []  # the gradients that were looked at where they are, instead of copied
         self._begins: list[int] = []
         self._shapes: list[tuple[nn.Parameter, type[ctypes.Array[ctypes.c_char]], memoryview | None]] | None = None
-        self._entries: list[tuple[nn.Parameter, int, torch.Tensor, slice | None]] = []
+        self.entries: list[tuple[nn.Parameter, int, torch.Tensor, slice | None]] = []
         self._sections = list(sections)
         for section, theirs in zip(region.sections, sections, strict=True):
             for piece in section.pieces:
@@ -247,7 +251,7 @@ class Pusher:
                 target = theirs[piece.offset : piece.offset + piece.numel]
                 self._begins.append(section.start_byte + piece.offset * theirs.element_size())
                 whole = piece.numel == parameter.numel()
-                self._entries.append(
+                self.entries.append(
                     (
                         parameter,
                         piece.variable,
@@ -277,7 +281,7 @@ class Pusher:
         """Returns each gradient with what its bytes are to the system, and the zeros that follow it; none if one is cut."""
         found = []
         ends = [*self._begins[1:], self._region.size_bytes]
-        for (parameter, _, _, part), begin, end in zip(self._entries, self._begins, ends, strict=True):
+        for (parameter, _, _, part), begin, end in zip(self.entries, self._begins, ends, strict=True):
             size = parameter.numel() * parameter.element_size()
             if part is not None or not size or self._begins[0] != 0:
                 return []
@@ -289,26 +293,40 @@ class Pusher:
         """Whether what was copied last holds neither NaN nor infinity; reads it once, while it is still in the cache."""
         if self._whole is not None and self._flat.gradients is not None:
             return self._flat.gradients.finite()
+        if self._unblocked and self._finite_there():
+            return True
         looked_at = self._parts or self._sections
         return all(
             math.isfinite(s.sum().item()) or bool(torch.isfinite(s).all()) for s in looked_at if s.is_floating_point()
         )
 
-    def __call__(self) -> list[int]:
+    def _finite_there(self) -> bool:
+        """Whether the gradients are finite where they are; False if that cannot be told from one sum of them."""
+        given = [(p, p.grad) for p, _, _, _ in self.entries if p.grad is not None and p.is_floating_point()]
+        if not given or any(g.layout != torch.strided or g.dtype != p.dtype for p, g in given):
+            return False
+        gradients = [g for _, g in given]
+        with torch.no_grad():
+            return math.isfinite(torch.stack(list(torch._foreach_norm(gradients, 1))).sum().item())
+
+    def __call__(self, held: frozenset[int] = frozenset()) -> list[int]:
         """Copies, and returns the variables that have no gradient; their place is filled with zeros.
 
-        From a GPU this only begins: `Exchange.settle` waits.
+        From a GPU this only begins: `Exchange.settle` waits. Variables whose gradients are held there already are left out.
         """
         gradients, self._parts = self._flat.gradients, []
         if gradients is not None and gradients.in_use():
             if self._whole is None:
                 self._whole = self._flat.runs(self._region, self._all, gradients.place)
-            for ours, theirs in self._whole:
+            missing = any(variable not in held for _, variable, _, _ in self.entries)
+            for ours, theirs in self._whole if missing else ():
                 theirs.copy_(ours, non_blocking=self._unblocked)
             return []
         self._whole = None
         absent = []
-        for parameter, variable, target, part in self._entries:
+        for parameter, variable, target, part in self.entries:
+            if variable in held:
+                continue
             gradient = parameter.grad
             if gradient is None:
                 absent.append(variable)

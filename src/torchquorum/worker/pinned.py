@@ -19,6 +19,11 @@ class Pinned:
         self._addresses: dict[int, int] = {}
         self._refused = False
 
+    @property
+    def complete(self) -> bool:
+        """Whether all memory that was given could be registered."""
+        return not self._refused
+
     def add(self, memory: torch.Tensor) -> None:
         """Registers a flat CPU tensor's memory, once."""
         address, size_bytes = memory.data_ptr(), memory.numel() * memory.element_size()

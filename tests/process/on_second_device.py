@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import torchquorum as tq
+from torchquorum.errors import ConfigError
 from tests.second_device import register
 from torchquorum.worker import devices
 
@@ -196,6 +197,15 @@ def a_session_without_soft_placement_names_the_module_that_failed() -> None:
 
     text = fails(run)
     assert "operation aten::tanh" in text and "of module 1 (Tanh)" in text and SIM in text
+
+
+def a_process_that_has_computed_gradients_there_is_not_forked() -> None:
+    torch.ones(2, 3, requires_grad=True).to("sim").sum().backward()
+    try:
+        tq.launch(print)
+        raise AssertionError("it was forked")
+    except ConfigError as error:
+        assert "has computed gradients on a machine with a GPU" in str(error)
 
 
 CHECKS = {

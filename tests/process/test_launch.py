@@ -14,8 +14,15 @@ from torch import nn
 
 import torchquorum as tq
 from torchquorum.errors import ConfigError
+from torchquorum.launcher.functions import _autograd_has_threads
 
 EARLIER = torch.arange(6.0)  # what a notebook's earlier cells have made
+
+
+@pytest.fixture(autouse=True)
+def _may_be_forked() -> None:
+    if _autograd_has_threads():
+        pytest.skip("another test has computed gradients in this process, on a machine with a GPU")
 
 
 def train(steps: int, *, rule: Any = None, fail: int | None = None, kill: Path | None = None) -> dict[str, Any]:

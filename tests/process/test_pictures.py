@@ -22,7 +22,7 @@ from tests.process.tasks import TORCHQUORUM, Started, by_hand, free_ports, run
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A comparison of two rules with a slowed worker."""
     folder = tmp_path_factory.mktemp("compare") / "out"
-    arguments = ["--rules=sync,sync:2of3", "--slow=worker1:4x", "--steps=120", "--model=softmax", f"--output={folder}"]
+    arguments = ["--rules=sync,sync:2of3", "--slow=worker1:10x", "--steps=120", "--model=softmax", f"--output={folder}"]
     done = run("compare", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Worker 1 was the slow one" in done.stdout and f"{folder}/compare.png" in done.stdout

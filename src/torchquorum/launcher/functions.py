@@ -17,7 +17,9 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
@@ -185,6 +187,11 @@ def _check(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any],
             "tq.launch: this process has used CUDA, which does not survive a fork. Restart the notebook and touch the GPU "
             "only inside the function"
         )
+    if on == "local" and _autograd_has_threads():
+        raise ConfigError(
+            "tq.launch: this process has computed gradients on a machine with a GPU, and PyTorch lets no fork of it compute any "
+            "after that. Restart the notebook and call backward() only inside the function"
+        )
     try:
         inspect.signature(function).bind(*arguments, **keywords)
     except TypeError as error:
@@ -192,6 +199,15 @@ def _check(function: Any, arguments: Sequence[Any], keywords: Mapping[str, Any],
         raise ConfigError(f"tq.launch: {name} cannot be called like that: {error}") from None
     except ValueError:
         pass  # a builtin without a signature
+
+
+def _autograd_has_threads() -> bool:
+    """Whether torch has begun threads for the backward passes of devices, as it does once there is a GPU to be used."""
+    for comm in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # a thread that has just ended
+            if comm.read_text().startswith("pt_autograd"):
+                return True
+    return False
 
 
 def _what_failed(cluster: LaunchedCluster, lines: Mapping[TaskId, Sequence[str]]) -> str:

@@ -108,6 +108,7 @@ class Assignments:
         self.waiting: deque[GivenBatch] = deque()
         self.helpers: dict[int, Helper] = {}
         self.doubts: list[Doubt] = []
+        self.expecting = False  # whether the client is about to bring more batches by itself
 
     @property
     def unfinished(self) -> int:
@@ -162,9 +163,10 @@ class Assignments:
     def to_recall(self) -> tuple[Helper, GivenBatch] | None:
         """Returns a batch that lies behind one that waits for its round, while another task has nothing to do.
 
-        A task that was frozen may have taken them in another order than the books have.
+        Not while the client brings more: then that one has something to do soon, and a sync run stays the same every time. A
+        task that was frozen may have taken its batches in another order than the books have.
         """
-        if self.waiting or all(h.queue for h in self.helpers.values()):
+        if self.waiting or self.expecting or all(h.queue for h in self.helpers.values()):
             return None
         for helper in self.helpers.values():
             behind = [b for b in helper.queue if not helper.held.get(b.number)]

@@ -248,21 +248,31 @@ class GraphSession:
         mine: dict[int, GivenBatch] = {}
         source = iter(batches)
         more = True
-        while more or mine:
-            more = more and not self.should_stop()
-            if more and not self._full():
-                given = next(source, None)
-                more = given is not None
-                if given is not None:
-                    batch = self._make(given, None)
-                    mine[batch.number] = batch
-                    self._give(batch)
-            elif mine:
-                self._wait(self._progress(mine, more), "a batch to be computed", self._patience.round_s)
-            # Results are shown before more data is read: that may take its time, and the tasks may be faster.
-            for batch in self._over_among(mine, settle=not more):
-                del mine[batch.number]
-                yield self._show(batch)
+        try:
+            while more or mine:
+                more = more and not self.should_stop()
+                self._expect(more)
+                if more and not self._full():
+                    given = next(source, None)
+                    more = given is not None
+                    if given is not None:
+                        batch = self._make(given, None)
+                        mine[batch.number] = batch
+                        self._give(batch)
+                elif mine:
+                    self._wait(self._progress(mine, more), "a batch to be computed", self._patience.round_s)
+                # Results are shown before more data is read: that may take its time, and the tasks may be faster.
+                for batch in self._over_among(mine, settle=not more):
+                    del mine[batch.number]
+                    yield self._show(batch)
+        finally:
+            self._expect(False)
+
+    def _expect(self, more: bool) -> None:
+        """Says whether further batches come by themselves; nobody needs to know once the session is over."""
+        if (dispatcher := self._dispatcher) is not None:
+            with dispatcher.changed:
+                dispatcher.books.expecting = more
 
     def _progress(self, mine: dict[int, GivenBatch], more: bool) -> Callable[[Dispatcher], bool]:
         """Returns what `run` waits for: a result, room for another batch, a signal, or that nothing more will come."""

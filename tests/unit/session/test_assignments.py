@@ -135,6 +135,9 @@ def test_a_batch_behind_a_waiting_one_is_called_back_for_an_idle_task(in_turn: b
     assert made.to_recall() is None  # the other is not idle
     made.done(1, done(1, 1))
     made.done(1, done(3, 2))
+    made.expecting = True
+    assert made.to_recall() is None  # it will have something to do soon
+    made.expecting = False
     helper, batch = made.to_recall() or (None, None)
     assert helper is made.helpers[0] and batch is not None and batch.number == 2
     made.helpers[1].given += 5  # it is the other one's turn, but that one waits

@@ -5,47 +5,31 @@ learning rate 1, so after an update with it that element has grown by exactly 1.
 gets a batch of number --hold or more keeps it, unless it is asked to leave.
 """
 
-import argparse
 import os
 import time
 from pathlib import Path
 
 import torch
+from run_flags import make_parser, make_session
 from torch import nn
 
 import torchquorum as tq
 from torchquorum.rules import parse_rule
-from torchquorum.worker.client import Patience
 
 task = tq.join()
-parser = argparse.ArgumentParser()
-parser.add_argument("--rule", default="sync")
+parser = make_parser()
+parser.set_defaults(steps=None, liveness=2.0, silence=3.0)
 parser.add_argument("--rows", type=int, default=60)
 parser.add_argument("--epochs", type=int, default=2)
 parser.add_argument("--hold", type=int, default=10**9)
 parser.add_argument("--go", type=Path, default=Path())
-parser.add_argument("--pause", type=float, default=0.0)
-parser.add_argument("--liveness", type=float, default=2.0)
-parser.add_argument("--logdir")
-parser.add_argument("--save-steps", type=int)
-parser.add_argument("--durable", action="store_true")
 args = parser.parse_args()
 
 model = nn.Module()
 model.uses = nn.Parameter(torch.zeros(args.rows))
 rule = parse_rule(args.rule)
 optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), rule=rule)
-patience = Patience(start_s=60.0, round_s=60.0, silence_s=3.0, probe_s=0.2, say_s=5.0)
-with tq.Session(
-    task,
-    model,
-    optimizer,
-    logdir=args.logdir,
-    liveness_s=args.liveness,
-    save_every_steps=args.save_steps,
-    durable=args.durable,
-    patience=patience,
-) as session:
+with make_session(args, task, model, optimizer) as session:
     print(f"pid {os.getpid()} of worker {task.index} at {session.global_step}", flush=True)
     share = session.share(torch.arange(args.rows), 1, epochs=args.epochs)
     for row in share:

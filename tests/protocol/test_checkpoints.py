@@ -5,15 +5,17 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 import torchquorum as tq
 import torchquorum.transport.messages as m
-from tests.protocol.by_hand import Ps, make_plan, name, only
+from tests.protocol.by_hand import Ps, layout_of, make_plan, name, only
 from tests.protocol.saving import Make, save, start, told, until
 from torchquorum.formats.checkpoint import list_checkpoints, load_manifest, verify
 from torchquorum.formats.ledger import Event, read_records
+from torchquorum.placement.layout import Variable
 from torchquorum.server.checkpoints import STAND_IN_S
 from torchquorum.server.followers import SILENCE_S
 from torchquorum.server.service import LEADER
@@ -64,6 +66,32 @@ def test_a_ps_whose_neighbour_lost_its_variables_gives_its_own_up_and_restores(m
     assert [info.step for info in list_checkpoints(tmp_path)] == [1]
     began = [r for r in read_records(tmp_path) if isinstance(r, Event) and r.event == "began"]
     assert [r.version for r in began] == [0, 1]
+
+
+def test_a_creation_that_cannot_be_leaves_the_variables_as_they_are(make: Make, tmp_path: Path) -> None:
+    ps, other = make(), make()
+    start(ps, tmp_path / "run", steps=1)
+    start(other, tmp_path / "other", steps=1, variables=[Variable(name="v", shape=(3,), dtype="float32")])
+    elsewhere = told(other, 1, tmp_path / "other")
+    torn = tmp_path / "model.ckpt-9"
+    torn.mkdir()
+    (torn / "manifest.json").write_text("{")
+    frames = bytes(layout_of(ps.plan).trained[0].size_bytes), bytes(layout_of(ps.plan).constants[0].size_bytes)
+    again: dict[str, Any] = {"reign": 7, "replace": True}
+    for create, given in (
+        (m.Create(ps.plan, elsewhere.path, **again), ()),  # of another model
+        (m.Create(ps.plan, str(torn), **again), ()),
+        (m.Create(ps.plan, str(tmp_path / "model.ckpt-4"), **again), ()),  # not there
+        (m.Create(ps.plan, None, **again), frames[:1]),
+        (m.Create(ps.plan, None, **again), (frames[0][:-1], frames[1])),
+        (m.Create(msgspec.structs.replace(ps.plan, durable="write", logdir=None), None, **again), frames),
+    ):
+        only(ps.send(b"chief", create, *given), m.Fault)
+        assert torch.equal(ps.values(), torch.full_like(ps.values(), 1.0))
+    ps.push(0, 2, 1)  # nobody had to join again
+    replies = ps.push(1, 2, 1)
+    assert {r.message.version for r in replies if isinstance(r.message, m.Variables)} == {2}
+    assert only(ps.send(b"chief", m.Create(ps.plan, None, **again), *frames), m.Created) == m.Created(0, False)
 
 
 def test_a_folder_that_cannot_be_written_is_said_and_training_goes_on(make: Make, tmp_path: Path) -> None:

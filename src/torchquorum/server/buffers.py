@@ -20,7 +20,7 @@ from torchquorum.formats.checkpoint_manifest import Spec, Stored
 from torchquorum.formats.checkpoint_write import BUFFERS, tensor_key
 from torchquorum.formats.storage import locate
 from torchquorum.server.shard import Reply
-from torchquorum.transport.buffers import MODES, Packing
+from torchquorum.transport.buffers import Packing
 from torchquorum.transport.channel import Peer
 from torchquorum.transport.codec import Frame
 from torchquorum.transport.memory import frame_tensor, tensor_frame
@@ -69,8 +69,6 @@ class BufferHome:
     @classmethod
     def opened(cls, plan: m.Plan, frame: Frame, peer_of: Callable[[int], Peer | None], path: str | None) -> BufferHome:
         """Makes the home from what the chief has, and, if there is a checkpoint, from what was saved."""
-        if plan.buffers_mode not in MODES:
-            raise ValueError(f"buffers_mode {plan.buffers_mode!r}: allowed are {', '.join(MODES)}")
         packing = Packing(plan.buffers)
         initial = frame_tensor(frame, packing.size_bytes).clone()
         if path is None:

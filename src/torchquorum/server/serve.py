@@ -298,7 +298,11 @@ def _open(address: str, listen_fd: int | None, access: Access, say: Callable[[st
     outside = ZmqListener(address, listen_fd, access=access, say=say)
     if sys.platform != "linux":  # pragma: no cover (other systems)
         return outside
-    return DoorListener(outside, lanes=bind_host(address) if access.secret is None else None)
+    try:
+        return DoorListener(outside, lanes=bind_host(address) if access.secret is None else None)
+    except BaseException:
+        outside.close()
+        raise
 
 
 def serve(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torchquorum.transport.messages as m
-from torchquorum.errors import ConfigError, LostPlaceError, RefusedError
+from torchquorum.errors import ConfigError, LostPlaceError
 from torchquorum.formats.checkpoint_write import clear_left_behind
 from torchquorum.formats.journal import JournalError
 from torchquorum.formats.ledger import LedgerWriter, open_ledger
@@ -22,6 +22,7 @@ from torchquorum.rules.quorum import Key
 from torchquorum.server.board_host import HARMLESS, BoardHost
 from torchquorum.server.buffers import BufferHome, check_same_buffers
 from torchquorum.server.checkpoints import Checkpoints, Parts
+from torchquorum.server.creation import check_creation
 from torchquorum.server.durable import take_up_journal
 from torchquorum.server.ending import Ending
 from torchquorum.server.followers import Followers
@@ -225,19 +226,13 @@ class Service:
             if not create.replace or create.reign == self.reign:
                 again = create.reign != 0 and create.reign == self.reign  # the same creation, asked for twice
                 return [Reply(peer, m.Created(self.shard.version, not again))]
+        check_creation(self.me, create, frames)
+        if self.shard is not None:
             self._give_up()
-        buffers = self.me.index == 0 and bool(create.plan.buffers)
-        if len(frames) != (expected := (2 if create.restore is None else 0) + buffers):
-            raise ValueError(f"{len(frames)} tensor frames, expected {expected}")
-        num_ps = self.me.cluster.num_tasks("ps")
-        if create.plan.num_shards != num_ps or create.plan.num_workers < 1:
-            raise RefusedError(
-                f"the chief's cluster has {create.plan.num_shards} ps tasks and {create.plan.num_workers} workers, that of "
-                f"{self.me.task} has {num_ps} ps tasks. Give every task the same --ps_hosts and --worker_hosts."
-            )
         self.reign = create.reign
         positions: dict[str, Any] = {}
         data: dict[str, Any] = {}
+        buffers = self.me.index == 0 and bool(create.plan.buffers)
         self.buffers = BufferHome.opened(create.plan, frames[-1], self._peer_of, create.restore) if buffers else None
         if create.restore is None:
             self.shard = Shard(self.me.index, create.plan, frames[0], frames[1])

@@ -20,8 +20,10 @@ from contextlib import suppress
 
 import zmq
 
+from torchquorum.errors import ClusterError
 from torchquorum.transport.channel import Channel, Peer, Sent
 from torchquorum.transport.codec import Frame
+from torchquorum.transport.entrance import Entrance
 from torchquorum.transport.lane import PREFIX as LANE
 from torchquorum.transport.lane import LaneListener
 from torchquorum.transport.zmq_channel import ZmqChannel, ZmqListener, largest_frame_bytes
@@ -101,6 +103,16 @@ class DoorChannel:
         self._socket.close()
 
 
+def _make_door(name: str) -> socket.socket:
+    try:
+        door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:
+        raise ClusterError(f"no door for the tasks of this host: {error.strerror}; see ulimit -n") from None
+    door.bind("\0" + name)
+    door.listen(128)
+    return door
+
+
 class DoorListener:
     """A ps task's listener with all ways in: ZeroMQ for everybody, a door for its own host, lanes where it has no secret.
 
@@ -112,18 +124,13 @@ class DoorListener:
     def __init__(self, outside: ZmqListener, lanes: str | None = None) -> None:
         self._outside = outside
         self.name = f"torchquorum/{secrets.token_hex(16)}"
-        self._door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._door.bind("\0" + self.name)
-        self._door.listen(128)
-        self._door.setblocking(False)
-        self._spare = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._guests: dict[int, tuple[Peer, socket.socket]] = {}
         self._peers: dict[Peer, socket.socket] = {}
         self._entered = self._strangers = 0
         self._received: deque[tuple[Peer, list[Frame]]] = deque()
         self._poller = zmq.Poller()
         self._poller.register(outside.socket, zmq.POLLIN)
-        self._poller.register(self._door, zmq.POLLIN)
+        self._door = Entrance(_make_door(self.name), self._watch)
         self._watched: ZmqChannel | None = None
         self._lanes: LaneListener | None = None
         if lanes is not None:
@@ -165,6 +172,9 @@ class DoorListener:
             self._collect(timeout_s)
 
     def _collect(self, timeout_s: float) -> None:
+        self._door.wake()
+        if self._lanes is not None:
+            self._lanes.wake()
         for ready, _ in self._poller.poll(max(0, int(timeout_s * 1000))):
             if ready is self._outside.socket:
                 # While tasks come by the door, they take turns with those outside, so that a flood there holds nobody up.
@@ -182,10 +192,8 @@ class DoorListener:
                 self._received += [message] if message is not None else []
 
     def _let_in(self) -> None:
-        try:
-            guest, _ = self._door.accept()
-        except OSError:
-            self._turn_away()
+        guest = self._door.accept()
+        if guest is None:
             return
         credentials = guest.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         if _CREDENTIALS.unpack(credentials)[1] not in (os.getuid(), 0):
@@ -198,14 +206,6 @@ class DoorListener:
         self._guests[guest.fileno()] = peer, guest
         self._peers[peer] = guest
         self._poller.register(guest.fileno(), zmq.POLLIN)
-
-    def _turn_away(self) -> None:
-        """No file is left for a guest: it is let in with the one kept for this and shown out, so that it need not wait."""
-        self._spare.close()
-        with suppress(OSError):
-            self._door.accept()[0].close()
-        with suppress(OSError):
-            self._spare = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def _read(self, fd: int) -> None:
         peer, guest = self._guests[fd]
@@ -257,5 +257,4 @@ class DoorListener:
         self._guests.clear()
         self._peers.clear()
         self._door.close()
-        self._spare.close()
         self._outside.close()

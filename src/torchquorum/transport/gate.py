@@ -2,12 +2,13 @@
 
 A thread of its own per listener, asleep unless somebody comes or goes; the listener starts and ends it. What always holds:
 a connection is let in only if its key is the one made from the secret; a stranger costs this thread a few counters and at
-most one line of output every `SAY_EVERY_S`; beyond `most` connections newcomers are hung up on, so that files are left for
-the task itself.
+most one line of output every `SAY_EVERY_S`; beyond `most` connections, and when no file is left, newcomers are hung up on, so
+that nobody waits awake for a file and some are left for the task itself.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import socket
@@ -16,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -29,6 +31,7 @@ GREETING_S = HANDSHAKE_MS / 1000 + 1.0
 _EVENT = struct.Struct("=HI")
 MECHANISM_MISMATCH = 0x11000002
 _BAD_CRYPTO = 0x11000001
+_NO_FILE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _NOTICED = (
     zmq.EVENT_ACCEPTED
     | zmq.EVENT_DISCONNECTED
@@ -65,7 +68,11 @@ def watch(watched: zmq.Socket[Any], events: int) -> zmq.Socket[Any]:
     """Returns a socket on which ZeroMQ tells what happens to another; `unwatch` it before that is closed."""
     name = f"inproc://torchquorum-watch-{secrets.token_hex(8)}"
     watched.monitor(name, events)
-    told = watched.context.socket(zmq.PAIR)
+    try:
+        told = watched.context.socket(zmq.PAIR)
+    except zmq.ZMQError:
+        unwatch(watched)
+        raise
     told.setsockopt(zmq.RCVHWM, 0)  # or ZeroMQ's own thread would wait for a reader that is busy
     told.connect(name)
     return told
@@ -127,12 +134,20 @@ class Gate:
         self._untold: Counter[str] = Counter()
         self._told_at = 0.0
         self._closing = False
-        context = listener.context
+        self._handle = _Handle()
+        self._spare: int | None = None
+        self._take_spare()
         self._zap: zmq.Socket[Any] | None = None
-        if allowed is not None:
-            asked = self._zap = context.socket(zmq.ROUTER)
-            asked.bind("inproc://zeromq.zap.01")
-        self._events = watch(listener, _NOTICED)
+        try:
+            if allowed is not None:
+                asked = self._zap = listener.context.socket(zmq.ROUTER)
+                asked.bind("inproc://zeromq.zap.01")
+            self._events = watch(listener, _NOTICED)
+        except BaseException:
+            if self._zap is not None:
+                self._zap.close(0)
+            self._give_back()
+            raise
         self._thread = threading.Thread(target=self._run, name="torchquorum-gate", daemon=True)
         self._thread.start()
 
@@ -144,12 +159,17 @@ class Gate:
         """Ends the connection that a message came by, as the message says; may be called on any thread."""
         if isinstance(fd, int) and (peer := self._open.get(fd)):
             self.turned_away[TALKS_TOO_MUCH] += 1
-            _hang_up(fd, peer)
+            self._handle.hang_up(fd, peer)
 
     def close(self) -> None:
         """Ends the thread."""
         self._closing = True
         self._thread.join(timeout=5.0)
+        self._give_back()
+
+    def _give_back(self) -> None:
+        self._handle.close()
+        self._give_spare()
 
     def _run(self) -> None:
         poller = zmq.Poller()
@@ -163,6 +183,8 @@ class Gate:
                     self._judge()
                 if self._events in ready:
                     self._notice()
+                else:
+                    self._take_spare()
                 self._count_strange()
                 self._tell()
         except zmq.ContextTerminated:
@@ -201,27 +223,39 @@ class Gate:
                 self._unexplained -= 1
             elif event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                 self._unexplained -= 1  # counted where it was judged
-            elif event == zmq.EVENT_ACCEPT_FAILED:
-                self._turn_away(TOO_MANY, "")
+            elif event == zmq.EVENT_ACCEPT_FAILED and value in _NO_FILE:
+                self._give_spare()
             elif event == zmq.EVENT_MONITOR_STOPPED:
                 self._closing = True
 
     def _came(self, fd: int) -> None:
-        self._open[fd], self._since[fd] = _peer_of(fd), time.monotonic()
+        self._open[fd], self._since[fd] = self._handle.peer_of(fd), time.monotonic()
         self._unexplained += 1
-        if len(self._open) > self._most:
+        if len(self._open) > self._most or self._spare is None:
             self._turn_away(TOO_MANY, _host(self._open[fd]))
-            _hang_up(fd, self._open[fd])
+            self._handle.hang_up(fd, self._open[fd])
 
     def _went(self, fd: int) -> None:
         # ZeroMQ says why it fails just before it says which connection is gone.
         peer, why, self._last = self._open.pop(fd, ()), self._last, ""
         self._since.pop(fd, None)
+        self._take_spare()
         self._gone = peer or self._gone
         if why == UNFINISHED:
             self.turned_away[why] += 1  # a port scan, or a task that died: worth a number, not a line
         elif why:
             self._turn_away(why, _host(peer))
+
+    def _give_spare(self) -> None:
+        """ZeroMQ has no file for somebody who waits, and asks again and again: with ours he is let in, and shown out."""
+        if self._spare is not None:
+            os.close(self._spare)
+            self._spare = None
+
+    def _take_spare(self) -> None:
+        if self._spare is None:
+            with suppress(OSError):
+                self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def _count_strange(self) -> None:
         """Counts those of whom ZeroMQ says nothing but that they are gone: their greeting was none.
@@ -259,39 +293,46 @@ class Gate:
         self._say(f"turned a connection away: {what}{many}")
 
 
-def _borrowed(fd: int) -> socket.socket | None:
-    """Returns a handle of our own on a connection of ZeroMQ's, which may be gone by now."""
-    try:
-        return socket.socket(fileno=os.dup(fd))
-    except OSError:
+class _Handle:
+    """A handle on connections of ZeroMQ's, which may be gone by now; it has its files, for when no other is left."""
+
+    def __init__(self) -> None:
+        self._nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            self._file = os.dup(self._nothing)
+        except OSError:
+            os.close(self._nothing)
+            raise
+        self._lock = threading.Lock()
+
+    def peer_of(self, fd: int) -> tuple[Any, ...]:
+        """Returns address and port of the other end of a connection, or nothing."""
+        peer = self._at(fd, lambda found: found.getpeername())
+        return peer if isinstance(peer, tuple) else ()
+
+    def hang_up(self, fd: int, peer: tuple[Any, ...]) -> None:
+        """Ends a connection, if the file is still the one that it was."""
+        self._at(fd, lambda found: found.shutdown(socket.SHUT_RDWR) if found.getpeername() == peer else None)
+
+    def _at(self, fd: int, do: Callable[[socket.socket], Any]) -> Any:
+        """Does something with a connection; None if the system will not have it."""
+        with self._lock, suppress(OSError):
+            os.dup2(fd, self._file, inheritable=False)
+            try:
+                found = socket.socket(fileno=self._file)
+                try:
+                    return do(found)
+                finally:
+                    found.detach()
+            finally:
+                os.dup2(self._nothing, self._file, inheritable=False)
         return None
 
-
-def _peer_of(fd: int) -> tuple[Any, ...]:
-    """Returns address and port of the other end of a connection, or nothing."""
-    found = _borrowed(fd)
-    if found is None:
-        return ()
-    with found:
-        try:
-            peer = found.getpeername()
-        except OSError:
-            return ()
-    return peer if isinstance(peer, tuple) else ()
+    def close(self) -> None:
+        """Gives its files back."""
+        os.close(self._file)
+        os.close(self._nothing)
 
 
 def _host(peer: tuple[Any, ...]) -> str:
     return str(peer[0]) if peer else ""
-
-
-def _hang_up(fd: int, peer: tuple[Any, ...]) -> None:
-    """Ends a connection of ZeroMQ's, if the file is still the one that it was."""
-    found = _borrowed(fd)
-    if found is None:
-        return
-    with found:
-        try:
-            if peer and found.getpeername() == peer:
-                found.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            return

@@ -29,6 +29,7 @@ from pathlib import Path
 
 from torchquorum.transport.channel import Peer, Sent
 from torchquorum.transport.codec import MAX_HEADER_BYTES, Frame
+from torchquorum.transport.entrance import Entrance
 
 PREFIX = b"\0lane/"  # nobody may give himself a ZeroMQ identity with a zero in front
 WORD_BYTES = 32
@@ -338,32 +339,35 @@ class LaneListener:
         self._largest, self._watch = largest_bytes, watch
         self._word = secrets.token_bytes(WORD_BYTES)
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        listening = socket.socket(family, socket.SOCK_STREAM)
         try:
-            _widen(self._socket)
-            self._socket.bind((bind, 0))
-            self._socket.listen(128)
+            _widen(listening)
+            listening.bind((bind, 0))
+            listening.listen(128)
         except BaseException:
-            self._socket.close()
+            listening.close()
             raise
-        self._socket.setblocking(False)
         self._guests: dict[int, _Guest] = {}
         self._peers: dict[Peer, _Guest] = {}
         self._entered = self.turned_away = 0
-        watch(self._socket.fileno(), False)
+        self._entrance = Entrance(listening, watch)
 
     @property
     def name(self) -> str:
         """Returns what a worker needs to come in."""
-        return f"{self._socket.getsockname()[1]}/{self._word.hex()}"
+        return f"{self._entrance.port}/{self._word.hex()}"
 
     def owns(self, fd: int) -> bool:
         """Whether a file is one of ours."""
-        return fd == self._socket.fileno() or fd in self._guests
+        return fd == self._entrance.fileno() or fd in self._guests
+
+    def wake(self) -> None:
+        """Lets people in again, if that rested because no file was left; to be called now and then."""
+        self._entrance.wake()
 
     def ready(self, fd: int) -> tuple[Peer, list[Frame]] | None:
         """Something can be read from, or written to, one of our files; returns a message if one is complete."""
-        if fd == self._socket.fileno():
+        if fd == self._entrance.fileno():
             self._let_in()
             return None
         guest = self._guests[fd]
@@ -402,13 +406,11 @@ class LaneListener:
         """Closes everything."""
         for guest in list(self._guests.values()):
             self._forget(guest)
-        self._watch(self._socket.fileno(), None)
-        self._socket.close()
+        self._entrance.close()
 
     def _let_in(self) -> None:
-        try:
-            lane, _ = self._socket.accept()
-        except OSError:
+        lane = self._entrance.accept()
+        if lane is None:
             return
         now = time.monotonic()
         strangers = [g for g in self._guests.values() if not g.let_in]

@@ -35,6 +35,7 @@ TAKE_AHEAD = 64
 SEND_AHEAD = 1000
 LARGE_AHEAD = 2
 BACKLOG = 512
+LISTENER_FILES, CHANNEL_FILES = 16, 8
 # A task that is just being killed may hang up on us a few times; one that has another secret always does.
 HUNG_UP_TIMES = 5
 ASK_EVERY_S = 1.0
@@ -77,9 +78,10 @@ class ZmqChannel:
     def __init__(self, address: str, identity: bytes, access: Access = OPEN, who: str = "the task") -> None:
         self._where, self._access = f"{who} ({address})", access
         try:
+            _check_files(CHANNEL_FILES)
             self.socket = _context().socket(zmq.DEALER)
-        except zmq.ZMQError as error:
-            raise ClusterError(f"no connection to {self._where}: {error}; see ulimit -n") from None
+        except (OSError, zmq.ZMQError) as error:
+            raise ClusterError(f"no connection to {self._where}: {error.strerror}; see ulimit -n") from None
         try:
             self.socket.setsockopt(zmq.IDENTITY, identity)
             self.socket.setsockopt(zmq.LINGER, LINGER_MS)
@@ -192,6 +194,7 @@ class ZmqListener:
 
     Raises:
         SecretError: The address is not loopback and there is no secret.
+        ClusterError: Nobody can listen there, or no file is left for it.
     """
 
     def __init__(
@@ -204,11 +207,19 @@ class ZmqListener:
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         host, _, port = address.rpartition(":")
+        if not (port.isascii() and port.isdigit() and int(port[:6]) <= 65535):
+            raise ClusterError(f"cannot listen on {address}: port {port!r}: must be a number up to 65535")
         where = _bind_to(host, port)
         _refuse_open_door(address, where, listen_fd, access)
         # A context of its own: ZeroMQ asks one handler per context whom to let in.
-        self._context: zmq.Context[Any] | None = zmq.Context() if access.secret is not None else None
-        self.socket = (self._context or _context()).socket(zmq.ROUTER)
+        self._context: zmq.Context[Any] | None = None
+        self._gate: Gate | None = None
+        try:
+            _check_files(LISTENER_FILES)
+            self._context = zmq.Context() if access.secret is not None else None
+            self.socket = (self._context or _context()).socket(zmq.ROUTER)
+        except (OSError, zmq.ZMQError) as error:
+            raise _no_file(address, error) from None
         self.socket.setsockopt(zmq.LINGER, LINGER_MS)
         self.socket.setsockopt(zmq.SNDHWM, SEND_AHEAD)
         self.socket.setsockopt(zmq.RCVHWM, TAKE_AHEAD)
@@ -225,11 +236,13 @@ class ZmqListener:
             self.socket.setsockopt(zmq.IPV6, 1)
         if listen_fd is not None:
             self.socket.setsockopt(zmq.USE_FD, listen_fd)
-        self._gate: Gate | None = None
         try:
             allowed = lock_listener(self.socket, access.secret) if access.secret is not None else None
             self._gate = Gate(self.socket, allowed, say)
             self._bind(where, address)
+        except (OSError, zmq.ZMQError) as error:
+            self.close()
+            raise _no_file(address, error) from None
         except BaseException:
             self.close()
             raise
@@ -350,6 +363,21 @@ def _refuse_open_door(address: str, where: str, listen_fd: int | None, access: A
             f"cannot listen on {address} without a secret: other hosts could reach it, and whoever does could read the "
             f"variables and change the run. {ADVICE}"
         )
+
+
+def _check_files(count: int) -> None:
+    """Raises OSError unless this process may open so many files more: ZeroMQ ends a process that has none for its threads."""
+    opened: list[int] = []
+    try:
+        for _ in range(count):
+            opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    finally:
+        for fd in opened:
+            os.close(fd)
+
+
+def _no_file(address: str, error: OSError | zmq.ZMQError) -> ClusterError:
+    return ClusterError(f"cannot listen on {address}: {error.strerror}; see ulimit -n")
 
 
 def _explain_wrong_secret(where: str, what: str) -> str:

@@ -7,6 +7,7 @@ counts once, whatever is still on its way.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -28,12 +29,19 @@ def enter_door(client: Client, name: str) -> DoorChannel | None:
         channel = DoorChannel(name)
     except OSError:
         return None
+    return channel if _greeted(client, channel) else None
+
+
+def _greeted(client: Client, channel: DoorChannel | LaneChannel) -> bool:
+    """Says who comes; False, and the channel is closed, if nobody answers: somebody who has no file left shows us out."""
     greeting = m.Hello(m.PROTOCOL, str(client.task), client.incarnation, host_id(), os.getpid(), m.PACKAGE)
     channel.send([codec.encode(greeting)])
-    if channel.receive(client.patience.silence_s) is None:
-        channel.close()
-        return None
-    return channel
+    deadline = time.monotonic() + client.patience.silence_s
+    while (left_s := deadline - time.monotonic()) > 0 and not channel.closed:
+        if channel.receive(left_s) is not None:
+            return True
+    channel.close()
+    return False
 
 
 def take_lane(client: Client, k: int, name: str) -> LaneChannel | None:
@@ -41,8 +49,10 @@ def take_lane(client: Client, k: int, name: str) -> LaneChannel | None:
     ps = client.cluster.tasks("ps")[k]
     try:
         lane = LaneChannel(client.cluster.address(ps).rpartition(":")[0], name, largest_frame_bytes())
+        why = "" if _greeted(client, lane) else "nobody answers there"
     except OSError as error:
-        why = error.strerror or error
+        lane, why = None, error.strerror or str(error)
+    if lane is None or why:
         client.say(f"no direct connection to port {name.partition('/')[0]} of {ps} ({why}); ZeroMQ does it, slower")
         return None
     exchange = client._moves()

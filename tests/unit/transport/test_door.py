@@ -14,6 +14,7 @@ from hypothesis import given, settings
 
 from tests.unit.transport.no_files import no_file_left
 from tests.unit.transport.test_zmq_channel import free_port
+from torchquorum.errors import ClusterError
 from torchquorum.transport.codec import Frame
 from torchquorum.transport.door import MAX_PACKET_BYTES, DoorChannel, DoorListener, _pack, _unpack
 from torchquorum.transport.lane import LaneChannel
@@ -279,6 +280,15 @@ def test_a_guest_for_whom_no_file_is_left_is_shown_out_and_may_come_again(listen
     again.send([b"hello"])
     assert bytes(take(listener)[1][0]) == b"hello"
     again.close()
+
+
+def test_no_file_left_for_a_door_is_an_error_that_says_where_to_look(address: str) -> None:
+    with (
+        closing(ZmqListener(address)) as outside,
+        no_file_left(),
+        pytest.raises(ClusterError, match="no door for the tasks of this host: Too many open files; see ulimit -n"),
+    ):
+        DoorListener(outside)
 
 
 def test_who_talks_too_much_loses_his_connection_by_whichever_way_he_came(address: str) -> None:

@@ -6,10 +6,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import pytest
 import zmq
 
+from tests.unit.transport.no_files import no_file_left
 from torchquorum.cluster.secret import OPEN, Access, Secret
 from torchquorum.errors import SecretError
 from torchquorum.transport import gate as gate_module
@@ -361,3 +363,29 @@ def test_a_channel_that_zeromq_has_given_up_does_not_block() -> None:
             sender.join(DEADLINE_S)
             assert not sender.is_alive()
         channel.close()
+
+
+def test_no_file_left_costs_newcomers_their_connection_and_nobody_stays_awake_for_them(address: str) -> None:
+    listener, channel = ZmqListener(address), ZmqChannel(address, b"w")
+    host, port = address.split(":")
+    try:
+        assert talk(listener, channel) == [b"pong"]
+        waiting = [socket.socket() for _ in range(5)]
+        with no_file_left():
+            for stranger in waiting:
+                stranger.settimeout(DEADLINE_S)
+                stranger.connect((host, int(port)))
+            for stranger in waiting:
+                with suppress(ConnectionError):
+                    assert stranger.recv(100)[:1] in (b"", b"\xff")  # the beginning of a greeting, perhaps
+            assert talk(listener, channel) == [b"pong"]  # who is in is served
+        for stranger in waiting:
+            stranger.close()
+        until(lambda: listener.turned_away.get(TOO_MANY, 0) > 0)
+        other = ZmqChannel(address, b"x")
+        assert talk(listener, other) == [b"pong"]  # with files again, newcomers are
+        other.close()
+        assert listener.turned_away[TOO_MANY] <= 5  # ZeroMQ did not try, and fail, a thousand times
+    finally:
+        channel.close()
+        listener.close()

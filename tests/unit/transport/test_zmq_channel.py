@@ -5,15 +5,25 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 
 import pytest
 
 from tests.unit.transport.no_files import no_file_left
+from torchquorum.cluster.secret import OPEN, Access, Secret
 from torchquorum.errors import AddressInUseError, ClusterError
 from torchquorum.transport.inprocess import InProcessNetwork
-from torchquorum.transport.zmq_channel import COPY_BELOW_BYTES, ZmqChannel, ZmqListener, endpoint, holder_of_port
+from torchquorum.transport.zmq_channel import (
+    COPY_BELOW_BYTES,
+    LISTENER_FILES,
+    ZmqChannel,
+    ZmqListener,
+    endpoint,
+    holder_of_port,
+)
 
 WAIT_S = 10.0
+LOCKED = Access(secret=Secret("the-secret-of-this-cluster-0123456789abcdef"))
 
 
 def free_port(family: socket.AddressFamily = socket.AF_INET, host: str = "127.0.0.1") -> int:
@@ -208,9 +218,28 @@ def test_a_channel_to_a_host_that_does_not_exist_leaves_nothing_behind() -> None
         ZmqChannel("no-such-host.invalid:1", b"x")
 
 
-def test_an_address_that_nobody_can_listen_on_is_named() -> None:
-    with pytest.raises(ClusterError, match="cannot listen on localhost:nowhere: .*is that an address of this host"):
-        ZmqListener("localhost:nowhere")
+@pytest.mark.parametrize("port", ["nowhere", "99999", "65536", "-1", "", "2222 ", "\u0664\u0665", "1" * 5000])
+def test_a_port_that_is_none_is_named(port: str) -> None:
+    with pytest.raises(ClusterError, match=f"cannot listen on localhost:{port}: .*must be a number up to 65535"):
+        ZmqListener(f"localhost:{port}")
+
+
+def test_an_address_that_is_not_of_this_host_is_named() -> None:
+    with pytest.raises(ClusterError, match=r"cannot listen on \[::1%nowhere\]:2222: .*is that an address of this host"):
+        ZmqListener("[::1%nowhere]:2222")
+
+
+@pytest.mark.parametrize("files", [0, 5, LISTENER_FILES - 1])
+@pytest.mark.parametrize("access", [OPEN, LOCKED], ids=["open", "locked"])
+def test_no_file_left_to_listen_with_is_an_error_that_says_where_to_look(access: Access, files: int) -> None:
+    address = f"127.0.0.1:{free_port()}"
+    with closing(ZmqListener(address)):
+        pass  # all that ZeroMQ needs for itself is there
+    why = rf"cannot listen on {address}: Too many open files; see ulimit -n"
+    with no_file_left(but=files), pytest.raises(ClusterError, match=why):
+        ZmqListener(address, access=access)
+    with no_file_left(but=LISTENER_FILES):
+        ZmqListener(address, access=access).close()
 
 
 @pytest.mark.parametrize("files", [0, 1, 2])

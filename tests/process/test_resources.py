@@ -10,6 +10,7 @@ import pytest
 from tests.process.forked import Cluster
 from torchquorum.cli.scratch import clear_left_behind, scratch_folder
 from torchquorum.formats.checkpoint import list_checkpoints
+from torchquorum.formats.in_use import user_of
 
 
 @pytest.fixture
@@ -67,11 +68,14 @@ def test_a_ps_without_a_file_to_open_serves_or_says_so(tmp_path: Path, files: in
 
 def test_a_worker_that_runs_out_of_memory_ends_the_run_with_its_error_and_what_was_saved_stays(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path / "a", 1, "--steps=400", "--save-steps=5", "--fail-at=20", "--start=5")
+    cluster.wait("a checkpoint", lambda: list_checkpoints(cluster.logdir))
+    assert user_of(cluster.logdir) == f"process {cluster.lives['ps', 0].pid}"  # no other run may begin there
     cluster.wait("its end", lambda: "no memory is left" in cluster.text(("worker", 1)))
     cluster.lives["worker", 0].terminate()
     text = finished(cluster)
     assert cluster.lives["worker", 1].poll() == 1 and "MemoryError" in text
     assert cluster.lives["ps", 0].poll() == 1 and "a worker failed" in cluster.text(("ps", 0))
+    assert user_of(cluster.logdir) is None
     infos = list_checkpoints(cluster.logdir)
     assert infos and all(info.problem is None for info in infos)
 

@@ -73,6 +73,11 @@ def test_a_creation_that_cannot_be_leaves_the_variables_as_they_are(make: Make, 
     start(ps, tmp_path / "run", steps=1)
     start(other, tmp_path / "other", steps=1, variables=[Variable(name="v", shape=(3,), dtype="float32")])
     elsewhere = told(other, 1, tmp_path / "other")
+    wider = make()
+    start(
+        wider, tmp_path / "wider", variables=[Variable(name="w", shape=(4, 6), dtype="float32"), *ps.plan.variables[1:]]
+    )
+    same_names = told(wider, 1, tmp_path / "wider")
     torn = tmp_path / "model.ckpt-9"
     torn.mkdir()
     (torn / "manifest.json").write_text("{")
@@ -80,13 +85,16 @@ def test_a_creation_that_cannot_be_leaves_the_variables_as_they_are(make: Make, 
     again: dict[str, Any] = {"reign": 7, "replace": True}
     for create, given in (
         (m.Create(ps.plan, elsewhere.path, **again), ()),  # of another model
+        (m.Create(ps.plan, same_names.path, **again), ()),
         (m.Create(ps.plan, str(torn), **again), ()),
         (m.Create(ps.plan, str(tmp_path / "model.ckpt-4"), **again), ()),  # not there
         (m.Create(ps.plan, None, **again), frames[:1]),
         (m.Create(ps.plan, None, **again), (frames[0][:-1], frames[1])),
         (m.Create(msgspec.structs.replace(ps.plan, durable="write", logdir=None), None, **again), frames),
     ):
-        only(ps.send(b"chief", create, *given), m.Fault)
+        fault = only(ps.send(b"chief", create, *given), m.Fault)
+        if create.restore == same_names.path:
+            assert "w is float32 [4, 6] there and float32 [4, 5] here; give another logdir" in fault.text
         assert torch.equal(ps.values(), torch.full_like(ps.values(), 1.0))
     ps.push(0, 2, 1)  # nobody had to join again
     replies = ps.push(1, 2, 1)

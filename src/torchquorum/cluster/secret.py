@@ -144,7 +144,7 @@ def _read(path: Path) -> tuple[Secret, str]:
             f"the secret file {path} cannot be read ({error.strerror}); {MAKE_ONE}, or copy it from another host"
         ) from None
     try:
-        text = raw.decode()
+        text = raw.decode("utf-8-sig")  # some editors put a mark in front
     except UnicodeDecodeError:
         raise SecretError(f"the secret file {path} does not hold text; {MAKE_ONE}") from None
     open_to_others = stat.S_ISREG(about.st_mode) and about.st_mode & (stat.S_IROTH | stat.S_IWOTH)

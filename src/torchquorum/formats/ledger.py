@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from torchquorum.formats.in_use import Hold
 from torchquorum.formats.segments import SegmentWriter
 from torchquorum.formats.storage import Location, RemotePath, locate
 
@@ -110,6 +111,7 @@ class LedgerWriter:
 
     def __init__(self, folder: Location, say: Callable[[str], None] = print) -> None:
         self._path, self._say = folder / NAME, say
+        self._hold: Hold | None = None
         if isinstance(folder, RemotePath):
             self._file = SegmentWriter(folder, NAME)
             return
@@ -117,6 +119,7 @@ class LedgerWriter:
         path = folder / NAME
         _mend(path)
         self._file = path.open("ab", buffering=1 << 16)
+        self._hold = Hold(folder)
 
     def write(self, entry: Entry | Event) -> None:
         """Appends one line."""
@@ -150,6 +153,8 @@ class LedgerWriter:
             self._file.close()
         except OSError as error:
             self._end(error)
+        if self._hold is not None:
+            self._hold.release()
 
     def _end(self, error: OSError) -> None:
         with contextlib.suppress(OSError):  # it closes, and fails once more to write what it holds

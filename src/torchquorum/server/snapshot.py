@@ -112,6 +112,17 @@ def check_same_model(manifest: Manifest, reader: Reader, plan: Plan) -> None:
             f"{reader.path} holds another model: only there {sorted(there - here)[:5]}, only here {sorted(here - there)[:5]}; "
             "give another logdir, or the program that made it"
         )
+    specs = {v.name: Spec(tuple(v.shape), v.dtype) for v in plan.variables}
+    unequal = [
+        f"{name} is {spec} there and {specs[name]} here"
+        for name, spec in reader.variables().items()
+        if spec != specs[name]
+    ]
+    if unequal:
+        more = f", and {len(unequal) - 5} more" if len(unequal) > 5 else ""
+        raise CheckpointError(
+            f"{reader.path} holds another model: {'; '.join(unequal[:5])}{more}; give another logdir, or the program that made it"
+        )
     saved = manifest.plan.get("optimizer", {}).get("name", plan.optimizer.name)
     if saved != plan.optimizer.name:
         raise CheckpointError(

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
+from pathlib import Path
 
 from torchquorum.errors import ConfigError
+from torchquorum.formats.in_use import user_of
 from torchquorum.formats.storage import absolute, check_writable, is_memory, locate
 from torchquorum.session.join import Task
 from torchquorum.transport.zmq_channel import ZmqConnector
+
+FREE_S = 10.0
 
 
 def check_folder(task: Task, folder: str | os.PathLike[str] | None) -> str | None:
@@ -27,3 +33,25 @@ def check_folder(task: Task, folder: str | os.PathLike[str] | None) -> str | Non
     if task.is_chief:
         check_writable(locate(folder))
     return absolute(folder)
+
+
+def check_free(folder: str | None, say: Callable[[str], None]) -> None:
+    """The chief, before it begins a run, looks whether another one that is alive uses the folder; one that ends gets a moment.
+
+    Raises:
+        ConfigError: It is in use.
+    """
+    where = locate(folder) if folder is not None else None
+    if not isinstance(where, Path):
+        return
+    deadline, told = time.monotonic() + FREE_S, False
+    while (user := user_of(where)) is not None:
+        if time.monotonic() >= deadline:
+            raise ConfigError(
+                f"logdir={folder!r}: another run that is alive writes there ({user} holds it as its ps task 0), and two "
+                "would mix their checkpoints and ledgers; give another logdir, or end that run first"
+            )
+        if not told:
+            told = True
+            say(f"{folder} is in use by another run ({user}); waiting up to {FREE_S:.0f} s for its end")
+        time.sleep(0.1)

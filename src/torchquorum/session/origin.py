@@ -16,6 +16,7 @@ from torch import nn
 from torchquorum.errors import LostVariablesError
 from torchquorum.session.buffers import RunBuffers
 from torchquorum.session.durable import find_checkpoint, find_journal
+from torchquorum.session.folder import check_free
 from torchquorum.session.goal import Goal
 from torchquorum.session.join import say
 from torchquorum.session.states import State
@@ -88,6 +89,7 @@ class Origin:
             created: Which ps tasks hold live variables.
 
         Raises:
+            ConfigError: Another run that is alive writes into the folder.
             LostVariablesError: A ps task has lost them, there is no checkpoint, and starting afresh was not allowed.
         """
         task, logdir = self._session.task, self._session.logdir
@@ -95,8 +97,10 @@ class Origin:
             client.create(plan, flat)
             self._say("the ps tasks hold live variables already; going on with them")
             return
-        path = self._newest()
         recovering = self._session.state is State.RECOVERING
+        if not recovering and not any(created):
+            check_free(logdir, self._say)
+        path = self._newest()
         if path is None and (any(created) or recovering) and not self._start_afresh:
             lost = [str(ps) for ps, there in zip(task.cluster.tasks("ps"), created, strict=True) if not there]
             raise LostVariablesError(

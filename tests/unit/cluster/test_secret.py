@@ -88,6 +88,15 @@ def test_a_secret_file_that_is_not_there_is_an_error(tmp_path: Path) -> None:
         read_access(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("before", "after"), [("", ""), ("", "\n"), ("", "\r\n"), ("\ufeff", "\r\n"), (" ", "\t \n\n")]
+)
+def test_what_editors_put_around_a_secret_does_not_change_it(tmp_path: Path, before: str, after: str) -> None:
+    path = tmp_path / "s"
+    path.write_bytes(f"{before}{TEXT}{after}".encode())
+    assert read_access(str(path)).secret == Secret(TEXT)
+
+
 def test_a_file_that_others_can_read_is_noted(tmp_path: Path) -> None:
     path = written(tmp_path)
     assert read_access(str(path)).note == ""

@@ -9,7 +9,7 @@ import torch
 
 import torchquorum.transport.messages as m
 from tests.protocol.by_hand import Ps, layout_of, make_plan, name, only
-from torchquorum.server.buffers import ANSWER_S
+from torchquorum.server.buffers import ANSWER_S, REMEMBERED_ANSWERS
 from torchquorum.server.shard import Reply
 
 SPECS = [m.BufferSpec("mean", (2,), "float32"), m.BufferSpec("count", (), "int64")]
@@ -198,3 +198,12 @@ def test_the_mean_is_rounded_once() -> None:
         assert torch.equal(combined["half"], exact) and bool(combined["on"])
     finally:
         home.close()
+
+
+def test_buffers_that_nobody_asks_for_are_not_kept_without_end(ps: Ps) -> None:
+    started(ps, "chief")
+    for number in range(100):
+        assert give(ps, 1, 1.0, 1, number=number) == []
+    assert ps.service.buffers is not None and list(ps.service.buffers._early) == list(
+        range(100 - REMEMBERED_ANSWERS, 100)
+    )

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 import torchquorum as tq
 import torchquorum.transport.messages as m
 from tests.protocol.by_hand import Ps, by_peer, name, only
+from torchquorum.server.shared_data import MOST_SHARES
 
 SPEC = m.ShareSpec("data", rows=80, batch_size=10, batches=8, epochs=1, seed=0)
 
@@ -175,3 +177,26 @@ def test_a_restored_pool_goes_on_where_the_variables_are(ps: Ps) -> None:
         assert any("the data goes on in epoch 1: 3 batches" in line for line in again.said)
     finally:
         again.close()
+
+
+def fault(ps: Ps, message: m.Message) -> m.Fault:
+    return only(ps.send(b"share/0", message), m.Fault)
+
+
+def test_who_asks_for_data_too_early_too_late_or_too_much_is_told_why(ps: Ps) -> None:
+    early = fault(ps, m.TakeBatches(0, 1, 1, SPEC, [1]))
+    assert "shares out no data: only ps task 0 does" in early.text
+    assert "only /job:ps/task:0 knows the run" in fault(ps, m.Scale(2)).text
+    begin(ps)
+    for message in (m.TakeBatches(0, 9, 1, SPEC, [1]), m.UseBatches(2, 1, 1, "data", [(0, 1)])):
+        assert fault(ps, message).kind in ("LostPlaceError", "replaced")  # of no worker that is in
+    assert "1025 steps: at most 1024" in fault(ps, m.TakeBatches(0, 1, 1, SPEC, list(range(1025)))).text
+    assert "1025 batches: at most 1024" in fault(ps, m.UseBatches(0, 1, 2, "data", [(n, n) for n in range(1025)])).text
+    for wrong in ({"batches": 0}, {"batches": 1 << 50}, {"epochs": 0}):
+        text = fault(ps, m.TakeBatches(0, 1, 1, msgspec.structs.replace(SPEC, **wrong), [1])).text
+        assert "must be 1 or more" in text
+    assert not only(ps.send(b"share/0", m.UseBatches(0, 1, 3, "unheard-of", [(0, 1)])), m.BatchesUsed).ok
+    for number in range(MOST_SHARES):
+        assert take(ps, 0, 1, request=4 + number, share=msgspec.structs.replace(SPEC, name=f"n{number}")).numbers == [0]
+    one_more = fault(ps, m.TakeBatches(0, 1, 99, SPEC, [1]))
+    assert f"share 'data': a run has at most {MOST_SHARES}; use one again" in one_more.text

@@ -84,8 +84,7 @@ def begin_journal(shard: Shard, create: Create) -> JournalWriter | None:
     plan = create.plan
     if not plan.durable:
         return None
-    if plan.logdir is None:
-        raise JournalError("a durable run needs a folder for its journal: give the session a logdir")
+    assert plan.logdir is not None, "a durable run was checked to have a folder"
     after, at = (create.journal.after, create.journal.at) if create.journal is not None else (0, 0)
     head = Head(shard.index, plan.num_shards, create.reign, after, shard.version, at, plan_of_updates(plan))
     return JournalWriter(Path(plan.logdir), head, plan.durable)

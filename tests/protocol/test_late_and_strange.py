@@ -2,12 +2,15 @@
 
 from pathlib import Path
 
+import pytest
 import torch
 
 import torchquorum as tq
 import torchquorum.transport.messages as m
 from tests.protocol.by_hand import Ps, name, only
 from tests.protocol.saving import Make, save, start, until
+from torchquorum.errors import TaskLostError
+from torchquorum.placement.layout import Variable
 from torchquorum.rules.quorum import remembered_lives
 from torchquorum.server.saver import Published
 from torchquorum.transport import codec
@@ -70,3 +73,29 @@ def test_the_end_of_a_checkpoint_of_before_a_restore_is_not_taken_for_the_one_in
     checkpoints.published(Published(checkpoints.saving.number + 7, tmp_path / "model.ckpt-9", ""))
     assert checkpoints.saving is not None and not any("model.ckpt-9" in line for line in ps.said)
     until(ps, lambda: (tmp_path / "model.ckpt-1").exists() and not checkpoints.busy, pace_s=1.0)
+
+
+def test_a_variable_without_elements_is_trained_like_any_other_and_its_mean_can_be_asked_for(ps: Ps) -> None:
+    empty = Variable(name="nothing", shape=(0, 3), dtype="float32")
+    ps.create(rule=tq.Async(), variables=[empty, Variable(name="w", shape=(2,), dtype="float32")])
+    ps.join(0)
+    for step in (1, 2):
+        only(ps.send(b"x", m.MeanRequest()), m.Mean)
+        ps.push(0, step, step - 1)
+    mean = only(ps.send(b"x", m.MeanRequest()), m.Mean)
+    assert [piece.name for piece in mean.pieces] == ["nothing", "w"]
+    assert torch.equal(ps.values(), torch.full((2,), 2.0))
+
+
+def test_an_update_that_fails_ends_the_ps_and_is_not_taken_for_a_strangers_mistake(
+    ps: Ps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ps.create(rule=tq.Async())
+    ps.join(0)
+
+    def no_memory(*_: object) -> None:
+        raise MemoryError("no room for the optimizer's state")
+
+    monkeypatch.setattr("torchquorum.server.update.Update.apply", no_memory)
+    with pytest.raises(TaskLostError, match=r"/job:ps/task:0: the update to version 1 failed \(MemoryError: no room"):
+        ps.push(0, 1, 0)

@@ -44,7 +44,7 @@ class MeanGradient:
         self._pieces = []
         for section, piece in pieces:
             values = mean[self._region.sections.index(section)][piece.offset : piece.offset + piece.numel]
-            stride = -(-piece.numel // most)
+            stride = max(1, -(-piece.numel // most))
             samples.append(values[::stride].to(torch.float32, copy=True))
             name = self._variables[piece.variable].name
             self._pieces.append(MeanPiece(name, piece.start, samples[-1].numel()))

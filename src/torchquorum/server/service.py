@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torchquorum.transport.messages as m
-from torchquorum.errors import ConfigError, LostPlaceError
+from torchquorum.errors import ConfigError, LostPlaceError, TaskLostError
 from torchquorum.formats.checkpoint_write import clear_left_behind
 from torchquorum.formats.journal import JournalError
 from torchquorum.formats.ledger import LedgerWriter, open_ledger
@@ -79,8 +79,8 @@ class Service:
         try:
             before = self._look_at_board(close=not isinstance(message, HARMLESS))
             return before + self._route(peer, message, tensors, now, wall)
-        except (AssertionError, JournalError):
-            raise  # a mistake of our own; or what was promised to survive cannot be written
+        except (AssertionError, JournalError, TaskLostError):
+            raise  # a mistake of our own; or what was promised to survive, or an update, cannot be made
         except Exception as error:  # whatever a stranger may have sent, the others are served on
             self.strangers.talked(peer)
             kind, text = type(error).__name__, f"{self.me.task}: {error}"[:MAX_FAULT]

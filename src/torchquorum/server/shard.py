@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
+from torchquorum.errors import TaskLostError
 from torchquorum.formats.checkpoint import Reader, load_manifest
 from torchquorum.formats.checkpoint_manifest import Manifest
-from torchquorum.formats.journal import JournalWriter, Record
+from torchquorum.formats.journal import JournalError, JournalWriter, Record
 from torchquorum.formats.storage import Location
 from torchquorum.placement.layout import Layout
 from torchquorum.rules.quorum import Key, remembered_lives
@@ -336,7 +337,16 @@ class Shard:
         self.followed += 1
         match entry:
             case Apply(keys, version, batches):
-                self._apply([Key(*k) for k in keys], version, batches)
+                try:
+                    self._apply([Key(*k) for k in keys], version, batches)
+                except (AssertionError, JournalError):
+                    raise
+                except Exception as error:  # a shard that cannot follow its log must not go on as if it had
+                    raise TaskLostError(
+                        f"/job:ps/task:{self.index}: the update to version {version} failed ({type(error).__name__}: {error}), "
+                        "and this task ends, as its variables may be half of it. Start the job again: it goes on from the last "
+                        "checkpoint; if memory was short, give it more, or more ps tasks."
+                    ) from error
             case Drop(keys):
                 for key in keys:
                     self._gradients.pop(Key(*key), None)
@@ -437,10 +447,7 @@ class Shard:
     ) -> tuple[Sequence[torch.Tensor], int]:
         slots = self.versions.slots
         slot = self.versions.next_slot()
-        try:
-            mean = self.update.apply(slots.sections[self.versions.current], slots.sections[slot], gradients, absent)
-        except Exception as error:  # a shard that cannot follow its log must not go on as if it had
-            raise AssertionError(f"the update to version {version} failed: {error}") from error
+        mean = self.update.apply(slots.sections[self.versions.current], slots.sections[slot], gradients, absent)
         if self.mean.wanted:
             self.mean.keep(version, mean, absent)
         return mean, slot

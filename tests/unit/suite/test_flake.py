@@ -1,0 +1,43 @@
+"""`make flake`: rounds in an order that the seed makes, a table, and for a failure the command that repeats it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+FLAKE = Path(__file__).parents[3] / "tools" / "flake.py"
+# Fails in the first order that has b before a: of several seeds, one brings it.
+NEEDS_ITS_NEIGHBOUR = """
+seen = []
+def test_a():
+    seen.append("a")
+def test_b():
+    assert seen == ["a"]
+"""
+
+
+def flake(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(FLAKE), "--load", "1", *arguments, "--", "-p", "no:cacheprovider", "test_it.py"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+
+
+def test_a_test_that_needs_its_neighbour_is_found_with_the_seed_that_repeats_it(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(NEEDS_ITS_NEIGHBOUR)
+    done = flake(tmp_path, "--times", "20", "--seed", "1")
+    assert done.returncode == 1
+    found = re.search(r"round (\d+) of 20 failed with seed (\d+); it is repeated by\n    (.+)", done.stdout)
+    assert found is not None, done.stdout
+    assert re.search(rf"^ +{found[1]} +{found[2]}  FAILED +\d+  1 failed", done.stdout, re.M)
+    assert len(re.findall(r"^ +\d+ +\d+  (?:passed|FAILED)", done.stdout, re.M)) == int(found[1])
+    again = subprocess.run(found[3], shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert again.returncode == 1 and "1 failed" in again.stdout
+
+
+def test_rounds_that_pass_are_all_in_the_table(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("def test_a(): pass\ndef test_b(): pass\n")
+    done = flake(tmp_path, "--times", "2", "--seed", "7")
+    assert done.returncode == 0
+    table = done.stdout.splitlines()[-3:]
+    assert table[0].split() == ["round", "seed", "result", "seconds", "tests"]
+    assert [line.split()[:3] for line in table[1:]] == [["1", "7", "passed"], ["2", "8", "passed"]]
+    assert all(line.endswith("2 passed") for line in table[1:])

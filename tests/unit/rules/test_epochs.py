@@ -96,6 +96,56 @@ def test_a_pool_goes_on_from_what_is_done_also_for_more_epochs() -> None:
     assert Pool(4, None, low=7).take(A, 1, [1]).numbers == (7,)
 
 
+def test_what_is_granted_says_nothing_that_was_not_said() -> None:
+    grant = Pool(10, 1).take(A, 1, [1])
+    assert (grant.numbers, grant.over, grant.void) == ((0,), False, False)
+    assert (Grant().over, Grant().void) == (False, False)
+
+
+def test_an_older_request_is_void_and_a_gradient_of_nobody_is_of_no_batch() -> None:
+    pool = Pool(10, 1)
+    pool.take(A, 5, [1])
+    assert pool.counts(Key(*A, 0))  # of a step that has no batches
+    assert pool.take(A, 4, [2]) == Grant(void=True)
+    assert pool.counts(Key(*B, 1)) and pool.decided(Key(*B, 1), accepted=True) == ()
+    assert pool.leased == 1
+
+
+def test_a_life_that_is_void_is_so_until_it_says_that_it_holds_nothing() -> None:
+    pool = Pool(10, 1)
+    assert not pool.is_void(A, 0)
+    pool.take(A, 1, [1])
+    assert not pool.is_void(A, 0)
+    pool.gone(B, for_good=True)
+    pool.gone(A, for_good=False)
+    assert pool.is_void(A, 10**9) and not pool.assign(A, {})
+    assert pool.take(A, 2, [5], void=4).numbers == (0,)
+    assert pool.is_void(A, 3) and not pool.is_void(A, 4)
+    assert pool.counts(Key(*A, 5)) and not pool.counts(Key(*A, 4))
+    assert pool.assign(A, {0: 4}) and pool.counts(Key(*A, 4))  # it has a lease now
+
+
+def test_who_waited_and_has_pushed_since_computes_again() -> None:
+    pool = Pool(3, 1)
+    assert [pool.take(A, i, [i]).numbers for i in (1, 2)] == [(0,), (1,)]
+    assert pool.take(B, 1, [1]).numbers == (2,)
+    assert pool.take(A, 3, [3], idle=True) == Grant()
+    pool.decided(Key(*A, 1), accepted=True)
+    pool.decided(Key(*B, 1), accepted=True)
+    assert pool.take(B, 2, [2], idle=True) == Grant()  # the batch of A's second step may come back
+    assert pool.take(A, 4, [3], idle=True) == Grant(over=True)  # now it waits, too
+
+
+def test_a_restored_pool_holds_no_more_than_it_must() -> None:
+    assert Pool(4, 2, low=1, done=[1, 2, 5, 0]).done == (3, [5])
+
+
+def test_without_an_end_there_is_always_more() -> None:
+    pool = Pool(2)
+    assert pool.take(A, 1, range(1, 8), live=3).numbers == tuple(range(7))
+    assert not pool.over and pool.used == 0
+
+
 class Computing:
     """A worker of the machine below: its life, what it believes to hold, and the gradients on their way."""
 

@@ -55,3 +55,11 @@ def test_a_fenced_worker_is_refused_once_as_expired():
     run.quorum.fence(0, run.lives[0])
     assert [a.reason for a in run.push(0) if isinstance(a, Refused)] == [Reason.EXPIRED]
     assert any(isinstance(a, Accepted) for a in run.push(0))
+
+
+def test_what_is_said_of_another_life_or_of_nobody_changes_nothing():
+    run = Run(Async(), 1)
+    run.quorum.fence(0, run.lives[0] + 1)
+    run.quorum.fence(7, 1)
+    assert any(isinstance(a, Accepted) for a in run.push(0))
+    assert run.quorum.resume(0, run.lives[0] + 1, run.now) == [] == run.quorum.resume(7, 1, run.now)

@@ -44,6 +44,7 @@ def test_what_was_refused_is_next_but_what_is_not_finite_is_given_up() -> None:
     pool.decided(Key(*A, 1), accepted=False)
     assert pool.take(B, 1, [1]).numbers == (0,)
     pool.decided(Key(*B, 1), accepted=False, spent=True)
+    assert pool.done == (1, [])
     assert pool.take(B, 2, [2]).numbers == (1,)
     assert (pool.again, pool.unusable) == (1, 1)
 
@@ -65,7 +66,7 @@ def test_several_batches_may_be_for_one_step() -> None:
     pool.take(A, 1, [1, 2, 3, 4])
     assert pool.assign(A, {0: 1, 1: 1, 2: 2, 3: 2})
     assert pool.decided(Key(*A, 1), accepted=True) == (0, 1)
-    assert not pool.assign(A, {0: 3}) and not pool.assign(B, {2: 1})
+    assert pool.assign(A, {0: 3}) is False and pool.assign(B, {2: 1}) is False
     assert pool.decided(Key(*A, 2), accepted=True) == (2, 3)
 
 
@@ -73,6 +74,7 @@ def test_of_an_earlier_step_nothing_can_come_any_more() -> None:
     pool = Pool(20, 1)
     pool.take(A, 1, [1, 2])
     assert pool.decided(Key(*A, 2), accepted=True) == (1,)
+    assert pool.leased == 0
     assert pool.take(B, 1, [1]).numbers == (0,)
 
 
@@ -136,8 +138,34 @@ def test_who_waited_and_has_pushed_since_computes_again() -> None:
     assert pool.take(A, 4, [3], idle=True) == Grant(over=True)  # now it waits, too
 
 
+def test_requests_may_begin_at_0_and_one_worker_alone_takes_half_of_what_is_left() -> None:
+    assert Pool(8, 1).take(A, 0, range(1, 9)).numbers == (0, 1, 2, 3)
+
+
+def test_who_says_that_it_holds_nothing_has_given_back_what_it_had() -> None:
+    pool = Pool(20, 1)
+    pool.take(A, 1, [1, 2])
+    assert pool.take(A, 2, [3, 4, 5], void=2).numbers == (0, 1, 2)
+    assert (pool.leased, pool.again) == (3, 2)
+
+
 def test_a_restored_pool_holds_no_more_than_it_must() -> None:
-    assert Pool(4, 2, low=1, done=[1, 2, 5, 0]).done == (3, [5])
+    pool = Pool(4, 2, low=1, done=[1, 2, 5, 0])
+    assert pool.done == (3, [5]) and pool.used == 4
+
+
+def test_a_restored_pool_gives_all_that_is_not_done_and_nothing_beyond_its_end() -> None:
+    last = Pool(4, 2, done=[7])
+    assert [last.take(A, i, [i]).numbers for i in range(1, 9)] == [*((n,) for n in range(7)), ()]
+    shorter = Pool(4, 1, low=1, done=[3, 5])
+    assert [shorter.take(A, i, [i]).numbers for i in range(1, 4)] == [(1,), (2,), ()]
+
+
+def test_a_life_that_is_over_for_good_is_forgotten() -> None:
+    pool = Pool(4, 1)
+    pool.take(A, 1, [1])
+    pool.gone(A, for_good=True)
+    assert not pool.is_void(A, 0) and pool.leased == 0
 
 
 def test_without_an_end_there_is_always_more() -> None:

@@ -32,6 +32,7 @@ CANCEL_POLL_S = 0.2
 RETRY_S = 0.2
 SAY_WAITING_S = 5.0
 THREAD_S = 10.0
+HOPELESS_S = 60.0
 
 
 class CancelledError(Exception):
@@ -123,10 +124,18 @@ class RemoteTask:
             self._code = 1
 
     def _find_place(self) -> Place:
+        since = time.monotonic()
         while True:
             try:
                 return self._get(self._seat.host.place.remote(self._seat.address))
-            except GoneError:  # Ray is still making it anew
+            except GoneError as error:  # Ray is still making it anew
+                if not self._seat.is_reserved:
+                    since = time.monotonic()  # there is no room, which is waited for
+                if time.monotonic() - since > HOPELESS_S:
+                    raise DeadlineError(
+                        f"Ray has room for {self._seat.task}, but its actor has not come to life within {HOPELESS_S:.0f} s: "
+                        f"{error}; `ray logs` on that machine may say more"
+                    ) from None
                 if self._cancelled.wait(RETRY_S):
                     raise CancelledError from None
 
@@ -166,7 +175,7 @@ class RemoteTask:
         except errors.RayActorError as error:
             if "creation task" in str(error):  # it cannot begin, and Ray will not try again
                 raise
-            raise GoneError from None
+            raise GoneError(" ".join(str(error).split())[-300:]) from None
         except errors.RayTaskError as error:
             raise error.cause if isinstance(error.cause, FileNotFoundError) else error from None
 

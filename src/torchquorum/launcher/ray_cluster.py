@@ -6,8 +6,11 @@ here ends here; placement groups are the run's own, and are removed with it; wai
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +19,7 @@ from typing import Any
 from torchquorum import env
 from torchquorum.cluster import TaskId
 from torchquorum.errors import ConfigError, DeadlineError, TorchQuorumError
+from torchquorum.launcher.ray_address import find_cluster
 from torchquorum.launcher.ray_host import TaskHost
 
 SAY_EVERY_S = 15.0
@@ -51,19 +55,34 @@ class Ray:
                 raise ConfigError(f"{name}={value:g}: above 1 Ray gives whole ones only; say {int(value)}")
 
 
+def check_installed() -> None:
+    """Makes sure that there is a Ray to import.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("running on Ray needs Ray, which is not installed here: pip install 'torchquorum[ray]'")
+
+
 def import_ray() -> Any:
     """Returns Ray.
 
     Raises:
         ConfigError: It is not installed.
     """
-    try:
-        import ray
-    except ImportError:
-        raise ConfigError(
-            "running on Ray needs Ray, which is not installed here: pip install 'torchquorum[ray]'"
-        ) from None
+    check_installed()
+    import ray
+
     return ray
+
+
+def refresh_configuration() -> None:
+    """Lets a Ray that was imported before read its settings again, where it can."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from ray._raylet import Config  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+
+        Config.initialize("")
 
 
 class Connection:
@@ -84,10 +103,18 @@ class Connection:
     """
 
     def __init__(self, options: Ray, ps: int, workers: int) -> None:
-        self.ray = ray = import_ray()
-        cores = os.cpu_count() or 1
-        found = ray.is_initialized()
+        loaded = "ray" in sys.modules
+        self._auth_before = env.ray_auth_mode()
         address = options.address or ("auto" if env.ray_address() is not None else "local")
+        found = loaded and bool(import_ray().is_initialized())
+        if not found and address != "local":
+            check_installed()
+            address, auth_mode = find_cluster(address)
+            env.set_ray_auth_mode(auth_mode)  # Ray reads it when it is imported
+        self.ray = ray = import_ray()
+        if loaded and not found:
+            refresh_configuration()
+        cores = os.cpu_count() or 1
         self._connected, self.is_own = not found, not found and address == "local"
         share = max(1, cores // workers) if self.is_own else 1
         self.cpus_per_worker = share if options.cpus_per_worker is None else options.cpus_per_worker
@@ -140,6 +167,7 @@ class Connection:
         if self._connected:
             self._connected = False
             self.ray.shutdown()
+            env.set_ray_auth_mode(self._auth_before)
 
 
 class Seat:

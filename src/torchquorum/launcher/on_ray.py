@@ -205,7 +205,7 @@ class RayCluster(LaunchedCluster):
         super().__init__(options, output, note)
         self._where, self._call, self.fails_together = where, call, call is not None
         self._folder = os.getcwd()  # now: raylets that share a disk unpack a job's folder anew under its driver
-        self._connection = Connection(where, options.ps, options.range.most)
+        self._connection = Connection(where, options.ps, options.range.most, self._say)
         self._hall = Hall(self._connection, where, self._say)
         self._seats: dict[TaskId, Seat] = {}
         self._spec: ClusterSpec | None = None

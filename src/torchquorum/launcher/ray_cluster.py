@@ -21,6 +21,7 @@ from torchquorum.cluster import TaskId
 from torchquorum.errors import ConfigError, DeadlineError, TorchQuorumError
 from torchquorum.launcher.ray_address import find_cluster
 from torchquorum.launcher.ray_host import TaskHost
+from torchquorum.launcher.ray_lines import Quiet
 
 SAY_EVERY_S = 15.0
 POLL_S = 0.2
@@ -92,6 +93,7 @@ class Connection:
         options: Which one.
         ps: How many ps tasks will want a CPU.
         workers: How many workers.
+        say: Takes what Ray says meanwhile that is of use.
 
     Attributes:
         ray: The module.
@@ -102,7 +104,7 @@ class Connection:
         ConfigError: Ray is not installed, or there is no cluster at that address.
     """
 
-    def __init__(self, options: Ray, ps: int, workers: int) -> None:
+    def __init__(self, options: Ray, ps: int, workers: int, say: Callable[[str], None] = lambda _: None) -> None:
         loaded = "ray" in sys.modules
         self._auth_before = env.ray_auth_mode()
         address = options.address or ("auto" if env.ray_address() is not None else "local")
@@ -124,6 +126,7 @@ class Connection:
                     f"address={options.address!r}: this process uses a Ray cluster already; leave the address out"
                 )
             return
+        self._quiet = Quiet(say)
         more: dict[str, Any] = {}
         if self.is_own:
             # Reservations, not cores: on this machine as many tasks run as were asked for, as without Ray.
@@ -167,6 +170,7 @@ class Connection:
         if self._connected:
             self._connected = False
             self.ray.shutdown()
+            self._quiet.restore()
             env.set_ray_auth_mode(self._auth_before)
 
 

@@ -36,7 +36,13 @@ class Machines:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "RAY_TMPDIR": self.folder, "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"},
+            env={
+                **os.environ,
+                "RAY_TMPDIR": self.folder,
+                "RAY_USAGE_STATS_ENABLED": "0",
+                "RAY_DEDUP_LOGS": "0",
+                "RAY_worker_niceness": "0",  # Ray's 15 would leave them nothing of a busy machine
+            },
             start_new_session=True,
         )
         first = self._answer()

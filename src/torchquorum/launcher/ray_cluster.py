@@ -135,6 +135,7 @@ class Connection:
                 "num_cpus": int(max(cores, needed + 1)),
                 "include_dashboard": False,
                 "object_store_memory": STORE_BYTES,
+                "_system_config": {"worker_niceness": 0},  # Ray's are 15 steps nicer than the local launcher's tasks
             }
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True, **more)

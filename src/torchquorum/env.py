@@ -2,7 +2,8 @@
 
 `cluster` asks it who this task is, `launcher` makes the environment of the tasks it starts, `cli`, `jobs` and `session`
 ask for their defaults. What always holds: nothing is read at import, nothing is written to this process's own
-environment but by a fork of `tq.launch` before it begins, and a variable that is set but blank counts as not set.
+environment but by a fork of `tq.launch` before it begins and RAY_AUTH_MODE before Ray reads it, and a variable that is set
+but blank counts as not set.
 """
 
 import os
@@ -25,6 +26,7 @@ PS = "TORCHQUORUM_PS"
 PORT = "TORCHQUORUM_PORT"
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
 RAY_ADDRESS = "RAY_ADDRESS"
+RAY_AUTH_MODE = "RAY_AUTH_MODE"
 
 
 def _environment() -> Mapping[str, str]:
@@ -130,6 +132,19 @@ def omp_num_threads() -> str | None:
 def ray_address() -> str | None:
     """Return the address of the Ray cluster that programs here use, as Ray's own tools set it, or None."""
     return _read(RAY_ADDRESS)
+
+
+def ray_auth_mode() -> str | None:
+    """Return how the user wants to come to Ray, with its token or without, or None."""
+    return _read(RAY_AUTH_MODE)
+
+
+def set_ray_auth_mode(mode: str | None) -> None:
+    """Say to Ray, in this process, whether the cluster wants its token; it knows no other way to be told."""
+    if mode is None:
+        os.environ.pop(RAY_AUTH_MODE, None)  # noqa: TID251
+    else:
+        os.environ[RAY_AUTH_MODE] = mode  # noqa: TID251
 
 
 def child_environment(**extra: str | None) -> dict[str, str]:

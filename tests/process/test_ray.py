@@ -1,5 +1,6 @@
 """`torchquorum run --on ray` on a real Ray: several machines, each a raylet with an address of its own, on this one."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -75,6 +76,15 @@ def processes(job: str, index: int) -> dict[int, dict[str, str]]:
     return found
 
 
+def command_lines() -> bytes:
+    """Returns the command lines of all processes of this machine."""
+    found: list[bytes] = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            found.append((entry / "cmdline").read_bytes() if entry.name.isdigit() else b"")
+    return b"\n".join(found)
+
+
 @pytest.mark.on_ray
 def test_a_run_on_ray_has_its_secret_and_a_killed_worker_comes_back(
     machines: Machines, started: Callable[..., Started], tmp_path: Path
@@ -94,6 +104,11 @@ def test_a_run_on_ray_has_its_secret_and_a_killed_worker_comes_back(
     assert {variables["CUDA_VISIBLE_DEVICES"], of_chief["CUDA_VISIBLE_DEVICES"]} == {"0", "1"}
     asked = run("status", *status, "--json")
     assert json.loads(asked.stdout)["workers"] == 2
+    commands = command_lines()
+    assert str(PROGRAM).encode() in commands and b"raylet" in commands and b"ray::" in commands
+    assert secret.read_bytes() not in commands
+    told = machines.told()
+    assert "TaskHost" in told and secret.read_text() not in told
     os.kill(victim, signal.SIGKILL)
     ran.until("/job:worker/task:1 was ended by SIGKILL; starting it again (1 of 3)", DEADLINE_S)
     ran.until("/job:worker/task:1 came back", DEADLINE_S)
@@ -129,6 +144,74 @@ def test_ctrl_c_saves_and_leaves_nothing(machines: Machines, started: Callable[.
 
 
 @pytest.mark.on_ray
+def test_ctrl_c_ends_programs_that_are_still_starting(
+    machines: Machines, started: Callable[..., Started], tmp_path: Path
+):
+    """A program hears it from its first line on, though Ray's own processes ignore it."""
+    slow = tmp_path / "slow.py"
+    slow.write_text("import time\nprint('starting', flush=True)\ntime.sleep(3600)\n")
+    ran = started("--workers", "1", str(slow))
+    ran.until("[worker 0] starting", DEADLINE_S)
+    ran.process.send_signal(signal.SIGINT)
+    assert ran.wait(DEADLINE_S) == 130
+    assert "[worker 0] KeyboardInterrupt" in ran.lines
+    assert machines.left() == []
+
+
+@pytest.mark.on_ray
+def test_workers_of_a_range_are_scaled_and_one_that_leaves_gives_its_place_back(
+    machines: Machines, started: Callable[..., Started]
+):
+    ran = started("--view", "--workers", "1:2", str(PROGRAM), "--steps", "100000", "--pause", "0.05", "--rule", "async")
+    words = ran.until("torchquorum scale ", DEADLINE_S).split("torchquorum scale ")[1].split()
+    ran.until("[worker 1] local 5 ", DEADLINE_S)
+    groups = len(machines.left())
+    for wanted, expected in (("1", "asked to leave the run"), ("2", "/job:worker/task:1 came back")):
+        asked = run("scale", words[0], wanted, *words[2:])
+        assert asked.returncode == 0, asked.stdout + asked.stderr
+        ran.until(expected, DEADLINE_S)
+        if wanted == "1":
+            wait_until(lambda: len(machines.left()) == groups - 2, "an actor and a placement group go with the worker")
+    refused = run("scale", words[0], "3", *words[2:])
+    assert refused.returncode == 2 and "this run has 1 to 2" in refused.stderr
+    ran.process.send_signal(signal.SIGINT)
+    assert ran.wait(DEADLINE_S) == 130, ran.tail()
+    assert machines.left() == []
+
+
+@pytest.mark.on_ray
+def test_a_killed_ps_comes_back_at_its_address_with_its_checkpoint(
+    machines: Machines, started: Callable[..., Started], tmp_path: Path
+):
+    options = ["--rule", "async", "--steps", "100000", "--pause", "0.02", "--save-steps", "10"]
+    ran = started("--workers", "1", str(PROGRAM), *options, "--logdir", str(tmp_path))
+    wait_until(lambda: newest_good(tmp_path)[0] is not None, "there is a checkpoint")
+    before = ran.until("serving on ", DEADLINE_S).split("serving on ")[1].split()[0]
+    ((victim, _),) = processes("ps", 0).items()
+    os.kill(victim, signal.SIGKILL)
+    ran.until("/job:ps/task:0 was ended by SIGKILL; starting it again (1 of 3)", DEADLINE_S)
+    assert ran.until("serving on ", DEADLINE_S).split("serving on ")[1].split()[0] == before
+    ran.until("[worker 0] local ", DEADLINE_S)
+    ran.process.send_signal(signal.SIGINT)
+    assert ran.wait(DEADLINE_S) == 130, ran.tail()
+    assert machines.left() == []
+
+
+@pytest.mark.on_ray
+def test_auto_finds_the_cluster_whether_it_wants_a_token_or_not(machines: Machines, tmp_path: Path):
+    """A token of another cluster lies in the user's folder, as any `ray.init()` leaves one there; this cluster wants none."""
+    (tmp_path / ".ray").mkdir()
+    (tmp_path / ".ray" / "auth_token").write_text("ab" * 32)
+    command = [*TORCHQUORUM, "run", "--on", "ray", "--address", "auto", "--workers", "1", str(PROGRAM), "--steps", "3"]
+    ran = Started(command, {**QUIET, "HOME": str(tmp_path), "RAY_ADDRESS": machines.address})
+    try:
+        assert ran.wait(DEADLINE_S) == 0, ran.tail()
+        assert any("[worker 0] done at 3 " in line for line in ran.lines)
+    finally:
+        ran.end()
+
+
+@pytest.mark.on_ray
 def test_a_launcher_that_is_killed_leaves_nothing(machines: Machines, started: Callable[..., Started]):
     ran = started("--workers", "1", str(PROGRAM), "--steps", "100000", "--pause", "0.02")
     ran.until("[worker 0] local 5 ", DEADLINE_S)
@@ -155,6 +238,8 @@ def test_a_lost_machine_sends_the_run_back_to_its_checkpoint_and_a_new_one_start
     assert restored > 0
     if not any("waits for room" in line for line in ran.lines):
         ran.until("waits for room on the cluster: 1 worker with 1 CPU", DEADLINE_S)
+    assert not any("(raylet)" in line or "state-dump" in line for line in ran.lines), ran.tail()
+    assert f"torchquorum: Ray has lost the machine {lost}" in ran.lines
     added = machines.add(1)
     ran.until(f" has a place on {added}", DEADLINE_S)
     ran.until(" joined", DEADLINE_S)

@@ -74,7 +74,7 @@ def expand_hosts(text: str, *, label: str) -> list[str]:
     Raises:
         ClusterError: It is not such a list.
     """
-    hosts = [host for part in _split(text, label) for host in _expand(part, text, label)]
+    hosts = [host for part in _split(text, label) for host in _expand(part.strip(), text, label)]
     if not hosts or not all(hosts):
         raise ClusterError(f"{label}={text[:80]}: {_NODELIST}; a host in it has no name")
     return hosts

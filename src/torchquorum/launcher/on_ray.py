@@ -26,12 +26,14 @@ from torchquorum.launcher.functions import decode_result
 from torchquorum.launcher.local import LaunchedCluster, Options, Running
 from torchquorum.launcher.ray_cluster import Connection, GoneError, Hall, Ray, Seat, describe_seats
 from torchquorum.launcher.ray_host import News, Order, Place
+from torchquorum.launcher.scale import Wanted
 
 FOLLOW_S = 1.0
 CANCEL_POLL_S = 0.2
 RETRY_S = 0.2
 SAY_WAITING_S = 5.0
 THREAD_S = 10.0
+HOPELESS_S = 60.0
 
 
 class CancelledError(Exception):
@@ -123,10 +125,18 @@ class RemoteTask:
             self._code = 1
 
     def _find_place(self) -> Place:
+        since = time.monotonic()
         while True:
             try:
                 return self._get(self._seat.host.place.remote(self._seat.address))
-            except GoneError:  # Ray is still making it anew
+            except GoneError as error:  # Ray is still making it anew
+                if not self._seat.is_reserved:
+                    since = time.monotonic()  # there is no room, which is waited for
+                if time.monotonic() - since > HOPELESS_S:
+                    raise DeadlineError(
+                        f"Ray has room for {self._seat.task}, but its actor has not come to life within {HOPELESS_S:.0f} s: "
+                        f"{error}; `ray logs` on that machine may say more"
+                    ) from None
                 if self._cancelled.wait(RETRY_S):
                     raise CancelledError from None
 
@@ -166,7 +176,7 @@ class RemoteTask:
         except errors.RayActorError as error:
             if "creation task" in str(error):  # it cannot begin, and Ray will not try again
                 raise
-            raise GoneError from None
+            raise GoneError(" ".join(str(error).split())[-300:]) from None
         except errors.RayTaskError as error:
             raise error.cause if isinstance(error.cause, FileNotFoundError) else error from None
 
@@ -195,7 +205,7 @@ class RayCluster(LaunchedCluster):
         super().__init__(options, output, note)
         self._where, self._call, self.fails_together = where, call, call is not None
         self._folder = os.getcwd()  # now: raylets that share a disk unpack a job's folder anew under its driver
-        self._connection = Connection(where, options.ps, options.range.most)
+        self._connection = Connection(where, options.ps, options.range.most, self._say)
         self._hall = Hall(self._connection, where, self._say)
         self._seats: dict[TaskId, Seat] = {}
         self._spec: ClusterSpec | None = None
@@ -222,7 +232,16 @@ class RayCluster(LaunchedCluster):
             self.tasks.append(self._start(task))
         self._hear_wishes()
 
+    def _hear_wishes(self) -> None:
+        """Begins to listen how many workers are wanted; how to say it is said when the address is known."""
+        if self.options.range.elastic:
+            self._wanted_now = Wanted(self.leader, lambda: self.access)
+            least, most = self.options.range.least, self.options.range.most
+            self._say(f"{least} to {most} workers, as many as there is room for on the cluster")
+
     def _start(self, task: TaskId) -> Running:
+        if task not in self._seats:  # it had left, and given its place back
+            self._seats[task] = self._hall.reserve([task])[0]
         remote = RemoteTask(self._seats[task], self._connection.ray, lambda line: self._output(task, line))
         running = Running(task, remote)
         running.reader = remote.thread
@@ -250,7 +269,15 @@ class RayCluster(LaunchedCluster):
     def _look_after(self, *, restart: bool = True) -> None:
         super()._look_after(restart=restart)
         if restart:
+            self._free_places()
             self._advance()
+
+    def _free_places(self) -> None:
+        """Gives back the places of workers that have left a run which goes on without them."""
+        if self.options.range.elastic and self._goes_on():
+            for t in self.tasks:
+                if t.task.job == "worker" and t.code == 0 and t.task in self._seats:
+                    self._hall.give_back(self._seats.pop(t.task))
 
     def _advance(self) -> None:
         """Starts the tasks that have a place, once the addresses of all ps tasks are known."""
@@ -289,7 +316,7 @@ class RayCluster(LaunchedCluster):
 
     def _announce(self) -> None:
         """Says how to ask after the run; a secret that was made for it lies in this process's memory, under a path of /proc."""
-        if self._connection.is_own:
+        if self._connection.is_own and not self.options.range.elastic:
             return  # ps task 0 says itself where it is
         known = self.options.secret_file
         if self._made_secret and self._secret is not None:
@@ -300,6 +327,8 @@ class RayCluster(LaunchedCluster):
             known = f"/proc/{os.getpid()}/fd/{self._secret_fd}"
         shown = f" --secret-file {known}" if known else ""
         self._say(f"to ask after the run: torchquorum status {self.leader()}{shown}")
+        if self.options.range.elastic:
+            self._say(f"to change how many workers there are: torchquorum scale {self.leader()} N{shown}")
 
     def _tell_waiting(self, remotes: dict[TaskId, RemoteTask]) -> None:
         """Says who waits for room. A ps or the chief gets another worker's place, or ends the run in the end.
@@ -312,8 +341,10 @@ class RayCluster(LaunchedCluster):
             return
         self._looked_at = now
         for task, remote in remotes.items():
+            if remote.place is not None or remote.poll() is not None:
+                continue
             seat, waited_s = self._seats[task], now - remote.asked_at
-            if remote.place is not None or remote.poll() is not None or waited_s < SAY_WAITING_S or seat.is_reserved:
+            if waited_s < SAY_WAITING_S or seat.is_reserved:
                 continue
             if task.job == "ps" and waited_s > self._where.placement_timeout_s:
                 raise DeadlineError(self._hall.explain([seat], waited_s))

@@ -6,8 +6,11 @@ here ends here; placement groups are the run's own, and are removed with it; wai
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +19,9 @@ from typing import Any
 from torchquorum import env
 from torchquorum.cluster import TaskId
 from torchquorum.errors import ConfigError, DeadlineError, TorchQuorumError
+from torchquorum.launcher.ray_address import find_cluster
 from torchquorum.launcher.ray_host import TaskHost
+from torchquorum.launcher.ray_lines import Quiet
 
 SAY_EVERY_S = 15.0
 POLL_S = 0.2
@@ -51,19 +56,34 @@ class Ray:
                 raise ConfigError(f"{name}={value:g}: above 1 Ray gives whole ones only; say {int(value)}")
 
 
+def check_installed() -> None:
+    """Makes sure that there is a Ray to import.
+
+    Raises:
+        ConfigError: It is not installed.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("running on Ray needs Ray, which is not installed here: pip install 'torchquorum[ray]'")
+
+
 def import_ray() -> Any:
     """Returns Ray.
 
     Raises:
         ConfigError: It is not installed.
     """
-    try:
-        import ray
-    except ImportError:
-        raise ConfigError(
-            "running on Ray needs Ray, which is not installed here: pip install 'torchquorum[ray]'"
-        ) from None
+    check_installed()
+    import ray
+
     return ray
+
+
+def refresh_configuration() -> None:
+    """Lets a Ray that was imported before read its settings again, where it can."""
+    with contextlib.suppress(ImportError, AttributeError):
+        from ray._raylet import Config  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
+
+        Config.initialize("")
 
 
 class Connection:
@@ -73,6 +93,7 @@ class Connection:
         options: Which one.
         ps: How many ps tasks will want a CPU.
         workers: How many workers.
+        say: Takes what Ray says meanwhile that is of use.
 
     Attributes:
         ray: The module.
@@ -83,11 +104,19 @@ class Connection:
         ConfigError: Ray is not installed, or there is no cluster at that address.
     """
 
-    def __init__(self, options: Ray, ps: int, workers: int) -> None:
-        self.ray = ray = import_ray()
-        cores = os.cpu_count() or 1
-        found = ray.is_initialized()
+    def __init__(self, options: Ray, ps: int, workers: int, say: Callable[[str], None] = lambda _: None) -> None:
+        loaded = "ray" in sys.modules
+        self._auth_before = env.ray_auth_mode()
         address = options.address or ("auto" if env.ray_address() is not None else "local")
+        found = loaded and bool(import_ray().is_initialized())
+        if not found and address != "local":
+            check_installed()
+            address, auth_mode = find_cluster(address)
+            env.set_ray_auth_mode(auth_mode)  # Ray reads it when it is imported
+        self.ray = ray = import_ray()
+        if loaded and not found:
+            refresh_configuration()
+        cores = os.cpu_count() or 1
         self._connected, self.is_own = not found, not found and address == "local"
         share = max(1, cores // workers) if self.is_own else 1
         self.cpus_per_worker = share if options.cpus_per_worker is None else options.cpus_per_worker
@@ -97,6 +126,7 @@ class Connection:
                     f"address={options.address!r}: this process uses a Ray cluster already; leave the address out"
                 )
             return
+        self._quiet = Quiet(say)
         more: dict[str, Any] = {}
         if self.is_own:
             # Reservations, not cores: on this machine as many tasks run as were asked for, as without Ray.
@@ -105,6 +135,7 @@ class Connection:
                 "num_cpus": int(max(cores, needed + 1)),
                 "include_dashboard": False,
                 "object_store_memory": STORE_BYTES,
+                "_system_config": {"worker_niceness": 0},  # Ray's are 15 steps nicer than the local launcher's tasks
             }
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True, **more)
@@ -140,6 +171,8 @@ class Connection:
         if self._connected:
             self._connected = False
             self.ray.shutdown()
+            self._quiet.restore()
+            env.set_ray_auth_mode(self._auth_before)
 
 
 class Seat:

@@ -208,8 +208,10 @@ class TaskHost:
 
 
 def _begin_as_child() -> None:
-    """In the child: ends with its host, and hears signals, which Ray's processes have blocked."""
+    """In the child: ends with its host, and hears signals, which Ray's processes have blocked or ignore."""
     die_with_parent()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)  # what is ignored stays so in a new program, until it says otherwise
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 

@@ -12,8 +12,10 @@ from click.testing import CliRunner
 import torchquorum as tq
 from torchquorum.cli.run import run
 from torchquorum.errors import ConfigError
+from torchquorum.launcher.ray_address import find_cluster
 from torchquorum.launcher.ray_cluster import describe_resources
 from torchquorum.launcher.ray_host import News, Order, TaskHost
+from torchquorum.launcher.ray_lines import shorten
 
 CLUSTER = {"ps": ["127.0.0.1:1"], "worker": ["worker:1"]}
 
@@ -143,3 +145,52 @@ def test_launch_takes_only_places_that_there_are():
 def test_resources_are_told_in_words():
     assert describe_resources({"CPU": 4.0, "GPU": 0.5, "memory": 1e9}) == "4 CPU, 0.5 GPU"
     assert describe_resources({}) == "no CPU"
+
+
+@pytest.mark.parametrize(
+    "address", ["rubbish", "host:", ":6379", "host:port", "host:99999", "http://host:8265", "ray://x"]
+)
+def test_an_address_of_another_form_is_refused(address: str):
+    with pytest.raises(ConfigError, match="must be auto, host:port or ray://host:port"):
+        find_cluster(address)
+
+
+@pytest.mark.parametrize("form", ["127.0.0.1:{}", "ray://127.0.0.1:{}"])
+def test_a_cluster_that_is_not_there_is_told_at_once(form: str):
+    with socket.socket() as held:  # bound and not listening: nobody else can take the port meanwhile
+        held.bind(("127.0.0.1", 0))
+        address = form.format(held.getsockname()[1])
+        with pytest.raises(ConfigError, match=f"--address {address}: no Ray cluster answers there .*ray start --head"):
+            find_cluster(address)
+
+
+def test_a_program_hears_an_interrupt_though_its_host_ignores_them(tmp_path: Path):
+    script = tmp_path / "slow.py"
+    script.write_text("import time\nprint('up', flush=True)\ntime.sleep(600)\n")
+    host = TaskHost("/job:worker/task:0", "127.0.0.1")
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        host.start(order(script))
+        news = [host.follow(60.0)]
+        host.signal(signal.SIGINT)
+        while news[-1].code is None:
+            news.append(host.follow(60.0))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert news[0].lines == ["up"] and news[-1].code == -signal.SIGINT
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("Raylet is terminated. Termination is unexpected. Last 20 lines:\n  [state-dump] a\n", None),
+        (
+            "The node with node id: fb01 and address: 10.0.0.3 and node name: x has been marked dead because\n(1) raylet",
+            "Ray has lost the machine 10.0.0.3",
+        ),
+        ("Error: No available node types can fulfil it\nmore", "Ray: Error: No available node types can fulfil it"),
+        ("", None),
+    ],
+)
+def test_of_what_ray_prints_only_what_helps_is_kept(message: str, line: str | None):
+    assert shorten(message) == line

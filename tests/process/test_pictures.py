@@ -22,7 +22,7 @@ from tests.process.tasks import TORCHQUORUM, Started, by_hand, free_ports, run
 def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A comparison of two rules with a slowed worker."""
     folder = tmp_path_factory.mktemp("compare") / "out"
-    arguments = ["--rules=sync,sync:2of3", "--slow=worker1:10x", "--steps=120", "--model=softmax", f"--output={folder}"]
+    arguments = ["--rules=sync,sync:2of3", "--slow=worker1:6x", "--steps=300", "--model=softmax", f"--output={folder}"]
     done = run("compare", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Worker 1 was the slow one" in done.stdout and f"{folder}/compare.png" in done.stdout
@@ -32,7 +32,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_compare_trains_each_rule_on_the_same_budget_with_a_slow_worker(compared: Path) -> None:
     sync, backup = json.loads((compared / "compare.json").read_text())
     assert (sync["rule"], backup["rule"]) == ("Sync()", "Sync(aggregate=2)")
-    assert sync["updates"] == backup["updates"] == 120
+    assert sync["updates"] == backup["updates"] == 300
     assert sync["wasted"] == 0 and backup["wasted"] > 0 and set(backup["refused"]) <= {"stale", "already in round"}
     assert sync["waiting_share"] > backup["waiting_share"]
     assert sync["accuracy"] > 0.8 and backup["accuracy"] > 0.8
@@ -46,7 +46,7 @@ def test_report_writes_a_page_about_a_run_and_says_what_is_missing(compared: Pat
     done = run("report", str(compared / "sync"), "--output", str(tmp_path / "page.html"))
     assert done.returncode == 0 and "wrote" in done.stdout, done.stderr
     text = (tmp_path / "page.html").read_text()
-    assert "Worker 1 is the straggler" in text and "updates/s" in text and "model.ckpt-120" in text
+    assert "Worker 1 is the straggler" in text and "updates/s" in text and "model.ckpt-300" in text
     (compared / "sync" / "report.json").write_text("{ torn")
     done = run("report", str(compared / "sync"), "--output", str(tmp_path))
     assert done.returncode == 0 and "report.json cannot be read" in done.stdout

@@ -8,6 +8,7 @@ import pytest
 import torchquorum.transport.messages as m
 from tests.protocol.by_hand import Ps, only
 from torchquorum.formats.ledger import name_life, read_ledger
+from torchquorum.server.board_host import may_change
 from torchquorum.transport import codec
 
 LIVES = (0x2BADC0FFEE15600D, 0x1CEB00DA5EED5EED)
@@ -79,3 +80,25 @@ def test_neither_the_ledger_nor_what_is_said_names_a_life(guarded: Ps, tmp_path:
     assert len({name_life(life) for life in (*LIVES, GUESSED)}) == 3
     files = [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
     assert files and not any(map(tells, [*files, repr(status).encode(), "\n".join(guarded.said).encode()]))
+
+
+def test_the_board_is_not_closed_for_what_will_be_refused(guarded: Ps) -> None:
+    shard = guarded.service.shard
+    for life, closes in ((GUESSED, False), (LIVES[1], True)):
+        of_a_worker = [
+            m.Push(1, life, 3, 2, 1, -1, [], None),
+            m.Pull(1, life, 3),
+            m.Leave(1, life, None, None, True),
+            m.Save(1, life, 1, "/nowhere", 5),
+            m.Stop(1, life),
+        ]
+        assert {may_change(message, shard) for message in of_a_worker} == {closes}
+    assert [may_change(m.Join(w, GUESSED, 1, None, None), shard) for w in (-1, 0, 1, 2, 10**9)] == [
+        False,
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert not may_change(m.StatusRequest(), shard) and may_change(m.MeanRequest(), shard)
+    assert may_change(m.Pull(1, GUESSED, 3), None)  # nobody knows anybody yet

@@ -36,6 +36,15 @@ HARMLESS = (
 )
 
 
+def may_change(message: m.AnyMessage, shard: Shard | None) -> bool:
+    """Whether a message may change what the board stands on; those of a worker that is none of ours are refused."""
+    if shard is not None and isinstance(message, m.Push | m.Pull | m.Leave | m.Save | m.Stop):
+        return shard.knows(message.worker, message.incarnation)
+    if shard is not None and isinstance(message, m.Join):
+        return 0 <= message.worker < shard.plan.num_workers
+    return not isinstance(message, HARMLESS)
+
+
 class BoardHost:
     """Opens, closes and reads the board of one shard."""
 

@@ -19,7 +19,7 @@ from torchquorum.formats.journal import JournalError
 from torchquorum.formats.ledger import LedgerWriter, open_ledger
 from torchquorum.formats.storage import locate
 from torchquorum.rules.quorum import Key
-from torchquorum.server.board_host import HARMLESS, BoardHost
+from torchquorum.server.board_host import BoardHost, may_change
 from torchquorum.server.buffers import BufferHome, check_same_buffers
 from torchquorum.server.checkpoints import Checkpoints, Parts
 from torchquorum.server.creation import check_creation
@@ -77,7 +77,7 @@ class Service:
             self.strangers.talked(peer)
             return [Reply(peer, m.Fault("wire", str(error)[:MAX_FAULT]))]
         try:
-            before = self._look_at_board(close=not isinstance(message, HARMLESS))
+            before = self._look_at_board(close=may_change(message, self.shard))
             return before + self._route(peer, message, tensors, now, wall)
         except (AssertionError, JournalError, TaskLostError):
             raise  # a mistake of our own; or what was promised to survive, or an update, cannot be made

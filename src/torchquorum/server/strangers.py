@@ -12,7 +12,7 @@ from torchquorum.server.me import Me
 from torchquorum.server.shard import Shard
 from torchquorum.transport.channel import Peer
 
-MOST_IDLE_TALK = 300  # messages per second of one peer that are no part of training
+MOST_IDLE_TALK = 100  # messages per second of one peer that are no part of training
 LIVES_WATCHED = 8
 
 

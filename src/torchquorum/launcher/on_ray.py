@@ -28,8 +28,8 @@ from torchquorum.launcher.ray_cluster import Connection, GoneError, Hall, Ray, S
 from torchquorum.launcher.ray_host import News, Order, Place
 from torchquorum.launcher.scale import Wanted
 
-FOLLOW_S = 1.0
-CANCEL_POLL_S = 0.2
+FOLLOW_S = 10.0  # a line, and the end, come at once; this is how often nothing is said
+CANCEL_POLL_S = 0.5
 RETRY_S = 0.2
 SAY_WAITING_S = 5.0
 THREAD_S = 10.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import select
 import signal
 import socket
 import subprocess
@@ -35,6 +36,7 @@ LINES_HELD = 10_000
 LINES_AT_ONCE = 1_000
 LAST_LINES_S = 2.0
 POLL_S = 0.02
+LONGEST_SLEEP_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +177,7 @@ class TaskHost:
             reader.start()
             begun.put(child.pid)
             while (code := self._poll(child)) is None:
-                time.sleep(POLL_S)
+                _wait_for_end(child.pid)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(child.pid, signal.SIGKILL)  # what it has started goes with it
             reader.join(LAST_LINES_S)
@@ -205,6 +207,19 @@ class TaskHost:
             start_new_session=True,
             preexec_fn=_begin_as_child,
         ), None
+
+
+def _wait_for_end(pid: int) -> None:
+    """Sleeps until a child of ours may have ended; without waking up meanwhile, where the system can tell."""
+    try:
+        watched = os.pidfd_open(pid)
+    except (OSError, AttributeError):  # no file is left for it, or it is another system
+        time.sleep(POLL_S)
+        return
+    try:
+        select.select([watched], [], [], LONGEST_SLEEP_S)
+    finally:
+        os.close(watched)
 
 
 def _begin_as_child() -> None:

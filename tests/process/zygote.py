@@ -101,7 +101,11 @@ class Zygote:
         self._socket, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, str(Path(__file__).resolve()), str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            # With more, numpy's own threads begin when it is imported, and forks would lack them.
+            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            self._process = subprocess.Popen(
+                command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, env=environment
+            )
         self.pid = self._process.pid
         self._socket.settimeout(_START_S)
 

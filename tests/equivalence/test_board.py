@@ -14,7 +14,7 @@ from tests.harness import PATIENCE, Cluster, train
 from torchquorum.server import board_rule
 from torchquorum.session.join import Task
 from torchquorum.transport.shared_lock import supported
-from torchquorum.worker import board_steps
+from torchquorum.worker import board_steps, places
 
 pytestmark = pytest.mark.skipif(not supported(), reason="this system has no locks between processes")
 
@@ -126,6 +126,18 @@ def test_the_ledger_has_every_gradient_once_also_while_checkpoints_are_made(
         assert local_steps == list(range(1, len(local_steps) + 1))
     assert [e["met"] for e in accepted] == sorted(e["met"] for e in accepted)
     assert all(e["staleness"] == e["met"] - e["version"] >= 0 for e in accepted)
+
+
+def test_workers_that_share_one_core_take_turns_and_nothing_is_lost(
+    made: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(places, "usable_cores", lambda: 1)
+    monkeypatch.setattr(places, "STAY_S", 0.001)
+    count(Cluster(workers=3), tq.Async(), 1500, tmp_path)
+    assert len(made) > 500, "the board was not used"
+    entries = [json.loads(line) for line in (tmp_path / "ledger.jsonl").read_text().splitlines()]
+    by = [e["worker"] for e in entries if e.get("accepted")]
+    assert len(by) == 1500 and set(by) == {0, 1, 2}
 
 
 def test_a_gradient_that_is_not_finite_is_refused_and_the_board_is_used_again(made: list[int]) -> None:

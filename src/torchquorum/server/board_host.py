@@ -17,7 +17,7 @@ from torchquorum.server.shard import Shard
 from torchquorum.transport.board import CLOSED, GONE, OPEN, Board, Record
 
 NO_LIMIT = 1 << 46
-RATES_AHEAD = 512
+RATES_AT_ONCE, RATES_AHEAD = 512, 4096
 # These change nothing of what the board stands on, so they are answered while it is open.
 HARMLESS = (
     m.Beat,
@@ -98,12 +98,17 @@ class BoardHost:
                     board.admit(worker, known.incarnation, shard.gradients_of(worker))
                 else:
                     board.admit(worker, 0, None)
+                board.stand(worker, there=False)
                 leased = shard.versions.leased(worker)
                 board.lease(worker, -1 if leased is None else leased)
             self._look_ahead()
             board.ps_looks()
             board.era += 1
             board.state = OPEN
+            board.announce()
+            board.call()
+        board.wake()
+        board.wake_queue()
 
     def look(self) -> list[Record]:
         """Says that the ps is alive, and returns what was made since."""
@@ -111,8 +116,9 @@ class BoardHost:
         if not self._board.undrained:
             return []
         with self._board.locked() as held:
-            found = self._board.drain() if held else []
-            self._look_ahead()
+            recorded = self._board.recorded if held else None
+        found = [] if recorded is None else self._board.drain(recorded)  # workers write behind it meanwhile
+        self._look_ahead()
         return found
 
     def close(self) -> tuple[list[Record], list[Record]]:
@@ -130,7 +136,8 @@ class BoardHost:
             full = self._rounds and board.full == board.version + 1
             unfinished = board.round() if full else []
             board.writer = -1
-            board.wake()
+            board.announce()
+        board.wake()
         return found, unfinished
 
     def take_up(self, records: list[Record], *, made: bool) -> None:
@@ -144,11 +151,12 @@ class BoardHost:
             self._leader.arrived(0, key, r.request, r.now, r.wall, push=Arrival(r.computed_at, r.loss))
 
     def _look_ahead(self) -> None:
-        """Says the learning rates of the updates to come."""
+        """Says the learning rates of the updates to come, some at a time; workers read none before it is counted."""
         board, version = self._board, self._shard.version
         if board.rated < version:
             board.begin_rates(version)
-        for update in range(board.rated, board.version + RATES_AHEAD):
+        most = min(max(board.rated, board.version) + RATES_AT_ONCE, board.version + RATES_AHEAD)
+        for update in range(board.rated, most):
             rates = self._shard.update.rates_ahead(update - version)
             if rates is None:
                 break

@@ -24,15 +24,31 @@ from torchquorum.transport.shared_lock import LOCK_BYTES, SharedLock, wait_while
 
 CLOSED, OPEN, GONE = 0, 1, 2
 RECORDS = 8192
-RATES = 2048
+RATES = 8192
 LOCK_S = 0.2
 _SLOT_BITS = 16
 _RECORD_WORDS = 10
 _RECORD = struct.Struct("=7q3d")
-_PER_WORKER = 9
+_PER_WORKER = 10
 
 # The first words of the page, after the lock.
-_STATE, _HEAD, _WRITER, _LIMIT, _TAIL, _DRAINED, _SEEN, _FULL, _TARGET, _SIGNAL, _WAITERS, _RATED, _ERA = range(13)
+(
+    _STATE,
+    _HEAD,
+    _WRITER,
+    _LIMIT,
+    _TAIL,
+    _DRAINED,
+    _SEEN,
+    _FULL,
+    _TARGET,
+    _SIGNAL,
+    _WAITERS,
+    _RATED,
+    _ERA,
+    _CALL,
+    _QUEUE,
+) = range(15)
 _FIRST = LOCK_BYTES // 8
 _HEADER_WORDS = 24
 
@@ -73,7 +89,7 @@ class Board:
         self._q, self._d = memory.cast("q"), memory.cast("d")
         base = segment.bytes.data_ptr()
         self._lock = SharedLock(base, create=create)
-        self._signal_at = base + 8 * (_FIRST + _SIGNAL)
+        self._signal_at, self._call_at = base + 8 * (_FIRST + _SIGNAL), base + 8 * (_FIRST + _CALL)
         self._workers_at = _HEADER_WORDS
         self._rates_at = self._workers_at + _PER_WORKER * num_workers
         self._records_at = self._rates_at + RATES * num_groups
@@ -105,6 +121,7 @@ class Board:
     def close(self) -> None:
         """The ps gives the board up for good; needs no lock."""
         self._q[_FIRST + _STATE] = GONE
+        self.announce()
         self.wake()
         self._segment.close()
 
@@ -259,6 +276,47 @@ class Board:
         """Returns the version of which a worker has last written its part."""
         return self._q[self._of(worker, 8)]
 
+    # -- places, where there are more workers than cores --------------------------------------------------------------
+
+    def stand(self, worker: int, *, there: bool) -> None:
+        """Says whether a worker has a place at the board, so that it may take turns."""
+        self._q[self._of(worker, 9)] = there
+
+    def stands(self, worker: int) -> bool:
+        """Whether a worker has a place; a worker may read its own without the lock."""
+        return self._q[self._of(worker, 9)] != 0
+
+    def standing(self) -> int:
+        """Returns how many workers have a place."""
+        return sum(self._q[self._of(0, 9) : self._of(0, 10)].tolist())
+
+    @property
+    def queue(self) -> int:
+        """Returns how many sleep in the queue for a place. Whoever dies there is counted for ever."""
+        return self._q[_FIRST + _QUEUE]
+
+    def begin_queue(self) -> int:
+        """Says that somebody is going to sleep in the queue, and returns the call that he has heard."""
+        self._q[_FIRST + _QUEUE] += 1
+        return self._q[_FIRST + _CALL]
+
+    def end_queue(self) -> None:
+        """Says that somebody has left the queue."""
+        self._q[_FIRST + _QUEUE] -= 1
+
+    def wait_in_queue(self, heard: int, timeout_s: float) -> None:
+        """Sleeps until somebody is called since `heard`, or until the time is up; needs no lock."""
+        wait_while(self._call_at, heard, timeout_s)
+
+    def call(self) -> None:
+        """There is a place: `wake_queue` shall be called once the lock is free."""
+        self._q[_FIRST + _CALL] = (self._q[_FIRST + _CALL] + 1) & 0x7FFFFFFF
+
+    def wake_queue(self) -> None:
+        """Whoever has slept longest in the queue shall look; needs no lock."""
+        if self._q[_FIRST + _QUEUE] > 0:
+            wake(self._call_at, 1)
+
     # -- learning rates -----------------------------------------------------------------------------------------------
 
     @property
@@ -325,12 +383,17 @@ class Board:
         """Whether there is something for the ps to take up."""
         return self._q[_FIRST + _TAIL] != self._q[_FIRST + _DRAINED]
 
-    def drain(self) -> list[Record]:
-        """Returns what has been recorded since; the ps alone calls this."""
-        found = []
-        for number in range(self._q[_FIRST + _DRAINED], self._q[_FIRST + _TAIL]):
-            found.append(self._read(number % (RECORDS - self.num_workers)))
-        self._q[_FIRST + _DRAINED] = self._q[_FIRST + _TAIL]
+    @property
+    def recorded(self) -> int:
+        """Returns how many gradients have ever been recorded."""
+        return self._q[_FIRST + _TAIL]
+
+    def drain(self, recorded: int | None = None) -> list[Record]:
+        """Returns what has been recorded since; the ps alone calls this, and needs no lock for what it knows of."""
+        end = self.recorded if recorded is None else recorded
+        ring = RECORDS - self.num_workers
+        found = [self._read(number % ring) for number in range(self._q[_FIRST + _DRAINED], end)]
+        self._q[_FIRST + _DRAINED] = end
         return found
 
     def round(self) -> list[Record]:
@@ -358,12 +421,20 @@ class Board:
         """Says that somebody has woken up. Whoever dies in his sleep is counted for ever, which costs others a call each."""
         self._q[_FIRST + _WAITERS] -= 1
 
+    @property
+    def waiters(self) -> int:
+        """Returns how many sleep; may be read without the lock."""
+        return self._q[_FIRST + _WAITERS]
+
     def wait(self, seen: int, timeout_s: float) -> None:
         """Sleeps until there is news since `seen`, or until the time is up; needs no lock."""
         wait_while(self._signal_at, seen, timeout_s)
 
-    def wake(self, count: int = 1 << 30) -> None:
-        """There is news: everybody who sleeps shall look, or as many as there is news for."""
+    def announce(self) -> None:
+        """There is news: `wake` shall be called once the lock is free, because who is woken may take the waker's core."""
         self._q[_FIRST + _SIGNAL] = (self._q[_FIRST + _SIGNAL] + 1) & 0x7FFFFFFF
-        if self._q[_FIRST + _WAITERS] > 0:
+
+    def wake(self, count: int = 1 << 30) -> None:
+        """Everybody who sleeps shall look, or as many as there is news for; needs no lock."""
+        if self.waiters > 0:
             wake(self._signal_at, count)

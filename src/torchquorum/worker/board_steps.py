@@ -22,9 +22,11 @@ from torchquorum.transport.board import OPEN, Board, Given
 from torchquorum.transport.slots import Slots
 from torchquorum.worker.device_update import DeviceRound, DeviceUpdate, Part
 from torchquorum.worker.flat import FlatParameters
+from torchquorum.worker.places import Places, usable_cores
 
 WAIT_S = 0.2  # with a core for each: whoever waits for longer asks the ps, which knows for whom, and says so
 SPIN_S = 0.0005
+TURN_SPIN_S = 0.0002
 PS_SILENT_S = 0.5
 CHUNK = 1 << 16
 ROUNDS_IN = (torch.float32, torch.float64)  # in narrower ones the tail of a vector may round otherwise than its body
@@ -98,9 +100,10 @@ class BoardSteps:
         self._scratch = {d: torch.empty(CHUNK, dtype=d) for d in ROUNDS_IN} if rounds else {}
         self._whole_share: list[Part] | None = None
         self.made = self.missed = 0
-        cores = os.cpu_count() or 1
+        cores = usable_cores()
         self._spins = board.num_workers <= cores
         self._wait_s = WAIT_S * max(1, -(-board.num_workers // cores))  # they share the cores, so turns come later
+        self._places = Places(board, worker, self._wait_s)
 
     def step(self, given: Given, loss: Callable[[], float | None] = lambda: None) -> Taken | None:
         """Makes an update with this worker's gradient, or None: then it shall be pushed by message.
@@ -110,9 +113,10 @@ class BoardSteps:
             loss: Returns its loss, once the gradient has been computed.
         """
         board, taken = self._board, None
+        self._places.arrive()
         if self._device is not None and not board.only(self._worker) and not self._device.gradients_there():
             return None
-        if board.state == OPEN and board.ps_silent_s < PS_SILENT_S:
+        if (board.state == OPEN or (not self.rounds and self._places.opened())) and board.ps_silent_s < PS_SILENT_S:
             with torch.no_grad():
                 taken = self._in_round(given, loss) if self.rounds else self._in_turn(given, loss)
         self.made += taken is not None
@@ -122,6 +126,7 @@ class BoardSteps:
     def done(self) -> None:
         """The version that was taken has been copied."""
         self._board.use(self._worker, -1)
+        self._places.leave()
 
     def _may(self) -> bool:
         board = self._board
@@ -171,9 +176,13 @@ class BoardSteps:
     def _in_turn(self, given: Given, loss: Callable[[], float | None]) -> Taken | None:
         if self._device is None and not self._finite():
             return None
-        turn = self._take_turn()
-        if turn is None:
-            return None
+        turn = self._take_turn() if self._places.come() else None
+        taken = self._make(turn, given, loss) if turn is not None else None
+        if taken is None:
+            self._places.give_up()
+        return taken
+
+    def _make(self, turn: _Turn, given: Given, loss: Callable[[], float | None]) -> Taken | None:
         fine = False
         try:
             if self._device is None:
@@ -192,6 +201,9 @@ class BoardSteps:
         board, me, slept = self._board, self._worker, False
         started = time.perf_counter()
         while True:
+            spins_until = time.perf_counter() + TURN_SPIN_S
+            while board.writer >= 0 and time.perf_counter() < spins_until:
+                os.sched_yield()  # no more than have a core stand here, so the turn is over soon
             with board.locked() as held:
                 if not held:
                     return None
@@ -247,28 +259,31 @@ class BoardSteps:
         return found
 
     def _publish(self, turn: _Turn, given: Given, loss: float | None) -> Taken | None:
-        board, me = self._board, self._worker
+        board, me, taken = self._board, self._worker, None
         with board.locked() as held:
-            mine = held and board.state == OPEN and board.era == turn.era and board.writer == me
-            if mine:
+            if held and board.state == OPEN and board.era == turn.era and board.writer == me:
                 version = turn.version + 1
                 self._ring.mark(turn.target, version)
                 board.record(me, given, loss, version, turn.target)
                 board.publish(version, turn.target)
+                taken = Taken(turn.version, version, turn.target, board.rates(version), self._device is not None)
                 board.writer = -1
-                board.wake(1)
-                loaded = self._device is not None
-                return Taken(turn.version, version, turn.target, board.rates(version), loaded)
-        self.done()
-        return None
+                board.announce()
+                self._places.turned()
+        if taken is None:
+            self.done()
+        board.wake(1)
+        self._places.wake()
+        return taken
 
     def _give_turn_back(self, turn: _Turn) -> None:
         board = self._board
         with board.locked() as held:
             if held and board.era == turn.era and board.writer == self._worker:
                 board.writer = -1
-                board.wake(1)
+                board.announce()
         self.done()
+        board.wake(1)
 
     # -- with rounds --------------------------------------------------------------------------------------------------
 
@@ -288,7 +303,9 @@ class BoardSteps:
                     board.use(w, board.target)
                 self._ring.mark(board.target, -1)
                 board.full = version
-                board.wake()
+                board.announce()
+        if board.full == version:
+            board.wake()
         if not self._until(lambda: board.full == version, era):
             return None
         target, on_gpu = board.target, self._device_round is not None and self._device_round.ready()
@@ -298,11 +315,14 @@ class BoardSteps:
                 self.done()
                 return None
             board.finish(me, version)
-            if all(board.finished(w) == version for w in everybody):
+            last = all(board.finished(w) == version for w in everybody)
+            if last:
                 self._ring.mark(target, version)
                 board.record_round(version, target)
                 board.publish(version, target)
-                board.wake()
+                board.announce()
+        if last:
+            board.wake()
         if not self._until(lambda: board.version >= version, era):
             self.done()
             return None

@@ -72,6 +72,11 @@ def test_another_process_sees_what_was_recorded_in_order() -> None:
     ]
     assert [r.loss for r in records] == [0.5, 1.0, None, 2.0, 2.5]
     assert not board.undrained and board.drain() == []
+    board.record(1, given(6), None, 6, 4)
+    known = board.recorded
+    board.record(1, given(7), None, 7, 4)  # while the ps reads what it knows of
+    assert [r.local_step for r in board.drain(known)] == [6] and board.undrained
+    assert [r.local_step for r in board.drain()] == [7]
     board.close()
 
 
@@ -106,6 +111,7 @@ def test_who_waits_is_woken_and_who_is_not_woken_wakes_in_time() -> None:
     thread = threading.Thread(target=board.wait, args=(seen, 60.0))
     thread.start()
     board.begin_wait()
+    board.announce()
     board.wake()  # whether it sleeps already or not: the signal has changed
     thread.join(30)
     assert not thread.is_alive()
@@ -116,9 +122,9 @@ def test_who_waits_is_woken_and_who_is_not_woken_wakes_in_time() -> None:
 def test_rates_and_slots_are_each_workers_own() -> None:
     board = Board.create(2, 3)
     board.begin_rates(100)
-    for update in range(100, 2400):
+    for update in range(100, 9000):
         board.rate(update, [update, update / 2, -1.0])
-    assert board.rated == 2400 and board.rates(2399) == [2399.0, 1199.5, -1.0]
+    assert board.rated == 9000 and board.rates(8999) == [8999.0, 4499.5, -1.0]
     board.use(0, 3)
     board.lease(1, 6)
     assert set(board.busy()) == {3, 6, -1}

@@ -201,9 +201,9 @@ class BoardSteps:
         board, me, slept = self._board, self._worker, False
         started = time.perf_counter()
         while True:
-            spins_until = time.perf_counter() + TURN_SPIN_S
+            spins_until = time.perf_counter() + (TURN_SPIN_S if self._spins or self._places.straight else 0.0)
             while board.writer >= 0 and time.perf_counter() < spins_until:
-                os.sched_yield()  # no more than have a core stand here, so the turn is over soon
+                os.sched_yield()  # whoever has the turn has a core too, so it is over soon
             with board.locked() as held:
                 if not held:
                     return None

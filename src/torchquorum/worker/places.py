@@ -39,12 +39,12 @@ class Places:
         self._most = usable_cores()
         self.needed = board.num_workers > self._most
         self._came_at = self._left_at = 0.0
-        self._straight = self._called = False
+        self.straight = self._called = False  # straight: it has ready-made gradients, and is back at once
         self._shut_in = 0  # before the first opening nobody waits
 
     def arrive(self) -> None:
         """The worker has a gradient. How long it was away says whether it will be straight back next time."""
-        self._straight = time.perf_counter() - self._left_at < STRAIGHT_S
+        self.straight = time.perf_counter() - self._left_at < STRAIGHT_S
 
     def opened(self) -> bool:
         """Waits a moment for a board that is closed, once in every era; whether it is open then."""
@@ -107,7 +107,7 @@ class Places:
 
     def turned(self) -> None:
         """The turn is over; under the lock. Whoever comes straight back stays, so that nobody is called for nothing."""
-        if self.needed and not self._straight:
+        if self.needed and not self.straight:
             self._go()
 
     def leave(self) -> None:

@@ -103,7 +103,12 @@ class Started:
 
     def wait(self, timeout_s: float = DEADLINE_S) -> int:
         """Waits for the end and returns the exit code."""
-        code = self.process.wait(timeout_s)
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            while not self._queue.empty():
+                self.lines.append(self._queue.get() or "")
+            raise AssertionError(f"did not end within {timeout_s} s; came:\n{self.tail()}") from None
         self._reader.join(5)
         while (line := self._queue.get()) is not None:
             self.lines.append(line)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -130,6 +131,16 @@ class Started:
         self._reader.join(5)
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+def last_step(*workers: Started) -> int:
+    """Returns at which step a run of `program.py` ended that was stopped: the newest that one of its workers has seen."""
+    ended: list[int] = []
+    for worker in workers:
+        found = re.findall(r"done at (\d+) after \d+ local steps: (\d+)", "\n".join(worker.lines))
+        assert found and all(step == value for step, value in found), worker.tail()
+        ended += [int(step) for step, _ in found]
+    return max(ended)
 
 
 class ByHand:

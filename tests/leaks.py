@@ -2,7 +2,8 @@
 
 `tests/conftest.py` compares two `Holdings` around every test. What always holds: only what belongs to this pytest process
 counts, whoever else runs tests on the machine; processes are told apart by their parent and by a mark in their
-environment, segments in /dev/shm by who holds them, temporary files by a folder of this process's own.
+environment, segments in /dev/shm by who holds them or by the owner in their name, temporary files by a folder of this
+process's own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ PROC = Path("/proc")
 
 # Children inherit it, so an orphan whose parent was killed is still known as ours.
 MARK = "TORCHQUORUM_TEST_OWNER"
+
+# Folders in memory, which nobody holds open: their name says whose they are, see `owner`.
+NAMED = re.compile(r"fuzz-(\d+)-")
 
 # Python's own servants, which live until the interpreter ends; those that a Ray of several tests keeps ready, without an actor.
 SERVANTS = (
@@ -139,8 +143,15 @@ def find_files() -> set[str]:
     return {str(path) for path in folder.iterdir() if not path.name.startswith(FILES_IGNORED)}
 
 
+def owner() -> int:
+    """Returns the pytest process to which this one belongs; itself, if that is none."""
+    return int(os.environ.get(MARK) or os.getpid())
+
+
 def is_held_by_others(segment: str) -> bool:
-    """Tells whether a living process that is not ours has the segment open or mapped: then it is that one's."""
+    """Tells whether the segment is named after others, or a living process that is not ours has it open or mapped."""
+    if (named := NAMED.match(segment)) is not None:
+        return int(named[1]) != os.getpid()
     path, ours = str(SHM / segment), {os.getpid(), *find_processes()}
     for entry in PROC.iterdir():
         if entry.name.isdigit() and int(entry.name) not in ours:

@@ -21,6 +21,7 @@ import msgspec
 import torch
 from msgspec import inspect
 
+from tests.leaks import owner
 from tests.unit.formats import checkpoints
 from torchquorum.cluster import ClusterSpec, TaskId
 from torchquorum.cluster.environment import _read_launcher
@@ -70,7 +71,7 @@ def folder() -> Path:
     global _folder
     if _folder is None or not _folder.is_dir():
         memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-        _folder = Path(tempfile.mkdtemp(prefix="fuzz-", dir=memory))
+        _folder = Path(tempfile.mkdtemp(prefix=f"fuzz-{owner()}-", dir=memory))
     return _folder
 
 

@@ -1,6 +1,7 @@
 """A user's program whose buffer counts the batches that its model has seen; it is larger than a door lets through."""
 
 import time
+from pathlib import Path
 
 import torch
 from run_flags import make_parser, make_session
@@ -12,6 +13,7 @@ from torchquorum.rules import parse_rule
 task = tq.join()
 parser = make_parser()
 parser.add_argument("--buffers", default="chief")
+parser.add_argument("--until", type=Path, help="end when this file is there")
 parser.set_defaults(steps=60)
 args = parser.parse_args()
 
@@ -41,6 +43,8 @@ with make_session(args, task, model, optimizer, buffers=args.buffers) as session
         if task.num_workers == 1:  # then every batch is an update, also after a recovery
             assert model.seen[0].item() == step.version, (model.seen[0].item(), step)
         print(f"local {step.local_step} global {step.version} seen {model.seen[0].item():g}", flush=True)
+        if args.until is not None and args.until.exists():
+            session.request_stop()
         time.sleep(args.pause)
     with session.shared_buffers():
         print(f"the run has seen {model.seen[0].item():g}", flush=True)

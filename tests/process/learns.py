@@ -73,6 +73,8 @@ with tq.Session(
             args.pull_for_ever_at = -1
         deadline = time.monotonic() + 300
         while step.version == args.hold_at and not Path(args.hold_until).exists() and time.monotonic() < deadline:
+            if session.should_stop():
+                break
             time.sleep(0.01)
         time.sleep(args.pause)
     with session.averaged():

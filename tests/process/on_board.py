@@ -69,7 +69,8 @@ with torch.no_grad():
         parameter.grad = -torch.ones_like(parameter)
 optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), rule=parse_rule(args.rule))
 patience = Patience(start_s=60.0, round_s=60.0, silence_s=20.0, probe_s=0.2, say_s=5.0)
-with tq.Session(task, model, optimizer, last_step=args.steps, liveness_s=1.5, patience=patience) as session:
+options = {"last_step": args.steps, "liveness_s": 1.5, "patience": patience, "wait_for_workers": task.num_workers}
+with tq.Session(task, model, optimizer, **options) as session:
     print("started", flush=True)
     while not session.should_stop():
         step = optimizer.step()

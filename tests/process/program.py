@@ -19,6 +19,8 @@ parser.add_argument("--size", type=int, default=1000)
 parser.add_argument("--fail-at", type=int, default=-1)
 parser.add_argument("--summaries", action="store_true")
 parser.add_argument("--until", type=Path, help="end when this file is there")
+parser.add_argument("--hold", type=Path, help="do not go beyond half of the steps before this file is there")
+parser.add_argument("--hurry", type=Path, help="do not pause any more when this file is there")
 parser.add_argument("--chief-late", type=float, default=0.0)
 args = parser.parse_args()
 
@@ -48,6 +50,10 @@ with make_session(args, task, model, optimizer, hooks=hooks) as session:
             raise RuntimeError("told to fail")
         if args.until is not None and args.until.exists():
             session.request_stop()
-        if args.pause:
+        if args.hold is not None:
+            deadline = time.monotonic() + 300
+            while step.version >= args.steps // 2 and not args.hold.exists() and time.monotonic() < deadline:
+                time.sleep(0.01)
+        if args.pause and not (args.hurry is not None and args.hurry.exists()):
             time.sleep(args.pause)
 print(f"done at {session.global_step} after {session.local_step} local steps: {model.count[0].item():g}", flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import queue
+import re
 import signal
 import socket
 import subprocess
@@ -103,7 +104,12 @@ class Started:
 
     def wait(self, timeout_s: float = DEADLINE_S) -> int:
         """Waits for the end and returns the exit code."""
-        code = self.process.wait(timeout_s)
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            while not self._queue.empty():
+                self.lines.append(self._queue.get() or "")
+            raise AssertionError(f"did not end within {timeout_s} s; came:\n{self.tail()}") from None
         self._reader.join(5)
         while (line := self._queue.get()) is not None:
             self.lines.append(line)
@@ -125,6 +131,16 @@ class Started:
         self._reader.join(5)
         assert self.process.stdout is not None
         self.process.stdout.close()
+
+
+def last_step(*workers: Started) -> int:
+    """Returns at which step a run of `program.py` ended that was stopped: the newest that one of its workers has seen."""
+    ended: list[int] = []
+    for worker in workers:
+        found = re.findall(r"done at (\d+) after \d+ local steps: (\d+)", "\n".join(worker.lines))
+        assert found and all(step == value for step, value in found), worker.tail()
+        ended += [int(step) for step, _ in found]
+    return max(ended)
 
 
 class ByHand:

@@ -1,5 +1,6 @@
 """Buffers and deaths: real processes, real sockets, kill -9."""
 
+import re
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -17,8 +18,9 @@ def ends_well(*tasks: Started) -> None:
 
 
 def test_a_ps_killed_and_restarted_gives_the_buffers_back_as_they_were_at_the_checkpoint(tmp_path: Path) -> None:
+    logdir, enough = tmp_path / "run", tmp_path / "enough"
     with by_hand(workers=1, program=PROGRAM) as cluster:
-        options = (f"--logdir={tmp_path}", "--steps=150", "--save-steps=10", "--pause=0.01")
+        options = (f"--logdir={logdir}", "--steps=1000000", f"--until={enough}", "--save-steps=10", "--pause=0.01")
         ps, chief = cluster.start("ps", 0), cluster.start("worker", 0, *options)
         ps.until("saved")
         chief.until("local 40 ")
@@ -26,12 +28,14 @@ def test_a_ps_killed_and_restarted_gives_the_buffers_back_as_they_were_at_the_ch
         ps.wait()
         again = cluster.start("ps", 0)
         chief.until("going on at global step")
+        enough.touch()
         ends_well(again, chief)
-        assert "done at 150 having seen 150" in chief.lines[-1]  # the program compares after every step
+        done = re.fullmatch(r"done at (\d+) having seen (\d+)", chief.lines[-1])
+        assert done is not None and done[1] == done[2], chief.tail()  # the program compares after every step
     target = tmp_path / "counter.safetensors"
-    assert not export.main([str(tmp_path), str(target)], standalone_mode=False)
+    assert not export.main([str(logdir), str(target)], standalone_mode=False)
     exported = load_file(target)
-    assert set(exported) == {"weight", "tied", "seen"} and exported["seen"][-1].item() == 150
+    assert set(exported) == {"weight", "tied", "seen"} and exported["seen"][-1].item() == int(done[1])
 
 
 def test_a_chief_killed_and_restarted_begins_with_the_buffers_of_a_live_worker(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import signal
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -97,34 +98,39 @@ def test_a_program_without_a_cluster_trains_alone() -> None:
 
 
 @pytest.mark.parametrize("rule", ["sync", "async", "bounded:2"])
-def test_a_killed_worker_is_noticed_and_the_others_go_on(rule: str) -> None:
+def test_a_killed_worker_is_noticed_and_the_others_go_on(rule: str, tmp_path: Path) -> None:
+    noticed = tmp_path / "noticed"
     with by_hand() as cluster:
-        options = ("--steps=150", f"--rule={rule}", "--pause=0.01")
+        options = ("--steps=150", f"--hold={noticed}", f"--rule={rule}", "--pause=0.01")
         ps = cluster.start("ps", 0)
         chief, victim = cluster.start("worker", 0, *options), cluster.start("worker", 1, *options)
         victim.until("local 5 ")
         victim.kill()
         ps.until("/job:worker/task:1 counts as dead (its process ended)")
+        noticed.touch()
         ends_well(ps, chief)
         assert chief.lines[-1].endswith(": 150")
 
 
-def test_a_killed_chief_is_survived() -> None:
+def test_a_killed_chief_is_survived(tmp_path: Path) -> None:
+    noticed = tmp_path / "noticed"
     with by_hand(workers=3) as cluster:
-        options = ("--steps=200", "--pause=0.01")
+        options = ("--steps=200", f"--hold={noticed}", "--pause=0.01")
         ps = cluster.start("ps", 0)
         chief, *others = (cluster.start("worker", i, *options) for i in range(3))
         others[0].until("local 5 ")
         others[1].until("local 5 ")
         chief.kill()
         ps.until("/job:worker/task:0 counts as dead (its process ended)")
+        noticed.touch()
         ends_well(ps, *others)
         assert all(task.lines[-1].endswith(": 200") for task in others)
 
 
-def test_a_frozen_worker_counts_as_dead_and_is_welcomed_back() -> None:
+def test_a_frozen_worker_counts_as_dead_and_is_welcomed_back(tmp_path: Path) -> None:
+    noticed = tmp_path / "noticed"
     with by_hand() as cluster:
-        options = ("--steps=700", "--pause=0.01", "--liveness=1")
+        options = ("--steps=700", f"--hold={noticed}", "--pause=0.01", "--liveness=1")
         ps = cluster.start("ps", 0)
         chief, frozen = cluster.start("worker", 0, *options), cluster.start("worker", 1, *options)
         frozen.until("local 5 ")
@@ -132,6 +138,7 @@ def test_a_frozen_worker_counts_as_dead_and_is_welcomed_back() -> None:
         ps.until("/job:worker/task:1 counts as dead (not heard of for")
         chief.until("accepted True")
         frozen.process.send_signal(signal.SIGCONT)
+        noticed.touch()
         ends_well(ps, chief, frozen)
         assert frozen.lines[-1].endswith(": 700")
 

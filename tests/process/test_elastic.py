@@ -93,12 +93,13 @@ def test_workers_are_added_killed_frozen_and_sent_away_and_no_batch_is_lost_or_d
 
 def test_on_hosts_a_worker_joins_and_leaves_in_mid_run_and_a_ps_that_dies_loses_no_batch(tmp_path: Path) -> None:
     rule, rows = "--rule=async", "--rows=150"
-    flags = [rule, rows, "--pause=0.01", f"--logdir={tmp_path}", "--durable=write", "--min_workers=1"]
+    flags = [rule, rows, f"--logdir={tmp_path}", "--durable=write", "--min_workers=1"]
+    slowly = "--pause=0.1"  # half a minute of batches, in which the others must have started
     with by_hand(workers=3, program=PROGRAM) as cluster:
         ps = cluster.start("ps", 0)
-        chief = cluster.start("worker", 0, *flags)  # it does not wait for workers that nobody starts
+        chief = cluster.start("worker", 0, *flags, slowly)  # it does not wait for workers that nobody starts
         chief.until("worker 0 at 10")
-        late = cluster.start("worker", 2, *flags)
+        late = cluster.start("worker", 2, *flags, slowly)
         late.until("worker 2 at")
         ps.kill()
         ps.wait()

@@ -32,7 +32,16 @@ def test_training_beside_every_kind_of_hostile_peer_ends_as_it_should(tmp_path: 
         cluster.started.append(peers)
         for _ in KINDS:
             peers.until("begun")
-        options = ("--steps=80", "--rule=sync", "--size=50000", "--start=120", "--silence=60", "--liveness=60")
+        measured = tmp_path / "measured"
+        options = (
+            "--steps=150",
+            f"--hold={measured}",
+            "--rule=sync",
+            "--size=50000",
+            "--start=120",
+            "--silence=60",
+            "--liveness=60",
+        )
         other = cluster.start("worker", 1, *options, "--transport=tcp", *flags)
         other.until("the chief to create the variables")
         chief = cluster.start("worker", 0, *options, *flags)
@@ -40,9 +49,10 @@ def test_training_beside_every_kind_of_hostile_peer_ends_as_it_should(tmp_path: 
         before = resident_bytes(ps.process.pid)
         chief.until("global 75 ")
         grown = resident_bytes(ps.process.pid) - before
+        measured.touch()
         for task in (chief, other, ps):
             assert task.wait() == 0, task.tail()
-        assert chief.lines[-1].endswith(": 80") and other.lines[-1].endswith(": 80")
+        assert chief.lines[-1].endswith(": 150") and other.lines[-1].endswith(": 150")
         assert grown < MOST_GROWTH_BYTES
         assert any("turned a connection away" in line for line in ps.lines)
         assert peers.process.poll() is None, peers.tail()

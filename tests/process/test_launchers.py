@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.process import slurm
-from tests.process.tasks import Started
+from tests.process.tasks import Started, free_ports
 from torchquorum.cluster.slurm import expand_hosts
 from torchquorum.formats.checkpoint import newest_good
 
@@ -38,8 +38,11 @@ def assert_trained(text: str, folder: Path, source: str) -> None:
 
 
 def test_torchrun_of_three_processes_trains_with_one_ps_and_two_workers(tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", str(EXAMPLE)]
-    text = run([*launcher, "--steps=12", f"--logdir={tmp_path}"], {"TF_CONFIG": "{}", "TMPDIR": str(tmp_path)})
+    (port,) = free_ports(1)  # torchrun's own is always the same
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", f"--master-port={port}"]
+    text = run(
+        [*launcher, str(EXAMPLE), "--steps=12", f"--logdir={tmp_path}"], {"TF_CONFIG": "{}", "TMPDIR": str(tmp_path)}
+    )
     assert_trained(text, tmp_path, "torchrun")
 
 

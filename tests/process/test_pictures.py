@@ -171,14 +171,14 @@ def _doctor(*arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
 
 
 def test_the_doctor_tells_what_stands_in_the_way_and_what_to_do(tmp_path: Path) -> None:
-    (nobody,) = free_ports(1)
+    nobody, later = free_ports(2)
     server = Started([sys.executable, "-u", "-m", "http.server", "0", "--bind", "127.0.0.1"])
     try:
         port = int(server.until("Serving HTTP on").split(" port ")[1].split()[0])
         with by_hand() as cluster:
             cluster.start("ps", 0).until("serving on")
             hosts = f"{cluster.ps_hosts},127.0.0.1:{nobody},localhost: {port},no-such-host.invalid:2222"
-            code, found = _doctor(f"--ps_host={hosts}", "--worker_hosts=localhost:2223", f"--logdir={tmp_path}")
+            code, found = _doctor(f"--ps_host={hosts}", f"--worker_hosts=localhost:{later}", f"--logdir={tmp_path}")
     finally:
         server.end()
     assert code == 1

@@ -25,6 +25,7 @@ def test_the_secret_is_in_no_output_no_process_list_and_no_file_of_the_run(tmp_p
     with by_hand(workers=1) as cluster:
         options = (
             "--steps=40",
+            f"--hold={tmp_path / 'asked'}",
             "--save-steps=10",
             f"--logdir={folder}",
             "--summaries",
@@ -42,6 +43,7 @@ def test_the_secret_is_in_no_output_no_process_list_and_no_file_of_the_run(tmp_p
         commands = all_command_lines()
         assert cluster.ps_hosts.encode() in commands
         assert status.wait() == 0, status.tail()
+        (tmp_path / "asked").touch()
         for task in tasks:
             assert task.wait() == 0, task.tail()
         assert "over tcp" in "\n".join(tasks[1].lines)

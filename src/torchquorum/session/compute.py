@@ -23,6 +23,7 @@ from torchquorum.placement.layout import CONSTANT
 from torchquorum.session.desk import Desk, Work
 from torchquorum.session.join import Task, say
 from torchquorum.session.session import Session
+from torchquorum.session.states import State
 from torchquorum.transport import codec
 from torchquorum.transport import graph_messages as g
 from torchquorum.transport.codec import Frame
@@ -148,7 +149,7 @@ class ComputeTask:
         )
 
     def run(self, *, first_client_s: float = FIRST_CLIENT_S, quiet: bool = False) -> None:
-        """Serves clients until a run that it was part of is over, or `close`.
+        """Serves clients until a run that it was part of, or came too late for, is over, or `close`.
 
         Raises:
             TorchQuorumError: No client came in time, or the run ended badly.
@@ -162,6 +163,9 @@ class ComputeTask:
                 if isinstance(work.message, g.Execute):
                     self._execute(work)
                 elif isinstance(work.message, g.Train) and self._train(work):
+                    return
+                elif isinstance(work.message, g.Finish) and self._cluster is not None:
+                    self._miss(work, self.desk.caller())
                     return
             elif now - started > first_client_s:
                 raise DeadlineError(
@@ -214,8 +218,12 @@ class ComputeTask:
             program = self._load(message, work.frames)
             session = self._make_session(message, program)
             self.desk.update(state="joining", text="joining the run")
+            session.meanwhile = lambda: self._check_begun(session)
             session.__enter__()
         except (TorchQuorumError, RuntimeError, ValueError, TypeError, MemoryError) as error:
+            if (finish := self.desk.told_to_finish()) is not None and finish.ok:
+                self._miss(work, message.client)
+                return True
             say(f"{self.name}: cannot join the run of {message.client}: {error}")
             self.desk.reply(work.peer, Fault(f"train/{message.run}", f"{self.name}: {error}"))
             self.desk.end_run()
@@ -239,6 +247,17 @@ class ComputeTask:
         self.desk.reply(work.peer, g.Finished(message.run, self.desk.life))
         say(f"{self.name}: done at global step {session.global_step} after {session.local_step} local steps")
         return True
+
+    def _check_begun(self, session: ComputeSession) -> None:
+        """Called while the session begins: ps tasks that have not answered by the end of the run are gone, and do not come."""
+        if session.state is State.CONNECTING and self.desk.told_to_finish() is not None:
+            raise TaskLostError(f"{self.name}: the run was over before its ps tasks answered")
+
+    def _miss(self, work: Work, client: str) -> None:
+        """The run has ended well without this task, and nobody needs it any more."""
+        self.desk.update(state="finished", text="is not needed: the run is over")
+        self.desk.reply(work.peer, g.Finished(work.message.run, self.desk.life))
+        say(f"{self.name}: the run of {client} has ended without this task; there is nothing left to compute")
 
     def _load(self, message: g.Train, frames: list[Frame]) -> Program:
         if self._cluster is None:

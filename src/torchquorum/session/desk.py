@@ -110,6 +110,7 @@ class Desk:
         self._host, self._wake = host_id(), os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._changed = threading.Condition()
         self._standing, self._run = Standing(), _Run()
+        self._caller: tuple[Peer, str] = (b"", "")
         self._tray: deque[Work] = deque()
         self._outbox: deque[tuple[Peer, list[Frame]]] = deque()
         self._closing = False
@@ -190,6 +191,16 @@ class Desk:
         with self._changed:
             return self._run.heard_at, self._run.client
 
+    def caller(self) -> str:
+        """Returns who introduced himself last."""
+        with self._changed:
+            return self._caller[1]
+
+    def told_to_finish(self) -> g.Finish | None:
+        """Returns the client's word that its run is over, if it lies in the tray; it stays there."""
+        with self._changed:
+            return next((w.message for w in self._tray if isinstance(w.message, g.Finish)), None)
+
     def may_begin(self, number: int) -> bool | None:
         """Whether the client still wants a batch of us; None while that is not known, after we were cut off or frozen."""
         with self._changed:
@@ -256,12 +267,16 @@ class Desk:
         run, work = self._run, Work(peer, message, frames)
         match message:
             case g.Attach():
+                self._caller = peer, message.client
                 return [self._introduce(message)]
             case g.Execute():
                 self._tray.append(work)
                 return []
             case g.Train():
                 return [self._train(work)]
+            case g.Finish() if message.ok and not self._standing.run and peer == self._caller[0]:
+                self._tray.append(work)  # his run has ended well without us
+                return []
             case g.Ask() | g.Batch() | g.Recall() | g.Fetch() | g.SaveNow() | g.Finish() if (
                 message.run != self._standing.run
             ):

@@ -2,7 +2,8 @@
 
 Started by `tq.GraphSession`, which it shares a condition with; it alone touches the sockets and the books
 (`torchquorum.session.assignments`). What always holds: every task is asked how it is doing four times a second; whatever
-was lost on the way is sent again; a task that is silent for `liveness_s`, or whose process has ended, is given up.
+was lost on the way is sent again; a task that is silent for `liveness_s`, or whose process has ended, is given up; from
+`finish` on nobody new is taken into the run, and who comes is told that it is over.
 """
 
 from __future__ import annotations
@@ -136,6 +137,7 @@ class Dispatcher:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._closing = False
         self._finish: g.Finish | None = None
+        self._told_all = False
         self.questions: list[Question] = []
         self.troubles: dict[int, Trouble] = {}
         self.stop = False
@@ -174,6 +176,13 @@ class Dispatcher:
     def ready(self) -> list[int]:
         """Returns the tasks that compute, by index."""
         return sorted(self.books.helpers)
+
+    @property
+    def all_left(self) -> bool:
+        """Whether everybody has been told that it is over, and nobody is in the run any more."""
+        return self._told_all and all(
+            c.finished or not c.life or c.state in ("attached", "refused") for c in self.contacts
+        )
 
     def hopeless(self, now: float) -> str:
         """Returns why no task can compute for us, or nothing; one that is busy with a client that is gone becomes free."""
@@ -219,7 +228,8 @@ class Dispatcher:
             elif contact.life and now - contact.heard_at > self._liveness_s:
                 self._lose(contact, f"not heard of for {now - contact.heard_at:.1f} s")
             if not contact.life:
-                contact.channel.send([codec.encode(g.Attach(m.PROTOCOL, self._client, m.PACKAGE))])
+                if self._finish is None:
+                    contact.channel.send([codec.encode(g.Attach(m.PROTOCOL, self._client, m.PACKAGE))])
                 continue
             helper = self.books.helpers.get(contact.task.index)
             awaiting = [b.number for b in helper.queue] if helper else []
@@ -229,6 +239,7 @@ class Dispatcher:
                 first = next((c for c in self.contacts if c.state in ("ready", "finishing")), contact)
                 order = g.Finish(self._run, self._finish.ok, contact is first)
                 contact.channel.send([codec.encode(order)])
+        self._told_all = self._finish is not None
         recall = self.books.to_recall()
         if recall is not None:
             helper, batch = recall
@@ -302,6 +313,9 @@ class Dispatcher:
             )
             self._trouble(contact, "task", text)
             return
+        if self._finish is not None:  # it was absent so far, and an earlier Attach has reached it
+            contact.channel.send([codec.encode(g.Finish(self._run, self._finish.ok, False))])
+            return
         contact.life, contact.state, contact.device = message.life, "attached", message.device
         contact.finished, contact.stamp = False, 0.0
         contact.text = "is there"
@@ -321,6 +335,8 @@ class Dispatcher:
                 self._lose(contact, "it has forgotten the run")
             elif contact.state == "attached":
                 self._send_graph(contact)
+            elif contact.state != "refused":
+                contact.state = "attached"  # it could not join, and what it said about that was lost
             return
         contact.text = f"is {state.state}" + (f": {state.text}" if state.text and state.state != "ready" else "")
         self.stop = self.stop or state.stop

@@ -210,7 +210,7 @@ class GraphSession:
         try:
             dispatcher.finish(ok=ok)
             self._wait(
-                lambda d: all(c.finished or not c.life for c in d.contacts),
+                lambda d: d.all_left,
                 "the compute tasks to leave the run",
                 FINISH_S if ok else self._liveness_s,
                 finishing=True,

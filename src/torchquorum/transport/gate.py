@@ -231,6 +231,7 @@ class Gate:
     def _came(self, fd: int) -> None:
         self._open[fd], self._since[fd] = self._handle.peer_of(fd), time.monotonic()
         self._unexplained += 1
+        self._take_spare()  # files may be free again, without anybody's having gone
         if len(self._open) > self._most or self._spare is None:
             self._turn_away(TOO_MANY, _host(self._open[fd]))
             self._handle.hang_up(fd, self._open[fd])

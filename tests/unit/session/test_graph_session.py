@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 import torchquorum as tq
 from tests.graph_cluster import PATIENCE, GraphCluster, graph_cluster, session
 from torchquorum.errors import ConfigError, DeadlineError, GraphError, TorchQuorumError
+from torchquorum.session.compute import ComputeTask
 from torchquorum.transport import codec
 from torchquorum.transport import graph_messages as g
 from torchquorum.transport import messages as m
@@ -124,6 +126,81 @@ def test_a_task_that_joins_late_gets_work() -> None:
             if result.number == 5:
                 cluster.start(1)
         assert len(places) == 2
+
+
+def ends_by_itself(cluster: GraphCluster, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The compute task that was started last returns, although nobody has asked it to."""
+    thread = cluster._threads[-1]
+    thread.join(60.0)
+    assert not thread.is_alive()
+    out = capsys.readouterr().err
+    assert "has ended without this task; there is nothing left to compute" in out and said in out, out
+    assert "gave up" not in out, out  # the client did not wait for it
+
+
+def test_a_task_that_comes_while_the_run_ends_is_not_taken_in_and_ends_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torchquorum.server.ending.LATE_S", 0.2)
+    _, graph, optimizer = make(tq.Async())
+    with graph_cluster(workers=2, start=1) as cluster:
+        run = session(cluster, graph, optimizer).__enter__()
+        assert run.submit(*BATCH).result().accepted
+        run._running().finish(ok=True)  # as the end of the block does
+        cluster.start(1)
+        ends_by_itself(cluster, "", capsys)
+        run._end(ok=True)
+
+
+@pytest.mark.parametrize("slow", [True, False], ids=["slow", "refuses"])
+def test_a_task_that_cannot_join_before_the_run_is_over_is_not_waited_for_and_ends_too(
+    slow: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torchquorum.session.graph_session.FINISH_S", 30.0)
+    monkeypatch.setattr("torchquorum.server.ending.LATE_S", 0.2)
+    load, loading, gone = ComputeTask._load, threading.Event(), threading.Event()
+
+    def load_late(task: ComputeTask, *given: Any) -> Any:
+        if task.name.endswith("1"):
+            loading.set()
+            if not slow:
+                raise GraphError("no such operation here")
+            assert gone.wait(60.0)
+        return load(task, *given)
+
+    monkeypatch.setattr(ComputeTask, "_load", load_late)
+    _, graph, optimizer = make(tq.Async())
+    with graph_cluster(workers=2, start=1) as cluster:
+        ps = cluster._threads[0]
+        follower = threading.Thread(target=lambda: (ps.join(60.0), gone.set()))
+        with session(cluster, graph, optimizer) as run:
+            assert run.submit(*BATCH).result().accepted
+            cluster.start(1)
+            assert loading.wait(60.0)
+            follower.start()
+        ends_by_itself(cluster, "" if slow else "cannot join the run of client", capsys)
+        follower.join(60.0)
+
+
+def test_a_task_that_cannot_join_a_run_that_fails_is_there_for_the_next_client() -> None:
+    _, graph, optimizer = make(tq.Async())
+    with graph_cluster() as cluster:
+        channel = ZmqChannel(cluster.spec.address(cluster.spec.workers[0]), b"client of before")
+        try:
+            channel.send([codec.encode(g.Attach(m.PROTOCOL, "client", m.PACKAGE))])
+            assert channel.receive(30.0) is not None
+            channel.send([codec.encode(g.Finish("its run", False, False))])
+            assert isinstance(g.split(channel.receive(30.0) or [])[0], g.State)
+        finally:
+            channel.close()
+        stranger = ZmqChannel(cluster.spec.address(cluster.spec.workers[0]), b"stranger")
+        try:
+            stranger.send([codec.encode(g.Finish("its run", True, True))])  # from one who never introduced himself
+            assert isinstance(g.split(stranger.receive(30.0) or [])[0], g.State)
+        finally:
+            stranger.close()
+        with session(cluster, graph, optimizer) as run:
+            assert run.submit(*BATCH).result().accepted
 
 
 def test_a_batch_that_does_not_fit_is_refused_before_it_is_sent_and_a_bad_one_fails_alone() -> None:

@@ -389,3 +389,16 @@ def test_no_file_left_costs_newcomers_their_connection_and_nobody_stays_awake_fo
     finally:
         channel.close()
         listener.close()
+
+
+def test_with_files_again_the_very_first_newcomer_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gate_module, "POLL_MS", int(DEADLINE_S * 1000))  # nothing is done beside what happens
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        gate = Gate(router, None, lambda _: None)
+        port = router.bind_to_random_port("tcp://127.0.0.1")
+        gate._give_spare()  # as for one for whom there was no file; by now there are enough
+        with socket.create_connection(("127.0.0.1", port)):
+            until(lambda: gate._spare is not None or bool(gate.counts()))
+        router.monitor(None, 0)
+        gate.close()
+        assert TOO_MANY not in gate.counts()

@@ -92,13 +92,13 @@ class BoardHost:
             board.publish(shard.version, shard.versions.current)
             board.limit, board.writer = self._limit, -1
             board.begin_rounds()
+            board.nobody_stands()
             for worker in range(board.num_workers):
                 known = quorum.workers.get(worker)
                 if known is not None and known.alive:
                     board.admit(worker, known.incarnation, shard.gradients_of(worker))
                 else:
                     board.admit(worker, 0, None)
-                board.stand(worker, there=False)
                 leased = shard.versions.leased(worker)
                 board.lease(worker, -1 if leased is None else leased)
             self._look_ahead()

@@ -32,23 +32,8 @@ _RECORD = struct.Struct("=7q3d")
 _PER_WORKER = 10
 
 # The first words of the page, after the lock.
-(
-    _STATE,
-    _HEAD,
-    _WRITER,
-    _LIMIT,
-    _TAIL,
-    _DRAINED,
-    _SEEN,
-    _FULL,
-    _TARGET,
-    _SIGNAL,
-    _WAITERS,
-    _RATED,
-    _ERA,
-    _CALL,
-    _QUEUE,
-) = range(15)
+_STATE, _HEAD, _WRITER, _LIMIT, _TAIL, _DRAINED, _SEEN, _FULL, _TARGET, _SIGNAL = range(10)
+_WAITERS, _RATED, _ERA, _CALL, _QUEUE, _USED = range(10, 16)
 _FIRST = LOCK_BYTES // 8
 _HEADER_WORDS = 24
 
@@ -155,7 +140,13 @@ class Board:
 
     def publish(self, version: int, slot: int) -> None:
         """Makes a slot the current version: one word, so it has happened or it has not."""
+        self._d[_FIRST + _USED] = time.monotonic()
         self._q[_FIRST + _HEAD] = version << _SLOT_BITS | slot
+
+    @property
+    def idle_s(self) -> float:
+        """Returns how long ago the current version was made."""
+        return time.monotonic() - self._d[_FIRST + _USED]
 
     @property
     def writer(self) -> int:
@@ -289,6 +280,11 @@ class Board:
     def standing(self) -> int:
         """Returns how many workers have a place."""
         return sum(self._q[self._of(0, 9) : self._of(0, 10)].tolist())
+
+    def nobody_stands(self) -> None:
+        """All places are free."""
+        for worker in range(self.num_workers):
+            self.stand(worker, there=False)
 
     @property
     def queue(self) -> int:

@@ -15,7 +15,7 @@ import time
 from torchquorum.transport.board import CLOSED, OPEN, Board
 
 STRAIGHT_S = 0.0001  # nobody computes a gradient in this time: whoever is back within it has ready-made ones
-STAY_S = 0.012  # some time slices of the scheduler
+STAY_S = 0.025  # some time slices of the scheduler: after a change of worker the caches are cold for one of them
 LOOK_S = 0.002  # of all who sleep, one looks up in this time
 REOPENED_S = 0.01  # a message that changes something closes the board for a moment
 
@@ -87,9 +87,12 @@ class Places:
                     return False
                 if board.stands(me):  # for long, and others sleep
                     self._go()
-                elif is_open and (board.standing() < self._most or (queued and board.writer < 0)):
-                    self._stand(now)
-                    break
+                else:
+                    if queued and is_open and board.writer < 0 and board.idle_s > LOOK_S:
+                        board.nobody_stands()  # whoever did does not come back, or not soon
+                    if is_open and board.standing() < self._most:
+                        self._stand(now)
+                        break
                 heard, queued = board.begin_queue(), True
                 look_s = LOOK_S * min(board.queue, board.num_workers) if is_open else REOPENED_S
             self.wake()

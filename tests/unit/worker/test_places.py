@@ -21,7 +21,7 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
     monkeypatch.setattr(places, "usable_cores", lambda: 2)
     monkeypatch.setattr(places, "LOOK_S", DEADLINE_S)
     board = Board.create(4, 1)
-    board.state, board.era, board.writer = OPEN, 1, 3  # somebody is always writing, so that nobody may pass the queue
+    board.state, board.era = OPEN, 1
     yield board
     board.close()
 
@@ -105,18 +105,24 @@ def test_with_nobody_asleep_who_is_straight_back_stays_for_as_long_as_it_likes(
     assert place.come() and place.come() and board.standing() == 1
 
 
-def test_who_sleeps_looks_up_and_comes_if_nobody_uses_the_turn(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_sleeps_looks_up_and_comes_if_nobody_makes_use_of_the_turn(
+    board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert of(board, 0).come() and of(board, 1).come()  # and then they die, or compute without having said so
+    board.writer = 3  # a long update is use too
     monkeypatch.setattr(places, "LOOK_S", 0.001)
     waiting = Coming(of(board, 2), board)
+    waiting.join(0.2)
+    assert waiting.is_alive() and not board.stands(2)
     board.writer = -1
     waiting.join(DEADLINE_S)
-    assert waiting.came and board.stands(2)
+    assert waiting.came and board.stands(2) and board.standing() == 1
 
 
 def test_a_place_is_not_waited_for_longer_than_asked(board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(places, "LOOK_S", 0.001)
+    monkeypatch.setattr(places, "LOOK_S", 0.01)
     assert of(board, 0).come() and of(board, 1).come()
+    board.writer = 0
     assert not Places(board, 2, wait_s=0.02).come()
     assert board.queue == 0 and not board.stands(2)
 

@@ -21,7 +21,8 @@ def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[Board]:
     monkeypatch.setattr(places, "usable_cores", lambda: 2)
     monkeypatch.setattr(places, "LOOK_S", DEADLINE_S)
     board = Board.create(4, 1)
-    board.state, board.era = OPEN, 1
+    board.state, board.era, board.writer = OPEN, 1, -1
+    board.publish(0, 0)
     yield board
     board.close()
 

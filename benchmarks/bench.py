@@ -37,7 +37,7 @@ def parts(args: argparse.Namespace) -> dict[str, Part]:
     return {
         "speed": (lambda: speed.measure(options, rounds, only), speed.show),
         "bandwidth": (lambda: bandwidth.measure(numel, 3 * rounds), bandwidth.show),
-        "load": (lambda: load.measure(short, workers, huge=numel, rounds=min(rounds, 2)), load.show),
+        "load": (lambda: load.measure(short, workers, huge=numel, rounds=rounds), load.show),
         "scaling": (lambda: scaling.measure(short), scaling.show),
         "decisions": (lambda: decisions.measure(rounds), decisions.show),
         "startup": (lambda: startup.measure(rounds), startup.show),

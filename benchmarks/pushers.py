@@ -17,7 +17,7 @@ from torch import nn
 
 import torchquorum as tq
 
-WARM_UP_S = 0.3
+WARM_UP_S, WARM_UP_EACH_S = 0.3, 0.03  # each worker shall have touched its memory before the clock runs
 LEAST_STEPS = 5
 DEADLINE_S = 120.0
 KEPT = 20_000  # latencies of one worker
@@ -56,7 +56,7 @@ def _work(push: Push, together: Barrier) -> dict[str, Any]:
     optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=1e-3), rule=tq.Async())
     took: list[float] = []
     with tq.Session(task, model, optimizer, wait_for_workers=push.workers):
-        _push_for(optimizer, WARM_UP_S, push.pause_s, [])
+        _push_for(optimizer, WARM_UP_S + WARM_UP_EACH_S * push.workers, push.pause_s, [])
         together.wait()
         cpu, began = family_cpu_seconds() if task.index == 0 else 0.0, time.perf_counter()
         count = _push_for(optimizer, push.seconds, push.pause_s, took)

@@ -15,7 +15,7 @@ import time
 from torchquorum.transport.board import CLOSED, OPEN, Board
 
 STRAIGHT_S = 0.0001  # nobody computes a gradient in this time: whoever is back within it has ready-made ones
-STAY_S = 0.025  # some time slices of the scheduler: after a change of worker the caches are cold for one of them
+STAY_S = 0.05  # a change of worker costs some milliseconds: the system wakes the next, whose caches are cold
 LOOK_S = 0.002  # of all who sleep, one looks up in this time
 REOPENED_S = 0.01  # a message that changes something closes the board for a moment
 

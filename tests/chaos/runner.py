@@ -94,6 +94,8 @@ class Run:
             f"--save-steps={SAVE_STEPS}",
             f"--gate-at={GATE_AT}",
             f"--start={start_s}",
+            # Between hosts frames are large, so that lanes have threads of their own; on a slow link that would take minutes.
+            *(("--size=50000",) if cell.fault in ("network cut", "half-open") else ()),
             # What is only slow must not be taken for dead, however busy the machine; nor must workers be by a ps that is cut
             # off for a moment before it is killed.
             *(("--liveness=20", "--silence=20") if cell.fault == "network slow" else ()),

@@ -1,1 +1,1 @@
-"""A ps task: the shard (handle(message) -> replies), the leader's decisions, and the one thread that owns them."""
+"""A ps task: the shard (handle(message) -> replies), the leader's decisions, and the threads that take turns with them."""

@@ -1,7 +1,8 @@
-"""The one thread of a ps task: receives, hands to the service, sends what it answers, until the job ends.
+"""The thread of a ps task: receives, hands to the service, sends what it answers, until the job ends.
 
 Everything that is concurrent or timed about a ps is here. `serve` is called by `tq.join()` in a ps process, or runs as a
-thread of a program that trains alone.
+thread of a program that trains alone. What always holds: whoever is in the service has the turn; that is the ps thread,
+or, for what comes on a lane with a thread of its own, that thread.
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ import os
 import secrets
 import select
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Callable
 
+import torch
 import zmq
 
 from torchquorum.cluster import ClusterSpec, TaskId
@@ -26,8 +30,10 @@ from torchquorum.server.service import LEADER, Service
 from torchquorum.server.shard import Reply
 from torchquorum.server.update import warm_up
 from torchquorum.transport import codec
-from torchquorum.transport.channel import Channel, Listener
+from torchquorum.transport.channel import Channel, Listener, Peer
+from torchquorum.transport.codec import Frame
 from torchquorum.transport.door import DoorListener
+from torchquorum.transport.lane_listener import Take
 from torchquorum.transport.memory import host_id
 from torchquorum.transport.zmq_channel import ZmqListener, bind_host, connector
 
@@ -76,8 +82,11 @@ class Server:
         incarnation = new_incarnation()
         started = time.time() if started_at is None else started_at
         self.task = TaskId("ps", index)
+        self._turn, self._ps_thread = threading.Lock(), threading.get_ident()
+        self._failed: BaseException | None = None
+        self._for_leader: deque[list[Frame]] = deque()
         self._listener = listener or _open(
-            cluster.address(self.task), listen_fd, access, lambda line: say(f"{self.task}: {line}")
+            cluster.address(self.task), listen_fd, access, lambda line: say(f"{self.task}: {line}"), self._take
         )
         me = Me(
             cluster=cluster,
@@ -112,6 +121,7 @@ class Server:
         Raises:
             DeadlineError: The chief never came.
         """
+        self._ps_thread = threading.get_ident()
         warm_up()
         self._signals.install()
         started = told = ticked = forgiven = time.monotonic()
@@ -120,10 +130,11 @@ class Server:
             now = time.monotonic()
             if now - ticked >= self._tick_s:
                 ticked = now
-                self._tick(now)
-                if now - forgiven >= 1.0:
-                    forgiven = now
-                    self.service.strangers.forgive()
+                with self._turn:
+                    self._tick(now)
+                    if now - forgiven >= 1.0:
+                        forgiven = now
+                        self.service.strangers.forgive()
             self._check_leader(now)
             self._obey_signals()
             if self.service.shard is None and now - told >= SAY_EVERY_S:
@@ -141,12 +152,12 @@ class Server:
         for fd in self._watched:
             os.close(fd)
         self._watched.clear()
+        self._listener.close()  # first, and with it the threads of lanes: whoever is in the service comes out
         self.service.parts.saver.close()
         if self.service.ledger is not None:
             self.service.ledger.close()
         if self.service.shard is not None:
             self.service.shard.close()
-        self._listener.close()
         if self._leader is not None:
             self._leader.close()
 
@@ -154,7 +165,8 @@ class Server:
     def _tick_s(self) -> float:
         if self.service.parts.saver.busy:
             return SAVING_TICK_S
-        return BOARD_TICK_S if self.service.board is not None and self.service.board.is_open else TICK_S
+        with self._turn:
+            return BOARD_TICK_S if self.service.board is not None and self.service.board.is_open else TICK_S
 
     def _receive(self) -> None:
         """Waits for a message, then takes all that are there before it looks at the clock again."""
@@ -164,16 +176,45 @@ class Server:
         else:
             self._listener.wait([self._leader], timeout_s)
             while (frames := self._leader.receive(0.0)) is not None:
-                self._send(self.service.handle(LEADER, frames, time.monotonic(), time.time()))
+                self._handle(LEADER, frames)
             received = self._listener.receive(0.0)
         taken = 0
         while received is not None and self.service.ended is None:
-            self._send(self.service.handle(*received, time.monotonic(), time.time()))
+            self._handle(*received)
             taken += 1
             received = self._listener.receive(0.0) if taken < TAKE_AT_ONCE else None
-        self._send_held()
+        with self._turn:
+            self._send_held()
+        self._after_others()
+
+    def _handle(self, peer: Peer, frames: list[Frame]) -> None:
+        with self._turn:
+            self._send(self.service.handle(peer, frames, time.monotonic(), time.time()))
+
+    def _take(self, peer: Peer, frames: list[Frame]) -> None:
+        """Handles a message on a lane's own thread; what only the ps thread can do is left to that."""
+        if torch.get_num_threads() > 1:
+            torch.set_num_threads(1)  # of this thread and later ones: not so many for each lane
+        try:
+            self._handle(peer, frames)
+        except BaseException as error:
+            self._failed = error
+        service = self.service
+        left = self._failed or self._held or self._for_leader or service.strangers.unwanted
+        if (left or service.ended is not None) and isinstance(self._listener, DoorListener):
+            self._listener.ring()
+
+    def _after_others(self) -> None:
+        """Does what threads of lanes have left to this one."""
+        self._send_to_leader()
         while self.service.strangers.unwanted:
             self._listener.hang_up(self.service.strangers.unwanted.pop())
+        if self._failed is not None:
+            raise self._failed
+
+    def _send_to_leader(self) -> None:
+        while self._for_leader and self._leader is not None:
+            self._leader.send(self._for_leader.popleft())
 
     def _send(self, replies: list[Reply]) -> None:
         """Sends answers; in a run that is to survive a loss of power, once the disk has what they tell of."""
@@ -194,8 +235,9 @@ class Server:
         for reply in replies:
             frames = [codec.encode(reply.message), *reply.frames]
             if reply.peer == LEADER:
-                if self._leader is not None:
-                    self._leader.send(frames)
+                self._for_leader.append(frames)
+                if threading.get_ident() == self._ps_thread:
+                    self._send_to_leader()
                 continue
             try:
                 sent = self._listener.send(reply.peer, frames)
@@ -253,8 +295,9 @@ class Server:
             self._stopped = True
             if self.service.leader is None:
                 raise KeyboardInterrupt
-            self._send(self.service.stop(time.time()))
-            self._send_held()
+            with self._turn:
+                self._send(self.service.stop(time.time()))
+                self._send_held()
 
     def _check_leader(self, now: float) -> None:
         if self.service.refused:
@@ -274,18 +317,21 @@ class Server:
         shards = self.service.me.cluster.num_tasks("ps")
         if leader is None or shards == 1:
             heartbeat = self.service.heartbeat()
-            self._send([heartbeat] if heartbeat else [])
+            with self._turn:
+                self._send([heartbeat] if heartbeat else [])
             return
         while leader.log and time.monotonic() < deadline:
             received = self._listener.receive(0.05)
             if received is not None:
-                self._send(self.service.handle(*received, time.monotonic(), time.time()))
-                self._send_held()
+                self._handle(*received)
+                with self._turn:
+                    self._send_held()
 
     def _write_report(self) -> None:
         if self.service.leader is None:
             return
-        body = self.service.status()
+        with self._turn:
+            body = self.service.status()
         logdir = self.service.leader.plan.logdir
         for target in filter(None, (self._report, logdir and str(locate(logdir) / "report.json"))):
             try:
@@ -294,12 +340,12 @@ class Server:
                 self._say(f"{self.task}: the report {target} could not be written: {error.strerror}")
 
 
-def _open(address: str, listen_fd: int | None, access: Access, say: Callable[[str], None]) -> Listener:
+def _open(address: str, listen_fd: int | None, access: Access, say: Callable[[str], None], take: Take) -> Listener:
     outside = ZmqListener(address, listen_fd, access=access, say=say)
     if sys.platform != "linux":  # pragma: no cover (other systems)
         return outside
     try:
-        return DoorListener(outside, lanes=bind_host(address) if access.secret is None else None)
+        return DoorListener(outside, lanes=bind_host(address) if access.secret is None else None, take=take)
     except BaseException:
         outside.close()
         raise

@@ -212,7 +212,8 @@ class Service:
     @property
     def ended(self) -> m.End | None:
         """Returns the end of the job, once it has come."""
-        return self.shard.ended if self.shard else None
+        shard = self.shard  # which another thread may take away
+        return shard.ended if shard else None
 
     # -- one by one ---------------------------------------------------------------------------------------------------
 

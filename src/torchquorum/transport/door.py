@@ -13,6 +13,7 @@ import secrets
 import select
 import socket
 import struct
+import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from torchquorum.transport.channel import Channel, Peer, Sent
 from torchquorum.transport.codec import Frame
 from torchquorum.transport.entrance import Entrance
 from torchquorum.transport.lane import PREFIX as LANE
-from torchquorum.transport.lane import LaneListener
+from torchquorum.transport.lane_listener import LaneListener, Take
 from torchquorum.transport.zmq_channel import ZmqChannel, ZmqListener, largest_frame_bytes
 
 MAX_PACKET_BYTES = 128 << 10
@@ -113,16 +114,36 @@ def _make_door(name: str) -> socket.socket:
     return door
 
 
+class _Later:
+    """A message that another thread will send."""
+
+    def __init__(self) -> None:
+        self._given_over = False
+        self._sent: Sent | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether its memory is no longer needed."""
+        return self._given_over and (self._sent is None or self._sent.done)
+
+    def given_over(self, sent: Sent | None) -> None:
+        """It has been sent, or is on its way."""
+        self._sent, self._given_over = sent, True
+
+
 class DoorListener:
     """A ps task's listener with all ways in: ZeroMQ for everybody, a door for its own host, lanes where it has no secret.
 
     Args:
         outside: The socket that everybody knows.
         lanes: The address on which lanes are offered, or None for none.
+        take: Handles a message on a lane's own thread, where lanes have such; None if all are to be received here.
     """
 
-    def __init__(self, outside: ZmqListener, lanes: str | None = None) -> None:
+    def __init__(self, outside: ZmqListener, lanes: str | None = None, take: Take | None = None) -> None:
         self._outside = outside
+        self._polls = threading.get_ident()
+        self._left_here: deque[tuple[Peer, Sequence[Frame], _Later]] = deque()
         self.name = f"torchquorum/{secrets.token_hex(16)}"
         self._guests: dict[int, tuple[Peer, socket.socket]] = {}
         self._peers: dict[Peer, socket.socket] = {}
@@ -132,10 +153,13 @@ class DoorListener:
         self._poller.register(outside.socket, zmq.POLLIN)
         self._door = Entrance(_make_door(self.name), self._watch)
         self._watched: ZmqChannel | None = None
+        self._bell: int | None = None
         self._lanes: LaneListener | None = None
         if lanes is not None:
             with suppress(OSError):  # then all go by ZeroMQ
-                self._lanes = LaneListener(lanes, largest_frame_bytes(), self._watch)
+                self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                self._poller.register(self._bell, zmq.POLLIN)
+                self._lanes = LaneListener(lanes, largest_frame_bytes(), self._watch, take)
 
     @property
     def lane(self) -> str:
@@ -171,7 +195,23 @@ class DoorListener:
         if not self._received:
             self._collect(timeout_s)
 
+    def ring(self) -> None:
+        """Wakes the thread that polls; may be called on a lane's thread."""
+        if self._bell is not None:
+            os.eventfd_write(self._bell, 1)
+
+    def _answer_bell(self) -> None:
+        assert self._bell is not None
+        os.eventfd_read(self._bell)
+        while self._left_here:
+            peer, frames, later = self._left_here.popleft()
+            try:
+                later.given_over(self.send(peer, frames))
+            except zmq.ZMQError:
+                later.given_over(None)  # the peer is gone
+
     def _collect(self, timeout_s: float) -> None:
+        self._polls = threading.get_ident()
         self._door.wake()
         if self._lanes is not None:
             self._lanes.wake()
@@ -183,6 +223,8 @@ class DoorListener:
                     if (message := self._outside.receive(0.0)) is None:
                         break
                     self._received.append(message)
+            elif ready == self._bell:
+                self._answer_bell()
             elif ready == self._door.fileno():
                 self._let_in()
             elif ready in self._guests:
@@ -223,7 +265,17 @@ class DoorListener:
         guest.close()
 
     def send(self, peer: Peer, frames: Sequence[Frame]) -> Sent | None:
-        """Sends a message by the way its receiver came in; a peer that is gone is no error."""
+        """Sends a message by the way its receiver came in; a peer that is gone is no error.
+
+        On a lane's thread only to lanes that have such: all else is sent by the thread that polls.
+        """
+        if self._lanes is not None and peer.startswith(LANE) and self._lanes.has_carrier(peer):
+            return self._lanes.send(peer, frames)
+        if threading.get_ident() != self._polls:
+            later = _Later()
+            self._left_here.append((peer, frames, later))
+            self.ring()
+            return later
         if self._lanes is not None and peer.startswith(LANE):
             return self._lanes.send(peer, frames)
         if not peer.startswith(_PREFIX):
@@ -252,6 +304,8 @@ class DoorListener:
         """Closes all ways in."""
         if self._lanes is not None:
             self._lanes.close()
+        if self._bell is not None:
+            os.close(self._bell)
         for _, guest in self._guests.values():
             guest.close()
         self._guests.clear()

@@ -14,7 +14,8 @@ import pytest
 from tests.unit.transport.no_files import no_file_left
 from torchquorum.transport import lane as lane_module
 from torchquorum.transport.codec import Frame
-from torchquorum.transport.lane import LARGE_AHEAD, MOST_STRANGERS, LaneChannel, LaneListener, Pieces
+from torchquorum.transport.lane import LaneChannel, Pieces
+from torchquorum.transport.lane_listener import LARGE_AHEAD, MOST_STRANGERS, LaneListener
 
 LARGEST = 64 << 20
 
@@ -35,6 +36,7 @@ class Host:
     def next(self, timeout_s: float = 30.0) -> tuple[bytes, list[bytes]] | None:
         deadline = time.monotonic() + timeout_s
         while (left_s := deadline - time.monotonic()) > 0:
+            self.lanes.wake()
             for fd, _ in self.poll.poll(left_s * 1000):
                 if self.lanes.owns(fd) and (message := self.lanes.ready(fd)) is not None:
                     return message[0], [bytes(f) for f in message[1]]
@@ -42,6 +44,7 @@ class Host:
 
     def turn(self) -> None:
         """Does what can be done now, without waiting."""
+        self.lanes.wake()
         for fd, _ in self.poll.poll(0):
             if self.lanes.owns(fd):
                 assert self.lanes.ready(fd) is None
@@ -84,6 +87,7 @@ def test_a_large_frame_stays_as_it_is_until_the_next_but_one(host: Host) -> None
         lane.send([b"h", letter * 70_000])
         message = None
         while message is None:
+            host.lanes.wake()
             for fd, _ in host.poll.poll(1000):
                 message = host.lanes.ready(fd) or message
         seen.append(message[1][1])

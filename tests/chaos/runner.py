@@ -61,7 +61,9 @@ class Run:
         self.cell = cell
         self.folder, self.gates, self.logdir = folder, folder / "gates", folder / "run"
         self.gates.mkdir()
-        self.deadline = time.monotonic() + DEADLINE_S
+        self.began = time.monotonic()
+        self.deadline = self.began + DEADLINE_S
+        self.events: list[str] = []
         self.hosts: Hosts | None = None
         self.proxy: Proxy | None = None
         self._heard = 0
@@ -137,6 +139,11 @@ class Run:
         # through the proxy of a stall.
         env = {"TORCHQUORUM_INSECURE": "1"} if self.proxy is None else {"TORCHQUORUM_SECRET": SECRET}
         task.lives.append(fork_task(task.argv, task.output, netns=netns, env=env))
+        self.note(f"{task.name} started as process {task.lives[-1].pid}")
+
+    def note(self, what: str) -> None:
+        """Keeps when something happened, for the report of a cell that fails."""
+        self.events.append(f"{time.monotonic() - self.began:6.1f} s  {what}")
 
     def start_all(self) -> None:
         """Starts every task, the ps tasks first."""
@@ -160,6 +167,7 @@ class Run:
             if time.monotonic() > self.deadline:
                 raise Failed(f"waited in vain for {what}")
             time.sleep(POLL_S)
+        self.note(what)
 
     def wait_for_line(self, task: Running, pattern: str, after: int = 0) -> None:
         """Waits until a task has printed something."""
@@ -208,6 +216,7 @@ class Run:
     def strike(self) -> None:
         """The fault, and its end where it has one; the others stop short of the end until a victim that can be is back."""
         victim, fault = self.victim, self.cell.fault
+        self.note(f"{fault} of {victim.name}")
         match fault:
             case "kill -9":
                 victim.lives[-1].send_signal(signal.SIGKILL)
@@ -356,7 +365,7 @@ def run_cell(cell: Cell, number: int, keep: Path | None = None) -> Result:
         run.check()
     except (Failed, OSError) as error:
         tails = [f"--- {t.name}\n" + "\n".join(t.text.splitlines()[-12:]) for t in run.tasks] if run else []
-        problem = "\n".join([str(error), *tails])
+        problem = "\n".join([str(error), *(run.events if run else []), *tails])
     finally:
         if run is not None:
             run.close()

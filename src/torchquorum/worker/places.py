@@ -3,8 +3,8 @@
 Owned by a worker's steps on the board (`torchquorum.worker.board_steps`), without rounds. Updates are made one after another, so
 of many workers that want to push at the same moment all but a few can only wait, and every change from one process
 to another costs more than a small update. So whoever comes straight back after its turn keeps its place for a while, with its
-gradients and parameters in the cache, and then calls the one that has slept longest. What always holds: nobody sleeps for ever,
-because whoever sleeps looks up by itself from time to time, and comes if nobody makes use of the turn.
+gradients and parameters in the cache, then calls the one that has slept longest, and goes on until that one has come. What always
+holds: nobody sleeps for ever, because whoever sleeps looks up by itself from time to time, and comes if nobody makes use of the turn.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import time
 from torchquorum.transport.board import CLOSED, OPEN, Board
 
 STRAIGHT_S = 0.0001  # nobody computes a gradient in this time: whoever is back within it has ready-made ones
-STAY_S = 0.05  # a change of worker costs some milliseconds: the system wakes the next, whose caches are cold
-LOOK_S = 0.002  # of all who sleep, one looks up in this time
+STAY_S = 0.1  # a change of worker costs some milliseconds: the system wakes the next, whose caches are cold
+COME_S = 0.003  # so long the next one takes to come
+LOOK_S = 0.01  # of all who sleep, one looks up in this time
 REOPENED_S = 0.01  # a message that changes something closes the board for a moment
 
 
@@ -38,7 +39,7 @@ class Places:
         self._board, self._worker, self._wait_s = board, worker, wait_s
         self._most = usable_cores()
         self.needed = board.num_workers > self._most
-        self._came_at = self._left_at = 0.0
+        self._came_at = self._left_at = self._goes_at = 0.0
         self.straight = self._called = False  # straight: it has ready-made gradients, and is back at once
         self._shut_in = 0  # before the first opening nobody waits
 
@@ -75,6 +76,8 @@ class Places:
         now = started = open_at = time.perf_counter()
         if board.stands(me) and (now - self._came_at < STAY_S or not board.queue):
             return True
+        if now < self._goes_at:  # its place is the next one's, who has not come yet
+            return True
         while True:
             with board.locked() as held:
                 if not held:
@@ -87,12 +90,13 @@ class Places:
                     return False
                 if board.stands(me):  # for long, and others sleep
                     self._go()
-                else:
-                    if queued and is_open and board.writer < 0 and board.idle_s > LOOK_S:
-                        board.nobody_stands()  # whoever did does not come back, or not soon
-                    if is_open and board.standing() < self._most:
-                        self._stand(now)
-                        break
+                    self._goes_at = now + COME_S
+                    break
+                if queued and is_open and board.writer < 0 and board.idle_s > LOOK_S:
+                    board.nobody_stands()  # whoever did does not come back, or not soon
+                if is_open and board.standing() < self._most:
+                    self._stand(now)
+                    break
                 heard, queued = board.begin_queue(), True
                 look_s = LOOK_S * min(board.queue, board.num_workers) if is_open else REOPENED_S
             self.wake()

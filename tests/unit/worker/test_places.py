@@ -90,9 +90,12 @@ def test_who_comes_straight_back_stays_and_after_a_while_gives_its_place_to_who_
         busy.arrive()
         assert busy.come() and board.stands(0) and asleep.is_alive()
     monkeypatch.setattr(places, "STAY_S", 0.0)
-    back = Coming(busy)
+    monkeypatch.setattr(places, "COME_S", DEADLINE_S)
+    assert busy.come() and busy.come()  # it has called, and goes on until whoever it called is awake
     asleep.join(DEADLINE_S)
     assert asleep.came and board.stands(2) and not board.stands(0)
+    busy._goes_at = 0.0
+    back = Coming(busy)
     turned(asleep.place)  # it was away for long
     back.join(DEADLINE_S)
     assert back.came and board.stands(0)

@@ -2,10 +2,11 @@
 
     python benchmarks/load.py [--seconds 1.0] [--rounds 2] [--workers 2,4,8,16,32] [--output DIR]
 
-Rule Async over shared memory; a step is a push, its update and a pull. Beside it two ps tasks against one, over TCP, with
-100 MB, where the bytes are the work.
+Rule Async over shared memory; a step is a push, its update and a pull. Clusters of all sizes are up at the same time and push in
+turns, half a second each. Beside it two ps tasks against one, over TCP, with 100 MB, where the bytes are the work.
 """
 
+import operator
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -23,15 +24,18 @@ CORES_FOR_TWO_PS = 4
 
 def measure(seconds: float, workers: Sequence[int], *, huge: int = HUGE, rounds: int = 2) -> Result:
     """Measures both sizes with every number of workers, in turns, then one ps task against two."""
-    loads = [Push(numel, number, seconds=seconds) for number in workers for numel in (LARGE, SMALL)]
-    loads += [Push(huge, 2, ps=ps, transport="tcp", seconds=seconds) for ps in (1, 2)]
-    seen: dict[Push, list[dict[str, Any]]] = {push: [] for push in loads}
+    rows = []
+    for numel in (LARGE, SMALL):
+        rows += pushers.run_in_turns([Push(numel, number, seconds=seconds * rounds) for number in workers])
+    for row in rows:
+        _say(row)
+    seen: dict[int, list[dict[str, Any]]] = {1: [], 2: []}
     for _ in range(rounds):
-        for push in loads:
-            seen[push].append(pushers.run(push))
-            _say(seen[push][-1])
-    rows = [pushers.median_of(found) for found in seen.values()]
-    return Result("load", __doc__.splitlines()[0], rows, *_judge(rows[:-2], rows[-2:], workers))
+        for ps, found in seen.items():
+            found.append(pushers.run(Push(huge, 2, ps=ps, transport="tcp", seconds=seconds)))
+            _say(found[-1])
+    pair = [pushers.median_of(found) for found in seen.values()]
+    return Result("load", __doc__.splitlines()[0], rows + pair, *_judge(rows, pair, workers))
 
 
 def _judge(
@@ -39,13 +43,14 @@ def _judge(
 ) -> tuple[list[Floor], list[str]]:
     floors = []
     for numel, least in LEAST.items():
-        of = {row["workers"]: row["pushes_per_s"] for row in rows if row["bytes"] == 4 * numel}
-        name = pushers.size(4 * numel)
-        floors.append(Floor(f"{name}, {workers[0]} workers", of[workers[0]], least, " pushes/s"))
-        worst = min(of, key=lambda n: of[n])
-        if len(of) > 1:
+        of = {row["workers"]: row for row in rows if row["bytes"] == 4 * numel}
+        name, first = pushers.size(4 * numel), of.pop(workers[0])
+        floors.append(Floor(f"{name}, {workers[0]} workers", first["pushes_per_s"], least, " pushes/s"))
+        shares = {n: results.middle(map(operator.truediv, row["turns"], first["turns"])) for n, row in of.items()}
+        if shares:
+            worst = min(shares, key=lambda n: shares[n])
             what = f"{name}, slowest ({worst} workers) of {workers[0]} to {workers[-1]}"
-            floors.append(Floor(what, round(of[worst] / of[workers[0]], 3), NOT_FALLING, f" of {workers[0]} workers"))
+            floors.append(Floor(what, round(shares[worst], 3), NOT_FALLING, f" of {workers[0]} workers"))
     one, two = (row["pushes_per_s"] for row in pair)
     if (os.cpu_count() or 1) >= CORES_FOR_TWO_PS:
         return [*floors, Floor("100 MB over TCP, two ps tasks", round(two / one, 3), 1.0, " x one ps")], []

@@ -71,8 +71,9 @@ def _work(push: Push, together: Barrier) -> dict[str, Any]:
         cpu, began = family_cpu_seconds() if task.index == 0 else 0.0, time.perf_counter()
         count = _push_for(optimizer, push.seconds, push.pause_s, took)
         seconds = time.perf_counter() - began
-        together.wait()  # whoever leaves takes his CPU time with him
+        together.wait()
         used = family_cpu_seconds() - cpu if task.index == 0 else 0.0
+        together.wait()  # whoever leaves takes his CPU time with him
     return {"rate": count / seconds, "cpu": used / seconds, "took": took[:KEPT]}
 
 

@@ -495,7 +495,10 @@ class Client:
         return wait_for_save(self, request, wait_s)
 
     def _answers(self, patience_s: float) -> list[tuple[m.Variables, list[Frame]]]:
-        """Waits for the answers of all ps tasks to the open request; probes those that owe one every `probe_s`."""
+        """Waits for the answers of all ps tasks to the open request; probes those that owe one every `probe_s`.
+
+        Shard 0 is probed also when it has answered: the others wait for its decisions, and do not know that it is gone.
+        """
         waiting = Waiting(len(self._ps), time.monotonic())
         while (k := waiting.next_missing()) is not None:
             self._hear(waiting, k, self._channels[k].receive(self.patience.probe_s))
@@ -504,16 +507,16 @@ class Client:
             if now - waiting.asked < self.patience.probe_s and not self._closed(k):
                 continue
             waiting.asked = now
-            for missing in waiting.missing():
-                while missing not in waiting.found and self._hear(
-                    waiting, missing, self._channels[missing].receive(0.0)
-                ):
+            for owing in sorted({0, *waiting.missing()}):
+                while self._hear(waiting, owing, self._channels[owing].receive(0.0)) and owing not in waiting.found:
                     pass
+            if waiting.next_missing() is None:
+                break
             probe = codec.encode(m.Probe(self.index, self.incarnation, self._request))
-            for missing in waiting.missing():
-                self._channels[missing].send([probe])
-                silent_s = now - waiting.heard[missing]
-                self._check(missing, now - waiting.started, silent_s, patience_s, waiting.what, starting=False)
+            for owing in sorted({0, *waiting.missing()}):
+                self._channels[owing].send([probe])
+                silent_s = now - waiting.heard[owing]
+                self._check(owing, now - waiting.started, silent_s, patience_s, waiting.what, starting=False)
             if now - waiting.told >= self.patience.say_s:
                 waiting.told = now
                 self._say(f"{self.task}: waiting for {waiting.what}: {now - waiting.started:.0f} s")

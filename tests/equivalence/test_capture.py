@@ -134,6 +134,23 @@ def test_a_model_that_looks_at_its_values_goes_on_uncaptured_and_says_so(capsys:
 
 
 @needs_gpu
+def test_after_a_step_that_cannot_be_captured_random_numbers_are_drawn_as_before() -> None:
+    def work(task: Task) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Looks(), nn.Dropout(0.5), nn.Linear(3, 3)).double().cuda()
+        optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+        step = tq.capture(lambda x, y: cross_entropy(model(x), y), optimizer)
+        x, y = batches(1)[0]
+        with tq.Session(task, model, optimizer, last_step=STEPS, patience=PATIENCE):
+            losses = [step(x, y) for _ in range(STEPS)]
+        assert step.why_not and not step.captured
+        return losses
+
+    losses = Cluster().run(work)[0]
+    assert len(set(losses[-5:])) == 5 and torch.rand(3, device="cuda").unique().numel() == 3
+
+
+@needs_gpu
 def test_batches_of_several_sizes_each_get_their_graph() -> None:
     data = batches(24, rows=lambda k: (12, 7)[k % 2])
     ours = captured(mlp, "SGD", data, "cuda")

@@ -16,7 +16,10 @@ from tests.harness import PATIENCE, Cluster
 from torchquorum.session.join import Task
 from torchquorum.worker import devices
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none"),
+    pytest.mark.library_keeps_sockets,  # of pipes and sockets: those that CUDA opens once
+]
 
 CUDA, CPU = "/job:worker/task:0/device:CUDA:0", "/job:worker/task:0/device:CPU:0"
 MISSING = "/gpu:99"

@@ -9,6 +9,7 @@ that looks at its own values, shapes that change all the time) it does exactly t
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,6 +131,7 @@ class CapturedStep:
             return self._capture(flat, inputs)
         except Exception as error:
             self.why_not = _reason(error)
+            _end_capture(flat.cuda_device)
             for parameter in flat.parameters:
                 parameter.grad = None
             self._optimizer.say(
@@ -160,6 +162,13 @@ class CapturedStep:
         return _Graph(
             graph, static, loss_out, gradients, flat, totals.numpy() if complete and totals is not None else None
         )
+
+
+def _end_capture(device: torch.device | None) -> None:
+    """After a capture that failed: torch takes its random numbers for still captured, until one succeeds; so here is one."""
+    graph = torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local")
+    with suppress(RuntimeError), torch.cuda.device(device), graph:
+        torch.zeros(1, device=device)
 
 
 def _gather(parameters: list[nn.Parameter], gradients: list[Any], views: list[torch.Tensor]) -> bool:

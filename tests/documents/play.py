@@ -67,9 +67,9 @@ def _play_in_child(path: Path, stage: Path, log: Path, result: Path) -> None:
     sys.argv = ["program.py"]
     code = 1
     try:
-        failures = play(path)
+        failures = play(path, log)
         partial = result.with_suffix(".partial")
-        partial.write_text(json.dumps([f"{failure}\n{_tail(log)}" for failure in failures]))
+        partial.write_text(json.dumps(failures))
         partial.rename(result)
         code = 0
     except BaseException:
@@ -79,8 +79,8 @@ def _play_in_child(path: Path, stage: Path, log: Path, result: Path) -> None:
         os._exit(code)
 
 
-def play(path: Path) -> list[str]:
-    """Plays the blocks of a document in order and returns what failed."""
+def play(path: Path, log: Path) -> list[str]:
+    """Plays the blocks of a document in order and returns what failed, with the end of what had been printed by then."""
     names: dict[str, Any] = scene.names()
     failures = []
     for block in read_blocks(path):
@@ -93,7 +93,7 @@ def play(path: Path) -> list[str]:
                 else:
                     _play_commands(block)
             except BaseException:
-                failures.append(f"{block.where}: {traceback.format_exc(limit=-3)}")
+                failures.append(f"{block.where}: {traceback.format_exc(limit=-3)}\n{_tail(log)}")
     return failures
 
 

@@ -211,7 +211,6 @@ class Quorum:
             if known.left:
                 return []
             self.seen(worker, incarnation, now)
-            self._mark(worker, alive=known.alive, held=known.held)
             known.fenced = False
             return self._settle() if known.held else [self._release(worker), *self._settle()]
         if known is not None:

@@ -140,9 +140,13 @@ class _Carrier:
         poll = select.poll()
         poll.register(self._woken, select.POLLIN)
         while not self._closing:
-            while (message := guest.read(carried=_NONE)) is not None:
+            message = guest.read(carried=_NONE)
+            if message is not None:
                 self._take(guest.peer, message)
-            poll.register(fd, select.POLLIN if guest.writer.flush() else select.POLLIN | select.POLLOUT)
+            all_sent = guest.writer.flush()
+            if message is not None:
+                continue  # there may be more, and whoever never pauses must be answered and hung up on like others
+            poll.register(fd, select.POLLIN if all_sent else select.POLLIN | select.POLLOUT)
             for ready, _ in poll.poll():
                 if ready == self._woken:
                     os.eventfd_read(self._woken)

@@ -193,6 +193,23 @@ def test_whatever_ends_the_connection_ends_its_thread_and_frees_what_was_on_its_
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_who_never_pauses_is_hung_up_on_all_the_same() -> None:
+    def hang_up(peer: Peer, said: list[bytes]) -> list[tuple[Peer, list[bytes]]]:
+        host.listener.hang_up(peer)
+        return [(peer, [b"the last word"])]
+
+    host = Host(hang_up)
+    port, _, word = host.listener.lane.partition("/")
+    flood = struct.pack("<IQ", 1, 5) + b"again"
+    with socket.create_connection(("127.0.0.1", int(port))) as peer:
+        large = struct.pack("<IQQ", 2, 5, LARGE) + b"first" + bytes(LARGE)
+        peer.sendall(bytes.fromhex(word) + large + 5000 * flood)
+        host.wait_for(b"first")
+        assert gone(carriers())
+    host.close()
+    assert {name: len(where) for name, where in host.handled.items()} == {b"first": 1}
+
+
 def test_without_a_file_for_a_thread_of_its_own_a_lane_works_as_well(host: Host) -> None:
     lane, large = host.lane(), os.urandom(LARGE)
     lane.send([b"small"])

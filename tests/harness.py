@@ -44,12 +44,23 @@ class Cluster:
         self.network = InProcessNetwork()
         self.wrap = wrap
         self.said: list[str] = []
-        self.servers = [self._server(i) for i in range(ps)]
-        self._threads = [
-            threading.Thread(target=self._serve, args=(s,), name="torchquorum-test-ps") for s in self.servers
-        ]
-        for thread in self._threads:
-            thread.start()
+        self.servers: list[Server] = []
+        self._threads: list[threading.Thread] = []
+        for server in [self._server(i) for i in range(ps)]:
+            self._start(server)
+
+    def _start(self, server: Server) -> None:
+        thread = threading.Thread(target=self._serve, args=(server,), name="torchquorum-test-ps")
+        thread.start()
+        self.servers.append(server)
+        self._threads.append(thread)
+
+    def restart(self, index: int, timeout_s: float = 30.0) -> None:
+        """Another ps takes the place of this one, and knows nothing of it, as when it is killed and started again."""
+        self._end(self.servers[index])
+        self._threads[index].join(timeout_s)
+        assert not self._threads[index].is_alive(), f"a ps does not end; it said {self.said}"
+        self._start(self._server(index))
 
     def _server(self, index: int) -> Server:
         leader = None
@@ -105,13 +116,17 @@ class Cluster:
 
     def stop(self) -> None:
         """Ends ps tasks that would not end by themselves."""
-        import torchquorum.transport.messages as m
-
         for server, thread in zip(self.servers, self._threads, strict=True):
             if thread.is_alive():
-                server.service.__class__ = _Ended
-                server.service.end_with = m.End(False, "test")  # type: ignore[attr-defined]
+                self._end(server)
         self.wait()
+
+    @staticmethod
+    def _end(server: Server) -> None:
+        import torchquorum.transport.messages as m
+
+        server.service.__class__ = _Ended
+        server.service.end_with = m.End(False, "test")  # type: ignore[attr-defined]
 
 
 from torchquorum.server.service import Service  # noqa: E402

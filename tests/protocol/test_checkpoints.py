@@ -292,6 +292,36 @@ def test_a_shard_that_is_gone_is_not_waited_for_longer_than_half_a_minute(make: 
     assert "/job:ps/task:1 (localhost:1001) has not been heard of for" in state.text and "start it again" in state.text
 
 
+def settled(ps: Ps) -> bool:
+    return only(ps.send(b"chief", m.Settle()), m.Settled).done
+
+
+def test_the_chief_that_chooses_a_checkpoint_waits_for_one_that_has_all_its_parts(make: Make, tmp_path: Path) -> None:
+    ps = make()
+    assert settled(ps)  # there is nothing yet
+    start(ps, tmp_path)
+    assert settled(ps)
+    save(ps, 1, tmp_path)
+    until(ps, lambda: ps.service.checkpoints.saving.parts, alive=())  # type: ignore[union-attr]
+    assert not settled(ps) and list_checkpoints(tmp_path) == []
+    before = ps.now
+    until(ps, lambda: settled(ps), alive=())
+    assert [info.step for info in list_checkpoints(tmp_path)] == [1]
+    assert ps.now == before  # no position was waited for
+
+
+def test_a_checkpoint_without_all_its_parts_is_given_up_when_the_chief_chooses(make: Make, tmp_path: Path) -> None:
+    first, _ = pair(make, tmp_path)
+    first.send(name(0), m.Save(0, 1, 1, str(tmp_path), 5))
+    first.send(name(0), m.Save(0, 1, 2, str(tmp_path), 5))  # waits for its turn
+    until(first, lambda: first.service.checkpoints.saving.parts)  # type: ignore[union-attr]
+    assert settled(first)
+    assert save_state(first, 1, tmp_path).state == "failed"
+    first.later(10.0)
+    first.service.parts.saver.close()
+    assert list(tmp_path.glob("*model.ckpt*")) == []
+
+
 def save_state(ps: Ps, number: int, folder: Path) -> m.SaveState:
     replies = ps.send(name(0), m.Save(0, 1, number, str(folder), 5))
     return next(r.message for r in replies if isinstance(r.message, m.SaveState))

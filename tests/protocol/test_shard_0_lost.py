@@ -11,7 +11,7 @@ from torch import nn
 
 import torchquorum as tq
 import torchquorum.transport.messages as m
-from tests.harness import PATIENCE, Cluster, _Ended
+from tests.harness import PATIENCE, Cluster
 from torchquorum.errors import TorchQuorumError
 from torchquorum.session.join import Task
 from torchquorum.transport import codec
@@ -42,14 +42,7 @@ def replace_shard_0(cluster: Cluster, decided: int) -> None:
     while first.service.leader is None or first.service.leader.quorum.version < decided:
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    first.service.__class__ = _Ended
-    first.service.end_with = m.End(False, "killed")  # type: ignore[attr-defined]
-    cluster._threads[0].join(DEADLINE_S)
-    again = cluster._server(0)
-    thread = threading.Thread(target=cluster._serve, args=(again,), name="torchquorum-test-ps")
-    thread.start()
-    cluster.servers.append(again)
-    cluster._threads.append(thread)
+    cluster.restart(0)
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])

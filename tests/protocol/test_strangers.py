@@ -26,6 +26,7 @@ QUESTIONS: list[m.Message] = [
     m.Push(1, GUESSED, 2, 1, 0, -1, [], None),
     m.Leave(1, GUESSED, None, None, True),
     m.Save(0, GUESSED, 1, "/nowhere", 5),
+    m.Settle(),
     m.Stop(0, GUESSED),
     m.TakeBuffers(1, GUESSED, 1, False),
     m.ShardHello(1, GUESSED, 0, 1, "elsewhere", 0, m.PROTOCOL, m.PACKAGE),

@@ -32,6 +32,7 @@ HARMLESS = (
     m.TakeBatches,
     m.UseBatches,
     m.Scale,
+    m.Settle,
     m.Fault,
 )
 

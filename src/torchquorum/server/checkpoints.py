@@ -44,6 +44,7 @@ class Saving:
     heard: set[int] = field(default_factory=set)
     heard_buffers: set[int] = field(default_factory=set)
     publishing: bool = False
+    waits_for_positions: bool = True
 
 
 class Parts:
@@ -217,7 +218,7 @@ class Checkpoints:
             return
         workers = self._leader.quorum.workers  # one that has nothing to compute cannot be asked, and has not moved
         missing = [w for w in self._leader.quorum.alive if not workers[w].paused and self._misses(w, saving)]
-        if missing and now - saving.begun_at < POSITIONS_S:
+        if missing and saving.waits_for_positions and now - saving.begun_at < POSITIONS_S:
             return
         saving.publishing = True
         self._leader.flush()  # a checkpoint never holds updates that the ledger does not know after a crash
@@ -238,6 +239,19 @@ class Checkpoints:
         if self.saving is not None and not self.saving.publishing:
             self._saver.abandon(self.saving.partial)
         self.saving = None
+
+    def settle(self) -> bool:
+        """A shard has lost its variables, and all go on from a checkpoint: what is in the making is one soon, or never.
+
+        Returns:
+            Whether nothing is in the making: no checkpoint appears after that, unless it is asked for.
+        """
+        self._next = None
+        if self.saving is not None and len(self.saving.parts) < self._plan.num_shards:
+            self.fail("a ps task has lost its variables, and with them its part of it")
+        if self.saving is not None:
+            self.saving.waits_for_positions = False  # of workers that look for the lost ps task
+        return self.saving is None
 
     def fail(self, why: str) -> None:
         """Gives the checkpoint in the making up."""

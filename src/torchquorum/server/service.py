@@ -114,6 +114,9 @@ class Service:
                 replies = self._leave(peer, message, now, wall)
             case m.Save():
                 replies = self._save(peer, message, now)
+            case m.Settle():
+                self.strangers.talked(peer)
+                replies = [Reply(peer, m.Settled(self.checkpoints is None or self.checkpoints.settle()))]
             case m.Stop():
                 replies = self._stop(peer, message, wall)
             case m.Position():

@@ -1,8 +1,8 @@
 """What a run's variables are, and what their values begin from: live ones, a checkpoint, or the model's own.
 
 Owned by the session: every worker describes the variables by the same plan, and the chief makes them, at the start and when a
-ps task was lost. What always holds: live variables are never replaced while all the ps tasks hold them, and a run that lost
-its variables begins again at step 0 only if it was told that it may.
+ps task was lost. What always holds: live variables are never replaced while all the ps tasks hold them, a run that lost its
+variables begins again at step 0 only if it was told that it may, and the checkpoint that it goes on from stays its newest.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torchquorum.session.goal import Goal
 from torchquorum.session.join import say
 from torchquorum.session.states import State
 from torchquorum.transport.messages import Plan
+from torchquorum.worker.asking import wait_until_settled
 from torchquorum.worker.buffers import tied_names
 from torchquorum.worker.client import Client
 from torchquorum.worker.flat import FlatParameters, describe
@@ -100,6 +101,8 @@ class Origin:
         recovering = self._session.state is State.RECOVERING
         if not recovering and not any(created):
             check_free(logdir, self._say)
+        if any(created):
+            wait_until_settled(client)
         path = self._newest()
         if path is None and (any(created) or recovering) and not self._start_afresh:
             lost = [str(ps) for ps, there in zip(task.cluster.tasks("ps"), created, strict=True) if not there]

@@ -36,7 +36,7 @@ from torchquorum.transport.plan import (
 )
 from torchquorum.version import __version__
 
-PROTOCOL = 2
+PROTOCOL = 3
 PACKAGE = __version__
 
 
@@ -161,6 +161,10 @@ class Save(Message):
     number: int
     folder: str
     keep: int
+
+
+class Settle(Message):
+    """The chief is about to choose the checkpoint that the run goes on from: none may appear after that. Answered by Settled."""
 
 
 class Stop(Message):
@@ -371,6 +375,12 @@ class SaveState(Message):
     text: str
 
 
+class Settled(Message):
+    """Whether no checkpoint is being made any more; asked again while one is being published."""
+
+    done: bool
+
+
 class RunBuffers(Message):
     """The run's buffers, in frame 0: asked for by TakeBuffers; `whose` are the workers they come from."""
 
@@ -559,6 +569,7 @@ AnyMessage = (
     | Beat
     | Leave
     | Save
+    | Settle
     | Stop
     | Position
     | Buffers
@@ -582,6 +593,7 @@ AnyMessage = (
     | RunBuffers
     | Wanted
     | SaveState
+    | Settled
     | Status
     | Mean
     | Fate

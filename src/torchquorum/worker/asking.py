@@ -1,4 +1,4 @@
-"""What a worker waits for by asking again and again: that the others have joined, that a checkpoint is written.
+"""What a worker waits for by asking again and again: the others, a checkpoint, that none is being written any more.
 
 Called by the client, on the worker's thread. What always holds: every wait ends with an answer or with an error that says
 who was waited for and what to do.
@@ -68,3 +68,20 @@ def wait_for_save(client: Client, request: m.Save, wait_s: float) -> m.SaveState
         f"{client.task}: waited {wait_s:.0f} s for {first} ({client.cluster.address(first)}) to write a checkpoint into "
         f"{request.folder} and gave up"
     )
+
+
+def wait_until_settled(client: Client) -> None:
+    """Waits until ps task 0 is making no checkpoint, so that the newest in the folder stays the newest.
+
+    Raises:
+        DeadlineError: It was still at it.
+    """
+    started, limit_s = time.monotonic(), client.patience.start_s
+    while not client.ask(0, m.Settle(), [], m.Settled, limit_s, "a checkpoint that is being published").done:
+        if time.monotonic() - started > limit_s:
+            first = client.cluster.tasks("ps")[0]
+            raise DeadlineError(
+                f"{client.task}: waited {limit_s:.0f} s for {first} ({client.cluster.address(first)}) to publish a checkpoint "
+                "and gave up; see whether its disk still answers"
+            )
+        time.sleep(SAVE_EVERY_S)

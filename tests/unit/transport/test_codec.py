@@ -88,6 +88,8 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     m.Log: st.builds(m.Log, numbers, numbers, st.lists(entries, max_size=5)),
     m.Save: st.builds(m.Save, numbers, numbers, numbers, st.text(), numbers),
     m.SaveState: st.builds(m.SaveState, numbers, st.text(), numbers, st.text(), st.text()),
+    m.Settle: st.just(m.Settle()),
+    m.Settled: st.builds(m.Settled, st.booleans()),
     m.Stop: st.builds(m.Stop, numbers, numbers),
     m.Position: st.builds(m.Position, numbers, numbers, numbers, st.dictionaries(st.text(), json, max_size=4)),
     m.Buffers: st.builds(m.Buffers, numbers, numbers, numbers, numbers, st.booleans()),

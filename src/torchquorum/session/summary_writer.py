@@ -87,6 +87,7 @@ class SummaryThread:
         self._rates = StatusRates(batch_size)
         self._over, self._loop = over, threading.current_thread()
         self.histogram_s = 0.0
+        self._opened = 0
         self.failed = False
         self.thread = threading.Thread(target=self._run, name="torchquorum-summaries", daemon=True)
         self.thread.start()
@@ -153,6 +154,9 @@ class SummaryThread:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about libraries that are of no use here
             from torch.utils.tensorboard.writer import SummaryWriter
+        # Readers take files in the order of their names, which begin with the second: two of one second might change places.
+        time.sleep(max(0.0, self._opened + 1 - time.time()))
+        self._opened = int(time.time())
         return SummaryWriter(str(self._spool.local), purge_step=first_step or None)
 
     def _next(self) -> Moment | Opening | Rewind | None:

@@ -144,6 +144,8 @@ def test_what_was_written_beyond_the_step_of_a_resumed_run_counts_no_more(tmp_pa
 
     train(lambda _: [hook, Back()], last_step=8, in_loop=lambda _: until_written(hook))
     assert [step for step, _ in points(tmp_path, "learning_rate")][:8] == [1, 2, 3, 4, 5, 7, 8, 8]
+    seconds = {path.name.split(".")[3] for path in tmp_path.glob("events.out.tfevents.*")}
+    assert len(seconds) == 2  # by which readers put them in order
 
 
 def test_large_models_are_sampled_evenly(monkeypatch: pytest.MonkeyPatch) -> None:

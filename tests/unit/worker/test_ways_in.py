@@ -1,5 +1,6 @@
 """The faster ways to a ps task that a worker tries: who is shown out, or meets silence, stays with ZeroMQ."""
 
+import os
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from torchquorum.worker.client import Client, Patience
 from torchquorum.worker.resume import enter_door, take_lane
 
 WORD = "00" * 32
-DOOR = "torchquorum/test-of-ways-in"
+DOOR = f"torchquorum/test-of-ways-in/{os.getpid()}"
 
 
 @pytest.fixture

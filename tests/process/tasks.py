@@ -66,13 +66,21 @@ class Started:
         command: Its command line.
         env: Variables of its environment beside those of this process.
         forked: Whether a Python command may be a fork of the zygote; otherwise it is a new process.
+        netns: A network namespace for a fork to be in.
     """
 
-    def __init__(self, command: Sequence[str], env: dict[str, str] | None = None, *, forked: bool = False) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: dict[str, str] | None = None,
+        *,
+        forked: bool = False,
+        netns: str | None = None,
+    ) -> None:
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})}
         self.process: Forked | subprocess.Popen[str]
         if forked:
-            self.process = fork_python(command, environment)
+            self.process = fork_python(command, environment, netns=netns)
         else:
             self.process = subprocess.Popen(
                 list(command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
@@ -160,9 +168,11 @@ class ByHand:
         flags = [f"--job_name={job}", f"--task_id={index}", f"--ps_hosts={self.ps_hosts}"]
         return [sys.executable, str(self.program), *flags, f"--worker_hosts={self.worker_hosts}", *arguments]
 
-    def start(self, job: str, index: int, *arguments: str, prefix: Sequence[str] = ()) -> Started:
+    def start(
+        self, job: str, index: int, *arguments: str, prefix: Sequence[str] = (), netns: str | None = None
+    ) -> Started:
         """Starts a task, as a fork of the zygote unless there is a command in front of it."""
-        task = Started([*prefix, *self.command(job, index, *arguments)], forked=not prefix)
+        task = Started([*prefix, *self.command(job, index, *arguments)], forked=not prefix, netns=netns)
         self.started.append(task)
         return task
 

@@ -18,10 +18,6 @@ def ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True, timeout=20)
 
 
-def prefix(name: str) -> list[str]:
-    return ["ip", "netns", "exec", name]
-
-
 @pytest.fixture
 def hosts() -> Iterator[list[str]]:
     """Three hosts with an address each; yields their names."""
@@ -60,11 +56,10 @@ def test_tasks_on_different_hosts_train_together(hosts: list[str], rule: str, tm
     # Every other way to say it, too.
     flag = f"--secret-file={secret}" if rule == "sync" else "--insecure"
     with by_hand(hosts=addresses) as cluster:
-        prefixes = [prefix(name) for name in hosts]
         options = ("--steps=60", f"--rule={rule}", "--size=400000", flag)
         tasks = [
-            cluster.start("ps", 0, flag, prefix=prefixes[0]),
-            *(cluster.start("worker", i, *options, prefix=prefixes[i + 1]) for i in (0, 1)),
+            cluster.start("ps", 0, flag, prefix=["ip", "netns", "exec", hosts[0]]),  # as a user starts it
+            *(cluster.start("worker", i, *options, netns=hosts[i + 1]) for i in (0, 1)),
         ]
         for task in tasks:
             assert task.wait() == 0, task.tail()
@@ -78,12 +73,11 @@ def test_a_worker_on_another_host_that_dies_is_noticed(hosts: list[str]) -> None
     addresses = [f"10.213.7.{i + 1}:2222" for i in range(3)]
     with by_hand(hosts=addresses) as cluster:
         options = ("--steps=100000", "--pause=0.01", "--liveness=1.5")
-        refused = cluster.start("ps", 0, prefix=[*prefix(hosts[0])])
+        refused = cluster.start("ps", 0, netns=hosts[0])
         assert refused.wait() != 0 and "torchquorum secret --out FILE" in "\n".join(refused.lines)
-        prefixes = [prefix(name) for name in hosts]
-        ps = cluster.start("ps", 0, "--insecure", prefix=prefixes[0])
-        chief = cluster.start("worker", 0, *options, prefix=prefixes[1])
-        other = cluster.start("worker", 1, *options, prefix=prefixes[2])
+        ps = cluster.start("ps", 0, "--insecure", netns=hosts[0])
+        chief = cluster.start("worker", 0, *options, netns=hosts[1])
+        other = cluster.start("worker", 1, *options, netns=hosts[2])
         other.until("local 5 ")
         other.kill()
         ps.until("/job:worker/task:1 counts as dead (not heard of for", 6.0)

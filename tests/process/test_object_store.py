@@ -3,20 +3,18 @@
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from tests.process.tasks import Started
+from tests.process.tasks import FORKING, Started
 from tests.s3 import s3_server
 from torchquorum.formats.checkpoint import newest_good
 from torchquorum.formats.checkpoint_write import export
 from torchquorum.formats.storage import locate
 
 PROGRAM = Path(__file__).parent / "learns.py"
-TORCHQUORUM = [sys.executable, "-m", "torchquorum.cli.main"]
 
 
 def digests(run: Started) -> set[str]:
@@ -33,7 +31,7 @@ def test_a_run_on_s3_whose_ps_is_killed_ends_as_one_that_was_left_alone(
 
     def train(name: str, *arguments: str) -> Started:
         command = ["run", "--ps=2", "--workers=2", str(PROGRAM), f"--logdir=s3://bucket/{name}", "--steps=30"]
-        started.append(Started([*TORCHQUORUM, *command, *arguments]))
+        started.append(Started([*FORKING, *command, *arguments], forked=True))
         return started[-1]
 
     with s3_server() as variables:

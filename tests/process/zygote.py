@@ -157,11 +157,11 @@ def _the_zygote() -> Zygote:
         return _zygote
 
 
-def fork_python(command: Sequence[str], environment: Mapping[str, str]) -> Forked:
-    """Starts a Python command as a fork of the zygote, with both output streams in one pipe."""
+def fork_python(command: Sequence[str], environment: Mapping[str, str], *, netns: str | None = None) -> Forked:
+    """Starts a Python command as a fork of the zygote, in a network namespace if need be, with both output streams in one pipe."""
     out, child_out = os.pipe()
     try:
-        process = _the_zygote().fork(command, environment, Path.cwd(), [child_out, child_out])
+        process = _the_zygote().fork(command, environment, Path.cwd(), [child_out, child_out], netns=netns)
     finally:
         os.close(child_out)
     process.stdout = os.fdopen(out, "r", encoding="utf-8", errors="replace")

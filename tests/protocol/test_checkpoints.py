@@ -45,6 +45,8 @@ def test_what_was_saved_is_restored_with_the_positions_of_the_workers(make: Make
     assert torch.equal(again.values(), torch.full_like(again.values(), 2.0))
     position = only(again.join(1, 5), m.Variables).position
     assert position is not None and position["epoch"] == 1
+    for asked in (m.Probe(1, 5, 1), m.Join(1, 5, 1, None, None)):  # whoever did not hear it, or asked before it came
+        assert only(again.send(name(1), asked), m.Variables).position == position
 
 
 def test_a_ps_whose_neighbour_lost_its_variables_gives_its_own_up_and_restores(make: Make, tmp_path: Path) -> None:
@@ -296,17 +298,28 @@ def settled(ps: Ps) -> bool:
     return only(ps.send(b"chief", m.Settle()), m.Settled).done
 
 
-def test_the_chief_that_chooses_a_checkpoint_waits_for_one_that_has_all_its_parts(make: Make, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rule", "with_positions", "kept"),
+    [(tq.Sync(), True, [1]), (tq.Sync(), False, []), (tq.Async(), True, [2]), (tq.Async(), False, [2])],
+)
+def test_the_chief_that_chooses_a_checkpoint_waits_for_one_that_is_as_good_as_made(
+    make: Make, tmp_path: Path, rule: tq.Rule, with_positions: bool, kept: list[int]
+) -> None:
     ps = make()
     assert settled(ps)  # there is nothing yet
-    start(ps, tmp_path)
+    ps.create(logdir=str(tmp_path), rule=rule)
+    for worker in (0, 1):
+        ps.join(worker)
+        ps.push(worker, 1, 0)
     assert settled(ps)
     save(ps, 1, tmp_path)
     until(ps, lambda: ps.service.checkpoints.saving.parts, alive=())  # type: ignore[union-attr]
-    assert not settled(ps) and list_checkpoints(tmp_path) == []
+    for worker in (0, 1) if with_positions else ():
+        ps.send(name(worker), m.Position(worker, 1, ps.service.checkpoints.saving.version, {}))  # type: ignore[union-attr]
+    assert settled(ps) is not bool(kept) and list_checkpoints(tmp_path) == []
     before = ps.now
     until(ps, lambda: settled(ps), alive=())
-    assert [info.step for info in list_checkpoints(tmp_path)] == [1]
+    assert [info.step for info in list_checkpoints(tmp_path)] == kept
     assert ps.now == before  # no position was waited for
 
 

@@ -180,6 +180,10 @@ class Checkpoints:
         saving = self.saving
         return saving.version if saving is not None and not saving.publishing and self._misses(worker, saving) else -1
 
+    def _missing(self, saving: Saving) -> bool:
+        workers = self._leader.quorum.workers  # one that has nothing to compute cannot be asked, and has not moved
+        return any(not workers[w].paused and self._misses(w, saving) for w in self._leader.quorum.alive)
+
     def _misses(self, worker: int, saving: Saving) -> bool:
         """Whether a worker's position, or its buffers, are still to come: of the very version, or, without rounds, recent."""
         exact = self._plan.rule.once_per_round
@@ -216,9 +220,7 @@ class Checkpoints:
             return
         if len(saving.parts) < self._plan.num_shards:
             return
-        workers = self._leader.quorum.workers  # one that has nothing to compute cannot be asked, and has not moved
-        missing = [w for w in self._leader.quorum.alive if not workers[w].paused and self._misses(w, saving)]
-        if missing and saving.waits_for_positions and now - saving.begun_at < POSITIONS_S:
+        if self._missing(saving) and saving.waits_for_positions and now - saving.begun_at < POSITIONS_S:
             return
         saving.publishing = True
         self._leader.flush()  # a checkpoint never holds updates that the ledger does not know after a crash
@@ -246,11 +248,13 @@ class Checkpoints:
         Returns:
             Whether nothing is in the making: no checkpoint appears after that, unless it is asked for.
         """
-        self._next = None
-        if self.saving is not None and len(self.saving.parts) < self._plan.num_shards:
-            self.fail("a ps task has lost its variables, and with them its part of it")
-        if self.saving is not None:
-            self.saving.waits_for_positions = False  # of workers that look for the lost ps task
+        saving, self._next = self.saving, None
+        if saving is not None and (
+            len(saving.parts) < self._plan.num_shards or (self._plan.rule.once_per_round and self._missing(saving))
+        ):
+            self.fail("a ps task was lost before its part, or the place of every worker in its data, was here")
+        elif saving is not None:
+            saving.waits_for_positions = False  # without rounds an older place will do
         return self.saving is None
 
     def fail(self, why: str) -> None:

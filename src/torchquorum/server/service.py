@@ -301,13 +301,12 @@ class Service:
         if not self.shard.joined_by(join):
             self.shard.welcome(peer, join)
         if self.leader is not None:
-            again = self.shard.answer(join.worker, join.incarnation, join.request)
-            if again:
+            if again := self._again(join):
                 return again
             transport = "shm" if join.gradients is not None else "tcp"
             self.leader.join(join.worker, join.incarnation, join.request, now, wall, transport)
             return []
-        return self.shard.answer(join.worker, join.incarnation, join.request)
+        return self._again(join)
 
     def _waiting_for_chief(self, request: int) -> m.Held:
         if self.shard is not None:
@@ -328,8 +327,7 @@ class Service:
             return [Reply(peer, self._not_joined(push.worker, push.incarnation, push.request))]
         if not shard.heard_from(push.worker, peer, push.request):
             return []
-        again = shard.answer(push.worker, push.incarnation, push.request)
-        if again:
+        if again := self._again(push):
             return again
         key = Key(push.worker, push.incarnation, push.local_step)
         if shard.decided(key):
@@ -361,7 +359,7 @@ class Service:
             return [Reply(peer, self._not_joined(pull.worker, pull.incarnation, pull.request))]
         if not shard.heard_from(pull.worker, peer, pull.request):
             return []
-        again = shard.answer(pull.worker, pull.incarnation, pull.request)
+        again = self._again(pull)
         if again or self.leader is None:
             return again
         if not self.leader.pull(pull.worker, pull.incarnation, pull.request, averaged=pull.averaged):
@@ -373,8 +371,7 @@ class Service:
             return [Reply(peer, self._waiting_for_chief(probe.request))]
         if self.shard is None:
             return [Reply(peer, m.Unknown(probe.request, self.reign))]
-        again = self.shard.answer(probe.worker, probe.incarnation, probe.request)
-        if again:
+        if again := self._again(probe):
             return again
         key = self.shard.undecided(probe.worker, probe.incarnation, probe.request)
         elsewhere = m.Held(probe.request, "the other ps tasks", 0, 1, [])
@@ -451,7 +448,7 @@ class Service:
         for entry in news:
             outcome = self.leader.outcomes.get(entry.worker) if isinstance(entry, m.Release) else None
             followed = self.shard.follow(entry, outcome, told=told)
-            if isinstance(entry, m.Release) and self.checkpoints is not None:
+            if isinstance(entry, m.Release):
                 for reply in followed:
                     self._about_positions(reply.message, entry.worker)
             replies += followed
@@ -463,10 +460,16 @@ class Service:
             self.board.open()
         return replies
 
+    def _again(self, asked: m.Join | m.Push | m.Pull | m.Probe) -> list[Reply]:
+        """Returns the answer to a request again, if there was one, with all that was in it."""
+        again = self._ready().answer(asked.worker, asked.incarnation, asked.request)
+        for reply in again:
+            self._about_positions(reply.message, asked.worker)
+        return again
+
     def _about_positions(self, answer: m.Message, worker: int) -> None:
         """Asks a worker for its position if it is wanted, and gives one that joins the position that was saved."""
-        assert self.checkpoints is not None and self.shard is not None
-        if isinstance(answer, m.Variables):
+        if isinstance(answer, m.Variables) and self.checkpoints is not None and self.shard is not None:
             answer.save = self.checkpoints.wants_position(worker)
             if self.shard.is_join(worker, answer.request):
                 answer.position = self.checkpoints.restored.get(str(worker))

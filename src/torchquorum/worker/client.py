@@ -411,8 +411,10 @@ class Client:
         """Waits for the answer of every ps task to the open request and loads it. Returns shard 0's."""
         first_message = self._open[0][0] if self._open else None
         averaged = isinstance(first_message, m.Pull) and first_message.averaged
+        restored = None  # which comes with the answer to a join, also where that is of a version that is gone by now
         while True:
             answers = self._answers(patience_s)
+            restored = answers[0][0].position or restored
             loaded = [self._load(k, message, frames) for k, (message, frames) in enumerate(answers)]
             versions = {message.version for message, _ in answers}
             self._open = None
@@ -424,7 +426,7 @@ class Client:
         first = answers[0][0]
         self.version, self.lr, self.reign = first.version, first.lr, first.reign
         self.stopped = self.stopped or first.stop
-        self.position = first.position
+        self.position = restored
         if first.stop and self.buffers is not None:
             self.buffers.give_final(self.version)
         self._note_position(first)
@@ -500,7 +502,7 @@ class Client:
         Shard 0 is probed also when it has answered: the others wait for its decisions, and do not know that it is gone.
         """
         waiting = Waiting(len(self._ps), time.monotonic())
-        while (k := waiting.next_missing()) is not None:
+        while (k := self._owing(waiting)) is not None:
             self._hear(waiting, k, self._channels[k].receive(self.patience.probe_s))
             now = time.monotonic()
             self.while_waiting()
@@ -511,7 +513,7 @@ class Client:
                 while self._hear(waiting, owing, self._channels[owing].receive(0.0)) and owing not in waiting.found:
                     pass
             if waiting.next_missing() is None:
-                break
+                continue
             probe = codec.encode(m.Probe(self.index, self.incarnation, self._request))
             for owing in sorted({0, *waiting.missing()}):
                 self._channels[owing].send([probe])
@@ -521,6 +523,13 @@ class Client:
                 waiting.told = now
                 self._say(f"{self.task}: waiting for {waiting.what}: {now - waiting.started:.0f} s")
         return [waiting.found[k] for k in range(len(self._ps))]
+
+    def _owing(self, waiting: Waiting) -> int | None:
+        """Returns the first ps that owes an answer. Some of before a restore and some of after it are none: all are asked again."""
+        if waiting.next_missing() is None and len({answer.reign for answer, _ in waiting.found.values()}) > 1:
+            waiting.found.clear()
+            self._send_open()
+        return waiting.next_missing()
 
     def _closed(self, k: int) -> bool:
         channel = self._channels[k]

@@ -32,8 +32,10 @@ class Late:
         return getattr(self._channel, name)
 
     def receive(self, timeout_s: float) -> Any:
-        received: Any = self._channel.receive(timeout_s)
-        answer = codec.split(received)[0] if received is not None else None
+        received = self._channel.receive(timeout_s)
+        if received is None:
+            return None
+        answer = codec.split(received)[0]
         if isinstance(answer, m.Variables) and not self.mixed.is_set():
             if self.before is None:
                 self.before = [bytes(frame) for frame in received]

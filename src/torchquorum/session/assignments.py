@@ -108,6 +108,7 @@ class Assignments:
         self.waiting: deque[GivenBatch] = deque()
         self.helpers: dict[int, Helper] = {}
         self.doubts: list[Doubt] = []
+        self.newest = 0  # version that a result has told of
         self.expecting = False  # whether the client is about to bring more batches by itself
 
     @property
@@ -191,6 +192,7 @@ class Assignments:
             return
         helper.queue.remove(batch)
         helper.local_step, helper.version = message.local_step, message.version
+        self.newest = max(self.newest, message.version)
         if message.reason == "expired":  # its task had been taken for dead; the gradient was not used
             self.waiting.appendleft(batch)
             return
@@ -263,5 +265,7 @@ class Assignments:
                 what = helper.held.get(batch.number, "")
                 if not what.startswith(("the quorum", "the slowest worker")):
                     return None
+                if what.startswith("the quorum") and helper.version < self.newest:
+                    return None  # that round has been made: what became of the batch is on its way
                 found.append((helper, batch, what))
         return found or None

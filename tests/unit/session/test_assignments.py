@@ -163,6 +163,17 @@ def test_it_is_stuck_only_when_every_unfinished_batch_waits_for_what_nobody_comp
     made.helpers[0].held = {0: "the quorum (1 of 2)"}
     assert made.stuck() is None
     made.done(1, done(1, 1))
+    made.helpers[0].version = 1
     assert [(b.number, what) for _, b, what in made.stuck() or []] == [(0, "the quorum (1 of 2)")]
     made.helpers[0].held = {0: "the other ps tasks"}
     assert made.stuck() is None
+
+
+def test_a_batch_whose_round_was_made_is_not_stuck_though_its_task_said_so_last() -> None:
+    made = books(2, 2)
+    give_all(made)
+    made.helpers[0].held = {0: "the quorum (1 of 2)"}
+    made.done(1, done(1, 1))  # the other gradient of that round: both were used
+    assert made.stuck() is None
+    made.helpers[0].version = 1  # it says that it waits in the next round
+    assert made.stuck() is not None

@@ -97,7 +97,7 @@ class TestPlainKubernetes:
             for job, count in counts.items():
                 for index in range(count):
                     words, variables = self.pod(sets[job], index, json.dumps(spec), tmp_path)
-                    started[f"{job}-{index}"] = Started(words, variables)
+                    started[f"{job}-{index}"] = Started(words, variables, forked=True)
             for name, task in started.items():
                 assert task.wait() == 0, f"{name}: {task.tail()}"
         finally:

@@ -118,6 +118,7 @@ def _play_commands(block: Block) -> None:
         if child == 0:
             zygote.disinherit()
             scene.lengthen_sessions()
+            scene.evaluate_less()
             zygote.run([sys.executable, *start, *_shorten(words[1:])])
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])  # the document's time limit holds for it
         if code != 0:

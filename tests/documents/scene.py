@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from torchquorum.jobs.models import MLP
 from torchquorum.session.session import Session
 
 STEPS = 3
+TEST_IMAGES = 1000
 
 
 class ShortSession(Session):
@@ -53,6 +55,18 @@ def shorten_sessions() -> None:
 def lengthen_sessions() -> None:
     """Makes `tq.Session` the real one again, in this process."""
     tq.Session = Session  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+
+
+def evaluate_less() -> None:
+    """Leaves a few of the test images, in this process: a command here evaluates for longer than it trains."""
+    load = tq.load_mnist
+
+    def load_less(*arguments: Any) -> tq.Mnist:
+        data = load(*arguments)
+        test = replace(data.test, images=data.test.images[:TEST_IMAGES], labels=data.test.labels[:TEST_IMAGES])
+        return replace(data, test=test)
+
+    tq.load_mnist = load_less  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 
 def fresh_names(mnist: Any) -> dict[str, Any]:

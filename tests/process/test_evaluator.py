@@ -20,9 +20,9 @@ def test_an_evaluator_evaluates_the_checkpoints_with_the_programs_hooks_and_ends
     started: dict[str, Started] = {}
     try:
         for job, variables in (("evaluator", config("evaluator")), ("ps", spec)):
-            started[job] = Started([sys.executable, str(PROGRAM), str(tmp_path)], variables)
+            started[job] = Started([sys.executable, str(PROGRAM), str(tmp_path)], variables, forked=True)
         started["evaluator"].until("following the checkpoints")
-        started["chief"] = Started([sys.executable, str(PROGRAM), str(tmp_path)], config("chief"))
+        started["chief"] = Started([sys.executable, str(PROGRAM), str(tmp_path)], config("chief"), forked=True)
         for job, task in started.items():
             assert task.wait() == 0, f"{job}: {task.tail()}"
     finally:

@@ -1,6 +1,7 @@
 """A ps is lost while shard 0 publishes a checkpoint: the run goes on from that one, not from the one before."""
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 import torchquorum as tq
 from tests.harness import PATIENCE, Cluster
+from torchquorum.errors import DeadlineError
 from torchquorum.formats.checkpoint import list_checkpoints
 from torchquorum.server.saver import Saver
 from torchquorum.session.join import Task
@@ -75,3 +77,30 @@ def test_a_checkpoint_that_is_being_published_when_a_ps_is_lost_is_the_one_to_go
     assert found == [5]  # 4 and the gradient that was on its way
     steps = [info.step for info in list_checkpoints(tmp_path)]
     assert 4 in steps and max(steps) == 5
+
+
+def test_a_disk_that_does_not_come_to_an_end_is_waited_for_with_a_word_and_no_longer_than_the_patience(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    cluster = Cluster(ps=2)
+
+    def work(task: Task) -> None:
+        model = nn.ParameterList([nn.Parameter(torch.zeros(10)), nn.Parameter(torch.zeros(10))])
+        optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), rule=tq.Async())
+        patience = replace(PATIENCE, start_s=1.5, say_s=0.2)
+        with tq.Session(task, model, optimizer, patience=patience, logdir=str(tmp_path)) as session:
+            disk = SlowDisk(cluster.servers[0].service.parts.saver)
+            try:
+                for parameter in model.parameters():
+                    parameter.grad = -torch.ones_like(parameter)
+                optimizer.step()
+                session.save()
+                assert disk.publishes.wait(DEADLINE_S)
+                cluster.restart(1)
+                optimizer.step()
+            finally:
+                disk.goes_on.set()
+
+    with pytest.raises(DeadlineError, match=r"/job:ps/task:0 \(localhost:1000\) to publish a checkpoint and gave up"):
+        cluster.run(work)
+    assert "/job:worker/task:0: waiting for a checkpoint that is being published: " in capfd.readouterr().err

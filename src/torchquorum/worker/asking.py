@@ -76,12 +76,17 @@ def wait_until_settled(client: Client) -> None:
     Raises:
         DeadlineError: It was still at it.
     """
-    started, limit_s = time.monotonic(), client.patience.start_s
+    limit_s = client.patience.start_s
+    started = told = time.monotonic()
     while not client.ask(0, m.Settle(), [], m.Settled, limit_s, "a checkpoint that is being published").done:
-        if time.monotonic() - started > limit_s:
+        now = time.monotonic()
+        if now - started > limit_s:
             first = client.cluster.tasks("ps")[0]
             raise DeadlineError(
                 f"{client.task}: waited {limit_s:.0f} s for {first} ({client.cluster.address(first)}) to publish a checkpoint "
                 "and gave up; see whether its disk still answers"
             )
+        if now - told >= client.patience.say_s:
+            told = now
+            client.say(f"waiting for a checkpoint that is being published: {now - started:.0f} s")
         time.sleep(SAVE_EVERY_S)

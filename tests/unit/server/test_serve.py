@@ -2,13 +2,13 @@
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 import torchquorum.transport.messages as m
+from tests.unit.server.on_a_thread import DEADLINE_S, OnAThread
 from torchquorum.cluster import ClusterSpec
 from torchquorum.errors import DeadlineError, RefusedError, TaskLostError
 from torchquorum.server import serve as module
@@ -18,36 +18,23 @@ from torchquorum.transport import codec
 from torchquorum.transport.inprocess import InProcessChannel, InProcessListener, InProcessNetwork
 from torchquorum.transport.memory import host_id
 
-DEADLINE_S = 60.0
 CLUSTER = ClusterSpec({"ps": ["localhost:1000", "localhost:1001"], "worker": ["localhost:2000", "localhost:2001"]})
 
 
-class Served:
-    """A ps task on a thread of its own, and what became of it."""
+class Served(OnAThread):
+    """A ps task that listens on queues."""
 
     def __init__(self, index: int) -> None:
         self.network = InProcessNetwork()
-        self.said: list[str] = []
+        said: list[str] = []
         self.shard_0: InProcessListener | None = None
         leader = None
         if index > 0:
             self.shard_0 = self.network.listen("localhost:1000")
             leader = self.network.connect("localhost:1000", b"ps/1")
         listener = self.network.listen(f"localhost:{1000 + index}")
-        self.server = Server(CLUSTER, index, listener=listener, leader=leader, say=self.said.append)
         self.channel: InProcessChannel = self.network.connect(f"localhost:{1000 + index}", b"x")
-        self.ok: bool | None = None
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, name="torchquorum-test-ps")
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.ok = self.server.serve()
-        except BaseException as error:
-            self.error = error
-        finally:
-            self.server.close()
+        super().__init__(Server(CLUSTER, index, listener=listener, leader=leader, say=said.append), said)
 
     def ask(self, message: m.Message) -> m.AnyMessage:
         """Sends a message and returns the answer."""
@@ -55,18 +42,6 @@ class Served:
         received = self.channel.receive(DEADLINE_S)
         assert received is not None, self.said
         return codec.split(received)[0]
-
-    def ends(self) -> BaseException | None:
-        """Waits for the end; returns the error that was the reason."""
-        self._thread.join(DEADLINE_S)
-        assert not self._thread.is_alive(), self.said
-        return self.error
-
-    def close(self) -> None:
-        """Ends one that would go on."""
-        if self._thread.is_alive():
-            self.server.service.refused = "the test is over"
-        self.ends()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ import torch
 
 import torchquorum.transport.messages as m
 from tests.process.tasks import free_ports
+from tests.unit.server.on_a_thread import DEADLINE_S, OnAThread
 from torchquorum.cluster import ClusterSpec
 from torchquorum.errors import TaskLostError
 from torchquorum.server.serve import Server
@@ -19,21 +20,19 @@ from torchquorum.transport.door import DoorListener
 from torchquorum.transport.lane import LaneChannel
 from torchquorum.transport.zmq_channel import ZmqListener
 
-DEADLINE_S = 60.0
 LARGE = bytes(100_000)
 
 
-class Served:
-    """A ps task that listens on real sockets, on a thread of its own."""
+class Served(OnAThread):
+    """A ps task that listens on real sockets."""
 
     def __init__(self, index: int) -> None:
         ports = free_ports(3)
         self.cluster = ClusterSpec({"ps": [f"localhost:{p}" for p in ports[:2]], "worker": [f"localhost:{ports[2]}"]})
-        self.said: list[str] = []
+        said: list[str] = []
         self.where: list[str] = []
-        self.error: BaseException | None = None
-        self.server = Server(self.cluster, index, say=self.said.append)
-        handle = self.server.service.handle
+        server = Server(self.cluster, index, say=said.append)
+        handle = server.service.handle
         self.fails: BaseException | None = None
 
         def noted(*args):  # on which thread the service is, and how it fails
@@ -42,32 +41,13 @@ class Served:
                 raise self.fails
             return handle(*args)
 
-        self.server.service.handle = noted  # type: ignore[method-assign]
-        self._thread = threading.Thread(target=self._run, name="torchquorum-test-ps")
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            self.server.serve()
-        except BaseException as error:
-            self.error = error
-        finally:
-            self.server.close()
+        server.service.handle = noted  # type: ignore[method-assign]
+        super().__init__(server, said)
 
     def lane(self) -> LaneChannel:
         listener = self.server._listener
         assert isinstance(listener, DoorListener)
         return LaneChannel("127.0.0.1", listener.lane, 1 << 20)
-
-    def ends(self) -> BaseException | None:
-        self._thread.join(DEADLINE_S)
-        assert not self._thread.is_alive()
-        return self.error
-
-    def close(self) -> None:
-        if self._thread.is_alive():
-            self.server.service.refused = "the test is over"
-        self.ends()
 
 
 @pytest.fixture

@@ -57,9 +57,10 @@ class Cluster:
 
     def restart(self, index: int, timeout_s: float = 30.0) -> None:
         """Another ps takes the place of this one, and knows nothing of it, as when it is killed and started again."""
-        self._end(self.servers[index])
-        self._threads[index].join(timeout_s)
-        assert not self._threads[index].is_alive(), f"a ps does not end; it said {self.said}"
+        last = max(i for i, server in enumerate(self.servers) if server.service.me.index == index)
+        self._end(self.servers[last])
+        self._threads[last].join(timeout_s)
+        assert not self._threads[last].is_alive(), f"a ps does not end; it said {self.said}"
         self._start(self._server(index))
 
     def _server(self, index: int) -> Server:

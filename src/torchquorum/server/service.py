@@ -311,7 +311,7 @@ class Service:
     def _waiting_for_chief(self, request: int) -> m.Held:
         if self.shard is not None:
             return m.Held(request, "the first checkpoint, from which a journal goes on", 0, 1, [])
-        return m.Held(request, "the chief to create the variables", 0, 1, [0])
+        return m.Held(request, m.CREATION, 0, 1, [0])
 
     def _let_in(self, now: float, wall: float) -> list[Reply]:
         """Answers those that have waited to join."""

@@ -38,6 +38,7 @@ from torchquorum.version import __version__
 
 PROTOCOL = 3
 PACKAGE = __version__
+CREATION = "the chief to create the variables"  # what a join waits for at a ps that holds none
 
 
 def refuse_protocol(who: str, protocol: int, package: str, us: str) -> str:

@@ -548,7 +548,7 @@ class Client:
             case m.Variables() if answer.request == self._request:
                 waiting.found[k] = answer, tensors
             case m.Held() if answer.request == self._request:
-                waiting.what = self._wait.who(answer)
+                waiting.what = self._wait.who(answer, k)
                 self._send_position(answer.save)  # the chief may be waiting for it, and this worker for the chief
             case m.Unknown() if answer.request == self._request:
                 older = [other for other, (found, _) in waiting.found.items() if found.reign != answer.reign]

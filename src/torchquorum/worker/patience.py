@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torchquorum.transport.messages as m
 from torchquorum.cluster import ClusterSpec, TaskId
-from torchquorum.errors import DeadlineError, TaskLostError
+from torchquorum.errors import DeadlineError, LostPlaceError, TaskLostError
 from torchquorum.transport.codec import Frame
 
 
@@ -68,8 +68,16 @@ class Wait:
         """Returns the name of a ps task with its address."""
         return f"{self._ps[k]} ({self._cluster.address(self._ps[k])})"
 
-    def who(self, held: m.Held) -> str:
-        """Returns for whom a round waits."""
+    def who(self, held: m.Held, k: int) -> str:
+        """Returns what a request waits for at a ps task, and for whom.
+
+        Raises:
+            LostPlaceError: That is the chief's to do, and this is the chief, who has done it.
+        """
+        if held.what == m.CREATION and self._task.is_chief:
+            raise LostPlaceError(
+                f"{self._task}: {self.where(k)} holds no variables any more: it was restarted just after they had been created"
+            )
         names = [f"/job:worker/task:{i} ({self._cluster.address(TaskId('worker', i))})" for i in held.missing]
         missing = f"; missing {', '.join(names)}" if names else ""
         return f"{held.what} ({held.have} of {held.need}{missing})"

@@ -1,0 +1,98 @@
+"""A ps dies again just after the chief has made its variables anew: the chief does not wait for itself, but makes them once more."""
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchquorum as tq
+import torchquorum.transport.messages as m
+from tests.harness import PATIENCE, Cluster
+from torchquorum.errors import LostPlaceError
+from torchquorum.session.join import Task
+from torchquorum.transport import codec
+from torchquorum.transport.channel import Channel
+
+DEADLINE_S = 60.0
+
+
+class DiesBeforeJoin:
+    """The chief's channel to a ps that is killed, and started again, before the chief's join reaches it."""
+
+    def __init__(self, channel: Any, restart: Any) -> None:
+        self._channel, self._restart = channel, restart
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._channel, name)
+
+    def send(self, frames: Any) -> None:
+        if isinstance(codec.split(frames)[0], m.Join):
+            self._restart()
+        self._channel.send(frames)
+
+
+def dying(cluster: Cluster, at: threading.Event, index: int) -> list[int]:
+    """From `at` on, ps `index` dies once between its creation and the chief's join; returns where that is noted."""
+    died: list[int] = []
+    connect = cluster._connect
+
+    def restart_once() -> None:
+        if not died:
+            died.append(index)
+            cluster.restart(index)
+
+    def connect_to_the_dying(address: str, identity: bytes) -> Channel:
+        channel: Any = connect(address, identity)
+        dies = at.is_set() and identity.startswith(b"worker/0") and address.endswith(f":{1000 + index}")
+        if dies:
+            channel = DiesBeforeJoin(channel, restart_once)
+        return channel
+
+    cluster._connect = connect_to_the_dying  # type: ignore[method-assign]
+    return died
+
+
+def parts() -> tuple[nn.ParameterList, tq.Optimizer]:
+    model = nn.ParameterList([nn.Parameter(torch.zeros(10)), nn.Parameter(torch.zeros(10))])
+    return model, tq.Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), rule=tq.Async())
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_ps_that_dies_between_its_creation_and_the_join_is_created_again(index: int, tmp_path: Path) -> None:
+    cluster = Cluster(ps=2)
+    recovers = threading.Event()
+    died = dying(cluster, recovers, index)
+
+    def work(task: Task) -> int:
+        model, optimizer = parts()
+        with tq.Session(task, model, optimizer, patience=PATIENCE, logdir=str(tmp_path)) as session:
+            for parameter in model.parameters():
+                parameter.grad = -torch.ones_like(parameter)
+            optimizer.step()
+            session.save(wait_s=DEADLINE_S)
+            recovers.set()
+            cluster.restart(1)
+            optimizer.step()
+            assert float(model[0].detach().min()) == float(model[1].detach().max()) == session.global_step
+            return session.global_step
+
+    assert cluster.run(work) == [2]
+    assert died == [index]
+
+
+def test_at_the_start_of_a_run_it_is_an_error_that_names_the_ps() -> None:
+    cluster = Cluster(ps=2)
+    now = threading.Event()
+    now.set()
+    dying(cluster, now, 1)
+
+    def work(task: Task) -> None:
+        model, optimizer = parts()
+        with tq.Session(task, model, optimizer, patience=PATIENCE):
+            pass
+
+    with pytest.raises(LostPlaceError, match=r"/job:ps/task:1 \(localhost:1001\) holds no variables any more"):
+        cluster.run(work)

@@ -7,6 +7,7 @@ environment that says who a task is, the output, deaths, restarts and the end.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -32,6 +33,7 @@ def spawn(self: LocalCluster, task: TaskId, extra: dict[str, str | None], fds: l
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         os.dup2(child_out, 1)
         os.dup2(child_out, 2)
+        gc.freeze()  # what is garbage here would close its files some time later, whose numbers others have by then
         kept = {0, 1, 2, *fds}
         for number in map(int, os.listdir("/proc/self/fd")):
             if number not in kept:

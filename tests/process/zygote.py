@@ -309,6 +309,7 @@ def _become(asked: dict[str, Any], out: int, errors: int) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.dup2(out, 1)
     os.dup2(errors, 2)
+    gc.freeze()  # garbage that has files must not close their numbers later, when others have them
     os.closerange(3, 4096)
     os.environ.clear()
     os.environ.update(asked["environment"])

@@ -17,10 +17,8 @@ import os, sys, time
 from pathlib import Path
 from torchquorum.formats.in_use import Hold
 hold = Hold(Path(sys.argv[1]))
-child = os.fork()
-if child == 0:
-    time.sleep(600)
-print(child, flush=True)
+if os.fork() == 0:
+    print(os.getpid(), flush=True)
 time.sleep(600)
 """
 

@@ -55,9 +55,11 @@ def test_a_second_ps_killed_and_restarted_takes_all_shards_back_together(tmp_pat
         assert list_checkpoints(logdir)[-1].step == last_step(chief, other)
 
 
-def test_a_ps_restarted_without_a_checkpoint_is_an_error_that_says_so() -> None:
+@pytest.mark.parametrize(("saves", "advice"), [(False, "Give the session a logdir"), (True, "Save sooner")])
+def test_a_ps_restarted_without_a_checkpoint_is_an_error_that_says_so(saves: bool, advice: str, tmp_path: Path) -> None:
+    options = ["--steps=100000", "--pause=0.01", *([f"--logdir={tmp_path}", "--save-steps=100000"] if saves else [])]
     with by_hand(workers=1) as cluster:
-        ps, chief = cluster.start("ps", 0), cluster.start("worker", 0, "--steps=100000", "--pause=0.01")
+        ps, chief = cluster.start("ps", 0), cluster.start("worker", 0, *options)
         chief.until("local 5 ")
         ps.kill()
         ps.wait()
@@ -65,6 +67,7 @@ def test_a_ps_restarted_without_a_checkpoint_is_an_error_that_says_so() -> None:
         assert chief.wait() == 1
         shown = chief.tail()
         assert "its variables are lost: there is no checkpoint" in shown and "start_afresh=True" in shown
+        assert advice in shown
         assert "Traceback" not in shown
 
 

@@ -106,10 +106,11 @@ class Origin:
         path = self._newest()
         if path is None and (any(created) or recovering) and not self._start_afresh:
             lost = [str(ps) for ps, there in zip(task.cluster.tasks("ps"), created, strict=True) if not there]
+            sooner = "Save sooner (save_every_s, save_every_steps), or every update (durable)"
+            advice = sooner if logdir else "Give the session a logdir, so that it saves"
             raise LostVariablesError(
                 f"{task}: {', '.join(lost)} was restarted and its variables are lost: there is no checkpoint to go on "
-                f"from{f' in {logdir}' if logdir else ''}. Give the session a logdir, so that it saves; or pass "
-                "start_afresh=True to begin again at step 0."
+                f"from{f' in {logdir}' if logdir else ''}. {advice}; or pass start_afresh=True to begin again at step 0."
             )
         if path is None and self._start_afresh:
             self._first_values(flat)

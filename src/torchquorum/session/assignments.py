@@ -108,7 +108,6 @@ class Assignments:
         self.waiting: deque[GivenBatch] = deque()
         self.helpers: dict[int, Helper] = {}
         self.doubts: list[Doubt] = []
-        self.newest = 0  # version that a result has told of
         self.expecting = False  # whether the client is about to bring more batches by itself
 
     @property
@@ -192,7 +191,6 @@ class Assignments:
             return
         helper.queue.remove(batch)
         helper.local_step, helper.version = message.local_step, message.version
-        self.newest = max(self.newest, message.version)
         if message.reason == "expired":  # its task had been taken for dead; the gradient was not used
             self.waiting.appendleft(batch)
             return
@@ -260,12 +258,13 @@ class Assignments:
         if self.doubts or (self.waiting and self.next_possible()):
             return None
         found: list[tuple[Helper, GivenBatch, str]] = []
+        newest = max((helper.version for helper in self.helpers.values()), default=0)
         for helper in self.helpers.values():
             for batch in helper.queue:
                 what = helper.held.get(batch.number, "")
                 if not what.startswith(("the quorum", "the slowest worker")):
                     return None
-                if what.startswith("the quorum") and helper.version < self.newest:
+                if what.startswith("the quorum") and helper.version < newest:
                     return None  # that round has been made: what became of the batch is on its way
                 found.append((helper, batch, what))
         return found or None

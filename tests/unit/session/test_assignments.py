@@ -177,3 +177,6 @@ def test_a_batch_whose_round_was_made_is_not_stuck_though_its_task_said_so_last(
     assert made.stuck() is None
     made.helpers[0].version = 1  # it says that it waits in the next round
     assert made.stuck() is not None
+    for helper in made.helpers.values():
+        helper.version = 0  # the run is back at a checkpoint
+    assert made.stuck() is not None

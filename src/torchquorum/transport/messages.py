@@ -34,6 +34,9 @@ from torchquorum.transport.plan import (
 from torchquorum.transport.plan import (
     ScheduleSpec as ScheduleSpec,
 )
+from torchquorum.transport.plan import (
+    ShareSpec as ShareSpec,
+)
 from torchquorum.version import __version__
 
 PROTOCOL = 3
@@ -207,26 +210,6 @@ class TakeBuffers(Message):
     incarnation: int
     number: int
     joining: bool
-
-
-class ShareSpec(msgspec.Struct, frozen=True):
-    """Which data is shared out, in which order: the same for all workers, or they would not mean the same batches.
-
-    Attributes:
-        name: Which share of the session.
-        rows: How many rows the data has.
-        batch_size: How many of them are in a batch.
-        batches: How many batches are in an epoch.
-        epochs: How many epochs there are; None for no end.
-        seed: Of the order of the rows; -1 where they are not shuffled.
-    """
-
-    name: str
-    rows: int
-    batch_size: int
-    batches: int
-    epochs: int | None
-    seed: int
 
 
 class TakeBatches(Message):

@@ -108,3 +108,23 @@ class MemoryRef(msgspec.Struct):
     fd: int
     size_bytes: int
     num_slots: int
+
+
+class ShareSpec(msgspec.Struct, frozen=True):
+    """Which data is shared out, in which order: the same for all workers, or they would not mean the same batches.
+
+    Attributes:
+        name: Which share of the session.
+        rows: How many rows the data has.
+        batch_size: How many of them are in a batch.
+        batches: How many batches are in an epoch.
+        epochs: How many epochs there are; None for no end.
+        seed: Of the order of the rows; -1 where they are not shuffled.
+    """
+
+    name: str
+    rows: int
+    batch_size: int
+    batches: int
+    epochs: int | None
+    seed: int

@@ -39,7 +39,7 @@ def _listening_inodes(port: int) -> set[str]:
 
 def _command(process: Path) -> str:
     try:
-        words = (process / "cmdline").read_bytes().decode(errors="replace").split("\0")
+        text = (process / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
     except OSError:
         return "unknown"
-    return " ".join(w for w in words if w)[:80] or "unknown"
+    return " ".join(text.split())[:80] or "unknown"  # in one line, also of a program that was given as text

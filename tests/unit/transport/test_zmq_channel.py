@@ -2,6 +2,8 @@
 
 import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +15,7 @@ from tests.unit.transport.no_files import no_file_left
 from torchquorum.cluster.secret import OPEN, Access, Secret
 from torchquorum.errors import AddressInUseError, ClusterError
 from torchquorum.transport.inprocess import InProcessNetwork
+from torchquorum.transport.procnet import listening_process
 from torchquorum.transport.zmq_channel import (
     COPY_BELOW_BYTES,
     LISTENER_FILES,
@@ -154,6 +157,22 @@ def test_a_port_in_use_is_an_error_that_names_the_address_and_who_holds_it(conne
     assert f"cannot listen on {address}" in str(raised.value)
     assert f"process {os.getpid()} (" in str(raised.value)
     assert "--ps_hosts" in str(raised.value)
+
+
+def test_the_holder_of_a_port_is_named_in_one_line_whatever_its_command_is() -> None:
+    program = """
+import socket, sys
+with socket.create_server(("127.0.0.1", 0)) as held:
+    print(held.getsockname()[1], flush=True)
+    sys.stdin.read()
+"""
+    command, pipe = ["python", "-c", program], subprocess.PIPE
+    with subprocess.Popen(command, executable=sys.executable, stdin=pipe, stdout=pipe, text=True) as other:
+        assert other.stdin is not None and other.stdout is not None
+        named = listening_process(int(other.stdout.readline()))
+        other.stdin.close()
+    assert named is not None and named.startswith(f"process {other.pid} (python -c import socket, sys")
+    assert "\n" not in named
 
 
 def test_a_port_that_is_given_up_within_a_moment_is_taken() -> None:

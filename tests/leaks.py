@@ -24,8 +24,8 @@ PROC = Path("/proc")
 # Children inherit it, so an orphan whose parent was killed is still known as ours.
 MARK = "TORCHQUORUM_TEST_OWNER"
 
-# Folders in memory, which nobody holds open: their name says whose they are, see `owner`.
-NAMED = re.compile(r"fuzz-(\d+)-")
+# Folders in memory, which nobody holds open, and what is lost on purpose: their name says whose they are, see `owner`.
+NAMED = re.compile(r"(?:fuzz|tq-lost)-(\d+)-")
 
 # Python's own servants, which live until the interpreter ends; those that a Ray of several tests keeps ready, without an actor.
 SERVANTS = (

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import os
-import signal
 import sys
 
 from tests.process import zygote
@@ -29,8 +28,6 @@ def spawn(self: LocalCluster, task: TaskId, extra: dict[str, str | None], fds: l
     if pid == 0:
         os.setsid()
         die_with_parent()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         os.dup2(child_out, 1)
         os.dup2(child_out, 2)
         gc.freeze()  # what is garbage here would close its files some time later, whose numbers others have by then

@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 PORTS = (2222, 2223)
-LATE_S = 0.7
 DEADLINE_S = 60.0
 
 
@@ -100,20 +99,22 @@ class _Tasks:
 
         context = multiprocessing.get_context("fork")
         self._begin = [context.Event() for _ in range(2)]
+        self._first_waits = context.Event()
         done = context.Barrier(2)
         self._processes = [
-            context.Process(target=_run_task, args=(cluster, index, self._begin[index], done), daemon=True)
-            for index in range(2)
+            context.Process(target=_run_task, args=(cluster, index, self._begin[index], waits, done), daemon=True)
+            for index, waits in enumerate([self._first_waits, None])
         ]
         for process in self._processes:
             process.start()
 
     def show(self) -> int:
-        """Lets the first begin, then the second, and waits for both."""
-        self._begin[0].set()
-        time.sleep(LATE_S)
-        self._begin[1].set()
+        """Lets the first begin, then, when it says that it waits, the second, and waits for both."""
         deadline = time.monotonic() + DEADLINE_S
+        self._begin[0].set()
+        while not self._first_waits.wait(0.05) and self._processes[0].exitcode is None and time.monotonic() < deadline:
+            pass
+        self._begin[1].set()
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
         late = [str(i) for i, process in enumerate(self._processes) if process.exitcode is None]
@@ -129,13 +130,30 @@ class _Tasks:
             process.join(5.0)
 
 
-def _run_task(cluster: dict[str, list[str]], index: int, begin: Any, done: Any) -> None:
+class _Heard:
+    """Standard error, and word of the first line on it: that the task waits."""
+
+    def __init__(self, heard: Any) -> None:
+        self._heard, self._stream = heard, sys.stderr
+
+    def write(self, text: str) -> int:
+        """Writes, and lets it be known."""
+        self._heard.set()
+        return self._stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _run_task(cluster: dict[str, list[str]], index: int, begin: Any, waits: Any, done: Any) -> None:
     """One of the two tasks: a server and a client of the whole cluster, as in the tutorials."""
     from torchquorum.launcher.local import die_with_parent
 
     die_with_parent()
     if not begin.wait(DEADLINE_S):
         return
+    if waits is not None:
+        sys.stderr = _Heard(waits)
     import torchquorum as tq
     from torchquorum.errors import TorchQuorumError
 

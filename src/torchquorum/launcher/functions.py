@@ -285,12 +285,16 @@ def fork_task(call: Callable[[], Any], task: TaskId, extra: Mapping[str, str | N
 
 
 def fork() -> int:
-    """Forks, with signals held back: Python drops an interrupt that comes in what it does around a fork."""
+    """Forks; a child has the signals' usual handlers, and hears those that came since. Callers note theirs, see interrupts.py."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none of this process's
-            return os.fork()
+            pid = os.fork()
+        if pid == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        return pid
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
@@ -355,8 +359,6 @@ def _be_the_child(
         os.setsid()
         die_with_parent()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes have blocked some
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(out, 1)
         os.dup2(out, 2)

@@ -26,6 +26,7 @@ from torchquorum import env
 from torchquorum.cluster import ClusterSpec, TaskId, WorkerRange, launcher_task
 from torchquorum.cluster.secret import Access, read_access
 from torchquorum.errors import ConfigError
+from torchquorum.launcher.interrupts import Interrupts, held_back
 from torchquorum.launcher.scale import Wanted
 
 PS_GRACE_S = 20.0
@@ -153,7 +154,8 @@ class LaunchedCluster:
     def start(self) -> None:
         """Starts every ps task and as many workers as must be there."""
         for task in [*self.cluster.tasks("ps"), *self.cluster.tasks("worker")[: self.options.range.least]]:
-            self.tasks.append(self._start(task))
+            with held_back():  # whoever is started is known, and so ended
+                self.tasks.append(self._start(task))
         self._hear_wishes()
 
     def _hear_wishes(self) -> None:
@@ -221,24 +223,22 @@ class LaunchedCluster:
         Returns:
             The exit code of the run: 0 if it reached its end.
         """
-        before = signal.signal(signal.SIGTERM, _interrupt) if _on_main_thread() else None
-        try:
-            while any(t.code is None for t in self.tasks):
-                self._look_after()
-                self._follow_wishes()
-                if self._hopeless():
-                    break
-                if each is not None:
-                    each()
-                time.sleep(POLL_S)
-            self._look_after(restart=False)
-        except KeyboardInterrupt:
-            self._interrupted()
-            return 130
-        finally:
-            self.stop(signal.SIGTERM)
-            if before is not None:
-                signal.signal(signal.SIGTERM, before)
+        with Interrupts() as interrupts:
+            try:
+                while any(t.code is None for t in self.tasks):
+                    if interrupts.came:
+                        self._interrupted(interrupts)
+                        return 130
+                    self._look_after()
+                    self._follow_wishes()
+                    if self._hopeless():
+                        break
+                    if each is not None:
+                        each()
+                    time.sleep(POLL_S)
+                self._look_after(restart=False)
+            finally:
+                self.stop(signal.SIGTERM)
         self._look_after(restart=False)
         return self._code()
 
@@ -300,23 +300,23 @@ class LaunchedCluster:
                 return True
         return False
 
-    def _interrupted(self) -> None:
+    def _interrupted(self, interrupts: Interrupts) -> None:
         """Ctrl-C: the workers save and end, the ps tasks follow them; a second one ends all at once."""
         self._say("interrupted: saving and ending every task; once more ends them at once")
-        try:
-            for t in self.tasks:
-                if t.task.job == "worker" and t.code is None:
-                    t.process.send_signal(signal.SIGINT)
-            deadline = time.monotonic() + INTERRUPT_GRACE_S
-            while any(t.code is None for t in self.tasks) and time.monotonic() < deadline:
-                if all(t.code is not None for t in self.tasks if t.task.job == "worker"):
-                    # A chief that was interrupted before its run began has told no ps to end: `stop` tells them.
-                    deadline = min(deadline, time.monotonic() + AFTER_WORKERS_GRACE_S)
-                time.sleep(POLL_S)
-        except KeyboardInterrupt:
-            for t in self.tasks:
-                if t.code is None:
-                    t.process.kill()
+        for t in self.tasks:
+            if t.task.job == "worker" and t.code is None:
+                t.process.send_signal(signal.SIGINT)
+        deadline = time.monotonic() + INTERRUPT_GRACE_S
+        while any(t.code is None for t in self.tasks) and time.monotonic() < deadline:
+            if len(interrupts.came) > 1:
+                for t in self.tasks:
+                    if t.code is None:
+                        t.process.kill()
+                return
+            if all(t.code is not None for t in self.tasks if t.task.job == "worker"):
+                # A chief that was interrupted before its run began has told no ps to end: `stop` tells them.
+                deadline = min(deadline, time.monotonic() + AFTER_WORKERS_GRACE_S)
+            time.sleep(POLL_S)
 
     def _say(self, line: str) -> None:
         self.messages.append(line)
@@ -414,15 +414,6 @@ class LocalCluster(LaunchedCluster):
         super().stop(first)
         for held in self._sockets:
             held.close()
-
-
-def _on_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
-
-
-def _interrupt(number: int, frame: object) -> None:
-    """SIGTERM to the launcher is as good as Ctrl-C."""
-    raise KeyboardInterrupt
 
 
 def python_command(script: str, arguments: Sequence[str]) -> list[str]:

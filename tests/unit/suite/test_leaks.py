@@ -19,7 +19,7 @@ LEAKS = {
     "file": ("kept.append(open(tmp_path / 'open', 'w'))", "descriptor of .*/open"),
     "memory": ("kept.append(Slots.create('lost', REGION, 1))", "descriptor of /memfd:torchquorum-lost"),
     "mapping": ("kept.append(map_and_close())", "mapping of /memfd:lost"),
-    "segment": ("kept.append(open(f'/dev/shm/tq-{LOST}', 'w'))", "segment /dev/shm/tq-lost-"),
+    "segment": ("kept.append(open(f'/dev/shm/tq-lost-{os.getpid()}-{LOST}', 'w'))", "segment /dev/shm/tq-lost-"),
     "folder": ("os.mkdir(f'/dev/shm/fuzz-{os.getpid()}-{LOST}')", "segment /dev/shm/fuzz-"),
     "temporary": ("tempfile.mkdtemp()", "temporary file "),
 }
@@ -88,7 +88,8 @@ def test_every_kind_of_leak_fails_the_test_that_made_it_and_no_other(tmp_path: P
             check=False,
         )
     finally:
-        (SHM / f"tq-{lost}").unlink(missing_ok=True)
+        for segment in SHM.glob(f"tq-lost-*-{lost}"):
+            segment.unlink()
         for folder in SHM.glob(f"fuzz-*-{lost}"):
             shutil.rmtree(folder)
     assert done.returncode == 1, done.stdout + done.stderr

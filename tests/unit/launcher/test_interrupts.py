@@ -1,0 +1,110 @@
+"""Ctrl-C where Python would swallow it: in what it calls around a fork, and in a finalizer. Each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.process.zygote import run_python
+
+BEGIN = """
+import os, signal, sys, threading, time
+from torchquorum.launcher.interrupts import Interrupts, held_back
+from torchquorum.launcher.local import LocalCluster, Options
+
+def ctrl_c():
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0)  # Python looks for signals here, if not before
+
+class Garbage:
+    def __del__(self):
+        ctrl_c()
+
+options = Options(command=[sys.executable, "-c", "import time; time.sleep(600)"], ps=1, workers=1)
+cluster = LocalCluster(options, lambda task, line: None, print)
+"""
+
+AROUND_A_FORK = """
+os.register_at_fork(after_in_parent=ctrl_c)
+try:
+    cluster.start()
+except KeyboardInterrupt:
+    print("interrupted after", len(cluster.tasks))
+cluster.stop(signal.SIGTERM)
+print("left", sum(t.code is None for t in cluster.tasks))
+"""
+
+IN_A_FINALIZER = """
+cluster.start()
+garbage = [Garbage()]
+print("ended with", cluster.wait(garbage.clear))
+print("left", sum(t.code is None for t in cluster.tasks))
+"""
+
+TWICE = """
+class Deaf(LocalCluster):
+    def _say(self, line):
+        super()._say(line)
+        ctrl_c()  # again, as soon as it says that it was interrupted
+
+cluster = Deaf(options, lambda task, line: None, print)
+cluster.start()
+print("ended with", cluster.wait(ctrl_c))
+print("left", sum(t.code is None for t in cluster.tasks), {t.code for t in cluster.tasks})
+"""
+
+IGNORED = """
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # as nohup and a shell's & have it
+with Interrupts() as interrupts:
+    ctrl_c()
+print(interrupts.came, signal.getsignal(signal.SIGINT) is signal.SIG_IGN)
+"""
+
+IN_A_CHILD = """
+with Interrupts() as outer:
+    with held_back():
+        ctrl_c()
+        if os.fork() == 0:
+            held_back = None
+    if held_back is None:
+        os._exit(len(outer.came))
+code = os.waitstatus_to_exitcode(os.wait()[1])
+print("parent", len(outer.came), "child", code, signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+"""
+
+ON_A_THREAD = """
+def other():
+    with Interrupts():
+        print("its own", signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+
+thread = threading.Thread(target=other)
+thread.start()
+thread.join()
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "expected"),
+    [
+        (AROUND_A_FORK, "interrupted after 1\nleft 0"),
+        (
+            IN_A_FINALIZER,
+            "interrupted: saving and ending every task; once more ends them at once\nended with 130\nleft 0",
+        ),
+        (
+            TWICE,
+            "interrupted: saving and ending every task; once more ends them at once\nended with 130\nleft 0 {-9}",
+        ),
+        (IGNORED, "[] True"),
+        (IN_A_CHILD, "parent 1 child 0 True"),
+        (ON_A_THREAD, "its own True"),
+    ],
+    ids=["around a fork", "in a finalizer", "twice", "ignored", "in a child", "on a thread"],
+)
+def test_an_interrupt_is_never_lost(program: str, expected: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(BEGIN + program)
+    ran = run_python([sys.executable, str(tmp_path / "program.py")], os.environ, timeout_s=100, cwd=tmp_path)
+    assert ran.stdout.strip() == expected, ran.stderr

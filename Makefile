@@ -28,6 +28,9 @@ TF_PYTHON ?=
 CHAOS_ARGS ?=
 SOAK_ARGS ?=
 
+# The tests start hundreds of interpreters: what they compile is kept, as Python does unless it is told not to.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin
 # The stamps live inside .venv: whoever removes it removes them too.

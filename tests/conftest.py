@@ -25,6 +25,7 @@ os.environ["MKL_NUM_THREADS"] = "1"
 
 GRACE_S = 3.0
 POLL_S = 0.02
+SLOW_COLLECTION_S = 0.05
 
 # The same cases in every run, so that a red run is repeated by its command alone; `make fuzz` looks for new ones.
 settings.register_profile("default", derandomize=True, deadline=None, print_blob=True)
@@ -44,6 +45,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
 
 
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
+
+
+def collect_garbage() -> None:
+    """Collects; what makes that slow, such as half of torch imported by a test, is there to stay and is not looked at again."""
+    begun = time.process_time()
+    gc.collect()
+    if time.process_time() - begun > SLOW_COLLECTION_S:
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Fail a test that leaks a process, a thread, a descriptor, shared memory or a temporary file."""
@@ -59,7 +73,7 @@ def leaves_nothing_behind(request: pytest.FixtureRequest) -> Iterator[None]:
         if not (keeps and leak.startswith(("descriptor of socket", "descriptor of pipe")))
     ]:
         if not collected:
-            gc.collect()  # what only a cycle of references holds is no leak
+            collect_garbage()  # what only a cycle of references holds is no leak
             collected = True
         elif time.monotonic() > deadline:
             pytest.fail("the test left behind " + "; ".join(leaks), pytrace=False)

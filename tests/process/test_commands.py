@@ -54,7 +54,7 @@ def test_train_learns_and_reports(options: list[str], rule: str, transport: str,
 def test_run_starts_anybodys_script_with_its_own_arguments(tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     program = [str(PROGRAM), "--steps=30", "--rule", "async"]
-    done = run("run", "--ps", "1", "--workers=2", f"--report={report}", *program, forked=False)
+    done = run("run", "--ps", "1", "--workers=2", f"--report={report}", *program)
     assert done.returncode == 0, done.stdout + done.stderr
     for index in range(2):
         assert f"[worker {index}] done at 30" in done.stdout
@@ -99,12 +99,25 @@ def test_status_shows_a_running_cluster_and_says_when_there_is_none() -> None:
         assert ps.process.poll() is None
 
 
-def test_interrupting_the_launcher_ends_every_task() -> None:
-    started = Started([*TORCHQUORUM, "run", str(PROGRAM), "--steps=1000000"])
+@pytest.fixture
+def patient(tmp_path: Path) -> Path:
+    """A program that any task runs for ten minutes, without a second to import torch."""
+    program = tmp_path / "patient.py"
+    program.write_text("import time\nprint('patient', flush=True)\ntime.sleep(600)\n")
+    return program
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_interrupting_the_launcher_ends_every_task(sign: signal.Signals, patient: Path) -> None:
+    started = Started([*TORCHQUORUM, "run", str(patient)])
     try:
-        started.until("[worker 1] local 5 ")
-        started.process.send_signal(signal.SIGINT)
+        for _ in range(3):
+            started.until("] patient")
+        children = _children(started.process.pid)
+        assert len(children) == 3
+        started.process.send_signal(sign)
         assert started.wait() == 130, started.tail()
+        assert not any(_alive(pid) for pid in children)
     finally:
         started.end()
 
@@ -119,10 +132,10 @@ def test_interrupting_the_launcher_before_the_run_began_ends_every_task_in_secon
         started.end()
 
 
-def test_killing_the_launcher_leaves_no_task_behind() -> None:
-    started = Started([*TORCHQUORUM, "run", str(PROGRAM), "--steps=1000000"])
+def test_killing_the_launcher_leaves_no_task_behind(patient: Path) -> None:
+    started = Started([*TORCHQUORUM, "run", str(patient)])
     try:
-        started.until("[worker 1] local 5 ")
+        started.until("[worker 1] patient")
         children = _children(started.process.pid)
         assert len(children) == 3
         started.kill()

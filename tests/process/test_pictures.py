@@ -4,7 +4,6 @@ import json
 import os
 import pty
 import struct
-import subprocess
 import sys
 import termios
 from fcntl import ioctl
@@ -15,7 +14,8 @@ import pytest
 from PIL import Image
 
 from tests.process.browser import Browser, browser  # noqa: F401  (a fixture)
-from tests.process.tasks import TORCHQUORUM, Started, by_hand, free_ports, run
+from tests.process.tasks import FORKING, TORCHQUORUM, Started, by_hand, free_ports, run
+from tests.process.zygote import fork_in_terminal
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +118,7 @@ def _in_terminal(command: list[str], columns: int, lines: int) -> tuple[int, str
     environment = {**os.environ, "TERM": "xterm-256color"}
     environment.pop("COLUMNS", None)
     environment.pop("LINES", None)
-    process = subprocess.Popen(command, stdin=there, stdout=there, stderr=there, env=environment)
+    process = fork_in_terminal(command, environment, there)
     os.close(there)
     seen = b""
     try:
@@ -135,12 +135,12 @@ def _in_terminal(command: list[str], columns: int, lines: int) -> tuple[int, str
         os.close(here)
         if process.poll() is None:
             process.kill()
-            process.wait()
+            process.wait(60)
 
 
 def test_in_a_terminal_training_shows_a_bar_and_a_row_per_worker(tmp_path: Path) -> None:
     arguments = ["--model=softmax", "--steps=250", "--slow=worker1:2x", f"--logdir={tmp_path / 'run'}"]
-    code, seen = _in_terminal([*TORCHQUORUM, "train", *arguments], 110, 24)
+    code, seen = _in_terminal([*FORKING, "train", *arguments], 110, 24)
     assert code == 0, seen
     for words in ("global step", "of 250", "2 of 2 workers live", "batches/s", "worker 0", "worker 1", "test accuracy"):
         assert words in seen, seen

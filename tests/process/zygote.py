@@ -168,6 +168,11 @@ def fork_python(command: Sequence[str], environment: Mapping[str, str], *, netns
     return process
 
 
+def fork_in_terminal(command: Sequence[str], environment: Mapping[str, str], terminal: int) -> Forked:
+    """Starts a Python command as a fork of the zygote that prints to a terminal."""
+    return _the_zygote().fork(command, environment, Path.cwd(), [terminal, terminal])
+
+
 def fork_task(
     argv: Sequence[str],
     output: Path,

@@ -176,7 +176,7 @@ def test_a_kill_in_the_middle_of_a_large_part_leaves_the_older_one(tmp_path):
     for size_bytes in (1, 30 << 20, 60 << 20):
         process = subprocess.Popen(child(body, tmp_path))
         while bytes_in_progress(tmp_path) < size_bytes and process.poll() is None:
-            pass
+            time.sleep(0.001)
         process.kill()
         process.wait()
         caught += process.returncode == -signal.SIGKILL and len(hidden(tmp_path)) == 1

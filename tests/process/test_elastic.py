@@ -18,12 +18,13 @@ HELD, ROWS, EPOCHS = 24, 60, 2
 
 
 def wait_for_pids(task: Started, workers: set[int]) -> dict[int, int]:
-    found: dict[int, int] = {}
-    while found.keys() != workers:
-        said = re.search(r"pid (\d+) of worker (\d+)", task.until("pid "))
-        assert said is not None
-        found[int(said[2])] = int(said[1])
-    return found
+    """Returns the processes of some workers, who may have said so before what else was waited for."""
+    while True:
+        said = [re.search(r"pid (\d+) of worker (\d+)", line) for line in task.lines]
+        found = {int(words[2]): int(words[1]) for words in said if words is not None and int(words[2]) in workers}
+        if found.keys() == workers:
+            return found
+        task.until("pid ")
 
 
 def wait_for(task: Started, texts: set[str]) -> None:

@@ -59,7 +59,7 @@ test: $(DEV_STAMP) ## Run the tests (PYTEST_ARGS=...)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: flake
-flake: $(DEV_STAMP) ## Run the tests N=20 times in random order beside other load (PYTEST_ARGS=...)
+flake: $(DEV_STAMP) ## Run the tests N=20 times in random order, two suites at a time (PYTEST_ARGS=...)
 	$(BIN)/python tools/flake.py --times $(N) --seed $(SEED) -- $(PYTEST_ARGS)
 
 .PHONY: fuzz

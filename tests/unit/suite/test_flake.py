@@ -30,7 +30,7 @@ def test_a_test_that_needs_its_neighbour_is_found_with_the_seed_that_repeats_it(
     assert re.search(rf"^ +{found[1]} +{found[2]}  FAILED +\d+  1 failed", done.stdout, re.M)
     rows = re.findall(r"^ +(\d+) +\d+  (passed|FAILED|ended)", done.stdout, re.M)
     assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1))
-    assert int(found[1]) <= len(rows) <= int(found[1]) + 1  # the one beside it
+    assert [result for _, result in rows].count("FAILED") == 1 and len(rows) < 20
     again = subprocess.run(found[3], shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert again.returncode == 1 and "1 failed" in again.stdout
 

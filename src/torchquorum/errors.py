@@ -32,6 +32,10 @@ class LostPlaceError(RefusedError):
     """A ps does not know this worker, or holds no variables: it was restarted. The worker joins again."""
 
 
+class LostCreationError(LostPlaceError):
+    """A ps was restarted just after the chief had created its variables. The chief creates them again."""
+
+
 class LostVariablesError(TorchQuorumError):
     """A ps was restarted and there is no checkpoint to restore its variables from."""
 

@@ -92,6 +92,17 @@ def test_workers_are_added_killed_frozen_and_sent_away_and_no_batch_is_lost_or_d
     assert used(folder) == Counter(range(ROWS * EPOCHS))
 
 
+@pytest.mark.parametrize("transport", ["tcp", "auto"])
+@pytest.mark.parametrize("rule", ["sync", "async"])
+def test_more_ps_tasks_than_variables_are_no_harm(rule: str, transport: str, tmp_path: Path) -> None:
+    flags = (f"--rule={rule}", "--rows=10", f"--logdir={tmp_path}", f"--transport={transport}", "--durable=write")
+    with by_hand(ps=3, workers=2, program=PROGRAM) as cluster:
+        tasks = [*(cluster.start("ps", i) for i in range(3)), *(cluster.start("worker", i, *flags) for i in range(2))]
+        assert [task.wait() for task in tasks] == [0] * 5, tasks[3].tail()
+    assert "uses 2 to 2" in "\n".join(tasks[3].lines + tasks[4].lines)
+    assert used(tmp_path) == Counter(range(20))
+
+
 def test_on_hosts_a_worker_joins_and_leaves_in_mid_run_and_a_ps_that_dies_loses_no_batch(tmp_path: Path) -> None:
     rule, rows = "--rule=async", "--rows=600"
     flags = [rule, rows, f"--logdir={tmp_path}", "--durable=write", "--min_workers=1"]

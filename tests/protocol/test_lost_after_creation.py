@@ -11,7 +11,7 @@ from torch import nn
 import torchquorum as tq
 import torchquorum.transport.messages as m
 from tests.harness import PATIENCE, Cluster
-from torchquorum.errors import LostPlaceError
+from torchquorum.errors import LostVariablesError
 from torchquorum.session.join import Task
 from torchquorum.transport import codec
 from torchquorum.transport.channel import Channel
@@ -83,16 +83,37 @@ def test_a_ps_that_dies_between_its_creation_and_the_join_is_created_again(index
     assert died == [index]
 
 
-def test_at_the_start_of_a_run_it_is_an_error_that_names_the_ps() -> None:
+@pytest.mark.parametrize("index", [0, 1])
+def test_also_when_a_run_begins_where_there_is_something_to_go_on_from(index: int, tmp_path: Path) -> None:
+    def work(task: Task) -> int:
+        model, optimizer = parts()
+        with tq.Session(task, model, optimizer, patience=PATIENCE, logdir=str(tmp_path)) as session:
+            for parameter in model.parameters():
+                parameter.grad = -torch.ones_like(parameter)
+            optimizer.step()
+            assert float(model[0].detach().min()) == float(model[1].detach().max()) == session.global_step
+            return session.global_step
+
+    assert Cluster(ps=2).run(work) == [1]
     cluster = Cluster(ps=2)
     now = threading.Event()
     now.set()
-    dying(cluster, now, 1)
+    died = dying(cluster, now, index)
+    assert cluster.run(work) == [2]
+    assert died == [index]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_where_there_is_nothing_to_go_on_from_it_is_an_error_that_names_the_ps(index: int) -> None:
+    cluster = Cluster(ps=2)
+    now = threading.Event()
+    now.set()
+    dying(cluster, now, index)
 
     def work(task: Task) -> None:
         model, optimizer = parts()
         with tq.Session(task, model, optimizer, patience=PATIENCE):
             pass
 
-    with pytest.raises(LostPlaceError, match=r"/job:ps/task:1 \(localhost:1001\) holds no variables any more"):
+    with pytest.raises(LostVariablesError, match=rf"/job:ps/task:{index} was restarted and its variables are lost"):
         cluster.run(work)

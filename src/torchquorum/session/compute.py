@@ -251,7 +251,7 @@ class ComputeTask:
     def _check_begun(self, session: ComputeSession) -> None:
         """Called while the session begins: ps tasks that have not answered by the end of the run are gone, and do not come."""
         if session.state is State.CONNECTING and self.desk.told_to_finish() is not None:
-            raise TaskLostError(f"{self.name}: the run was over before its ps tasks answered")
+            raise TorchQuorumError(f"{self.name}: the run was over before its ps tasks answered")
 
     def _miss(self, work: Work, client: str) -> None:
         """The run has ended well without this task, and nobody needs it any more."""

@@ -53,6 +53,7 @@ class Origin:
         self._restore, self._start_afresh = restore, start_afresh
         self._keep, self._durable, self._liveness_s = keep, durable, liveness_s
         self._initial: list[torch.Tensor] | None = None
+        self._were_there = False
         self.has_saved = False
 
     def plan(self) -> tuple[Plan, list[nn.Parameter]]:
@@ -96,9 +97,10 @@ class Origin:
         task, logdir = self._session.task, self._session.logdir
         if all(created):
             client.create(plan, flat)
+            self._were_there = True
             self._say("the ps tasks hold live variables already; going on with them")
             return
-        recovering = self._session.state is State.RECOVERING
+        recovering = self._recovering
         if not recovering and not any(created):
             check_free(logdir, self._say)
         if any(created):
@@ -119,6 +121,12 @@ class Origin:
         self._goal.count_from(journal.version)
         plan.last_step = self._goal.last_step
         client.create(plan, flat, path, reign=secrets.randbits(62), replace=True, journal=journal)
+        self._were_there = True
+
+    @property
+    def _recovering(self) -> bool:
+        """Whether the variables were there, in this session: others may have made steps with them."""
+        return self._were_there or self._session.state is State.RECOVERING
 
     def _first_values(self, flat: FlatParameters) -> None:
         """Keeps the values that the run begins with, or goes back to them."""
@@ -131,7 +139,7 @@ class Origin:
 
     def _newest(self) -> str | None:
         """The chief looks for a checkpoint to go on from."""
-        own = self._session.state is State.RECOVERING and (self.has_saved or bool(self._durable))
+        own = self._recovering and (self.has_saved or bool(self._durable))
         if self._session.logdir is None or not (self._restore or own):
             return None
         return find_checkpoint(self._session.logdir, self._goal.last_step, self._say)

@@ -26,6 +26,7 @@ from torchquorum.cluster.spec import EVALUATOR
 from torchquorum.errors import (
     ConfigError,
     DeadlineError,
+    LostCreationError,
     LostPlaceError,
     SavedElsewhereError,
     TaskLostError,
@@ -47,7 +48,7 @@ from torchquorum.session.join import Task, say
 from torchquorum.session.origin import Origin
 from torchquorum.session.position import Resumable
 from torchquorum.session.ready import give_scalar
-from torchquorum.session.recovery import check_still_over, find_again, lost_at_the_end
+from torchquorum.session.recovery import TRY_EVERY_S, check_still_over, find_again, lost_at_the_end
 from torchquorum.session.share import Share, make_share
 from torchquorum.session.states import State, check_step
 from torchquorum.transport.messages import Plan
@@ -196,9 +197,8 @@ class Session:
         self._begin_once()
         if self.task.alone is not None:
             self.task.alone.start()
-        client = self._connect()
         try:
-            self._begin(client)
+            client = self._begin()
         except BaseException:
             self._go(State.FAILED)
             self._end()
@@ -234,9 +234,25 @@ class Session:
         client.while_waiting = self._obey_signals
         self._buffers.connect(client)
 
-    def _begin(self, client: Client) -> None:
+    def _begin(self) -> Client:
+        """Takes this worker's place in the run; if a ps task is lost on the way, from the beginning."""
+        deadline = time.monotonic() + self.patience.start_s
+        while True:
+            client = self._connect()
+            try:
+                self._take_place(client)
+                return client
+            except (TaskLostError, LostCreationError) as error:
+                if time.monotonic() > deadline:
+                    raise
+                say(f"{error}\n{self.task}: trying to begin for {self.patience.start_s:.0f} s")
+                self._connection.close()
+                self._go(State.CONNECTING)
+                time.sleep(TRY_EVERY_S)
+
+    def _take_place(self, client: Client) -> None:
         plan, parameters = self._origin.plan()
-        self.flat = FlatParameters(plan.layout(), parameters)
+        self.flat = FlatParameters(plan.layout(), parameters) if self.flat is None else self.flat
         created = client.hello()
         if self.task.is_chief:
             self._go(State.CREATING)

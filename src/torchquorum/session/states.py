@@ -21,9 +21,9 @@ class State(StrEnum):
 
 NEXT: dict[State, frozenset[State]] = {
     State.NEW: frozenset({State.CONNECTING, State.FAILED}),
-    State.CONNECTING: frozenset({State.CREATING, State.WAITING, State.FAILED}),
-    State.CREATING: frozenset({State.WAITING, State.FAILED}),
-    State.WAITING: frozenset({State.RUNNING, State.FAILED}),
+    State.CONNECTING: frozenset({State.CREATING, State.WAITING, State.CONNECTING, State.FAILED}),
+    State.CREATING: frozenset({State.WAITING, State.CONNECTING, State.FAILED}),
+    State.WAITING: frozenset({State.RUNNING, State.CONNECTING, State.FAILED}),
     State.RUNNING: frozenset({State.STOPPING, State.RECOVERING, State.FAILED}),
     State.RECOVERING: frozenset({State.RUNNING, State.STOPPING, State.FAILED}),
     State.STOPPING: frozenset({State.CLOSED, State.RECOVERING, State.FAILED}),

@@ -280,6 +280,8 @@ class Pusher:
     def _lie_whole(self) -> list[tuple[nn.Parameter, type[ctypes.Array[ctypes.c_char]], memoryview | None]]:
         """Returns each gradient with what its bytes are to the system, and the zeros that follow it; none if one is cut."""
         found = []
+        if not self.entries:  # more ps tasks than variables: this one holds none
+            return found
         ends = [*self._begins[1:], self._region.size_bytes]
         for (parameter, _, _, part), begin, end in zip(self.entries, self._begins, ends, strict=True):
             size = parameter.numel() * parameter.element_size()

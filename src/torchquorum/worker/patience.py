@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torchquorum.transport.messages as m
 from torchquorum.cluster import ClusterSpec, TaskId
-from torchquorum.errors import DeadlineError, LostPlaceError, TaskLostError
+from torchquorum.errors import DeadlineError, LostCreationError, TaskLostError
 from torchquorum.transport.codec import Frame
 
 
@@ -72,10 +72,10 @@ class Wait:
         """Returns what a request waits for at a ps task, and for whom.
 
         Raises:
-            LostPlaceError: That is the chief's to do, and this is the chief, who has done it.
+            LostCreationError: That is the chief's to do, and this is the chief, who has done it.
         """
         if held.what == m.CREATION and self._task.is_chief:
-            raise LostPlaceError(
+            raise LostCreationError(
                 f"{self._task}: {self.where(k)} holds no variables any more: it was restarted just after they had been created"
             )
         names = [f"/job:worker/task:{i} ({self._cluster.address(TaskId('worker', i))})" for i in held.missing]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from torchquorum.cli.run_folder import run_folder_names
 from torchquorum.cli.shape import Command, Named, option
 from torchquorum.cli.train import DEFAULTS, SLOW, check_workers, run_job
 from torchquorum.cli.view import View
@@ -58,7 +58,7 @@ def compare(runs: tuple[str, ...], **given: Any) -> int:
       torchquorum compare runs/a runs/b --output runs/a-and-b
     """
     console = Console(highlight=False)
-    output = Path(given.pop("output") or f"runs/compare-{time.strftime('%Y%m%d-%H%M%S')}")
+    output = Path(given.pop("output") or next(n for n in run_folder_names("compare") if not Path(n).exists()))
     quiet = given.pop("quiet")
     if runs:
         names = [Path(r).name or r for r in runs]

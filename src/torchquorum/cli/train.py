@@ -6,13 +6,13 @@ import json
 import os
 import shutil
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
+from torchquorum.cli.run_folder import new_run_folder
 from torchquorum.cli.scratch import scratch_folder
 from torchquorum.cli.shape import Checked, ClusterCommand, Named, Workers, durable_option, option
 from torchquorum.cli.view import View
@@ -114,7 +114,7 @@ def train(**given: Any) -> int:
         place |= {"secret_file": secret_file, "insecure": "true" if insecure else None}
         return _one_task(options, place, transport, report)
     check_workers(options, workers)
-    options.logdir = options.logdir or f"runs/mnist-{time.strftime('%Y%m%d-%H%M%S')}"
+    options.logdir = options.logdir or new_run_folder("mnist")
     cluster = Options(command=[], ps=ps, workers=workers, transport=transport, secret_file=secret_file)
     return _cluster(options, cluster, report, quiet)
 

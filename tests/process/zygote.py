@@ -333,6 +333,9 @@ def run(command: Sequence[str]) -> NoReturn:
     """Runs a command and ends as the interpreter would, but for giving back a heap that takes a second to walk."""
     code = 1
     try:
+        signal.pthread_sigmask(
+            signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM)
+        )  # which a launcher's fork has blocked
         _run(command)
         code = 0
     except SystemExit as end:

@@ -285,8 +285,13 @@ def fork_task(call: Callable[[], Any], task: TaskId, extra: Mapping[str, str | N
 
 
 def fork() -> int:
-    """Forks; a child has the signals' usual handlers, and hears those that came since. Callers note theirs, see interrupts.py."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
+    """Forks. Callers note their interrupts, see interrupts.py; a child has those of a new program, blocked until it can be ended.
+
+    An interrupt of the whole terminal reaches a child at once, and must not end it in the middle of its parent's code.
+    """
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    parent = os.getpid()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads: the child uses none of this process's
@@ -296,7 +301,8 @@ def fork() -> int:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         return pid
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if os.getpid() == parent:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class Result:
@@ -358,7 +364,7 @@ def _be_the_child(
     try:
         os.setsid()
         die_with_parent()
-        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # Ray's processes have blocked some
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())  # `fork` has blocked some, and so have Ray's processes
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(out, 1)
         os.dup2(out, 2)

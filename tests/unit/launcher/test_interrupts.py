@@ -108,3 +108,23 @@ def test_an_interrupt_is_never_lost(program: str, expected: str, tmp_path: Path)
     (tmp_path / "program.py").write_text(BEGIN + program)
     ran = run_python([sys.executable, str(tmp_path / "program.py")], os.environ, timeout_s=100, cwd=tmp_path)
     assert ran.stdout.strip() == expected, ran.stderr
+
+
+A_TERMINALS = """
+from torchquorum.launcher.functions import fork
+
+os.register_at_fork(after_in_child=lambda: os.kill(os.getpid(), signal.SIGINT))  # as Ctrl-C reaches all of a terminal
+if fork() == 0:
+    try:
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        time.sleep(60)
+    except KeyboardInterrupt:
+        os._exit(7)
+print("child", os.waitstatus_to_exitcode(os.wait()[1]), "parent", signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+"""
+
+
+def test_one_that_reaches_a_child_in_its_parents_code_waits_until_the_child_can_be_ended(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(BEGIN + A_TERMINALS)
+    ran = run_python([sys.executable, str(tmp_path / "program.py")], os.environ, timeout_s=100, cwd=tmp_path)
+    assert ran.stdout.strip() == "child 7 parent set()", ran.stderr

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.process.forked import Cluster
-from torchquorum.cli.scratch import clear_left_behind, scratch_folder
 from torchquorum.formats.checkpoint import list_checkpoints
 from torchquorum.formats.in_use import user_of
+from torchquorum.formats.scratch import clear_left_behind, scratch_folder
 
 
 @pytest.fixture

@@ -13,13 +13,13 @@ import click
 from rich.console import Console
 
 from torchquorum.cli.run_folder import new_run_folder
-from torchquorum.cli.scratch import scratch_folder
 from torchquorum.cli.shape import Checked, ClusterCommand, Named, Workers, durable_option, option
 from torchquorum.cli.view import View
 from torchquorum.cluster import TaskId, WorkerRange
 from torchquorum.cluster.flags import TRANSPORTS
 from torchquorum.cluster.secret import read_access
 from torchquorum.errors import ConfigError
+from torchquorum.formats.scratch import scratch_folder
 from torchquorum.jobs.mnist import MODEL_NAMES, MnistOptions
 from torchquorum.jobs.slow import parse_slow
 from torchquorum.launcher.local import LocalCluster, Options

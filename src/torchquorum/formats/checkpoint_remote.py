@@ -8,7 +8,6 @@ manifest; what no manifest names is nobody's, and goes when its writer is dead o
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -24,6 +23,7 @@ from torchquorum.formats.checkpoint_manifest import (
     load_manifest,
 )
 from torchquorum.formats.checkpoint_names import HIDDEN, OWNED, encode_manifest, is_abandoned, owned, with_owner
+from torchquorum.formats.scratch import scratch_folder
 from torchquorum.formats.storage import RemotePath
 
 
@@ -34,8 +34,8 @@ def put_file(partial: RemotePath, name: str, save: Callable[[Path], FileInfo]) -
         OSError: It cannot be put.
     """
     target, writer = _target(partial)
-    with tempfile.TemporaryDirectory(prefix="torchquorum-part-") as folder:
-        file = Path(folder) / name
+    with scratch_folder() as folder:
+        file = folder / name
         info = save(file)
         (target / owned(name, writer)).put(file)
     return info

@@ -2,8 +2,10 @@
 
 import datetime
 import errno
+import os
 import secrets
 import stat
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,6 +24,7 @@ from torchquorum.formats.checkpoint_names import this_host
 from torchquorum.formats.checkpoint_write import begin, export, prune, write_part
 from torchquorum.formats.ledger import NAME, Event, LedgerWriter, read_records
 from torchquorum.formats.measures import Measure, append_measures, read_measures
+from torchquorum.formats.scratch import scratch_folder
 from torchquorum.formats.segments import fetch_run
 from torchquorum.formats.storage import RemotePath, absolute, check_writable, is_there, locate, write_whole
 from torchquorum.pictures.history import read_history
@@ -180,6 +183,18 @@ class TestCheckpoints:
                 assert torch.equal(reader.read(kind, variable, state), tensor.reshape(-1))
         gone = folder / "model.ckpt-1"
         assert not gone.exists() or not list(gone.iterdir())  # memory:// remembers empty folders
+
+    def test_what_a_killed_writer_left_on_this_host_goes_with_the_next_part(self, folder, tmp_path, monkeypatch):
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+        dead = subprocess.Popen(["true"])
+        dead.wait(60)
+        with scratch_folder() as living:
+            left = living.with_name(living.name.replace(f"-{os.getpid()}-", f"-{dead.pid}-"))
+            left.mkdir()
+            (left / "part").touch()
+            save(folder, 1, num_ps=2)
+            assert living.is_dir() and not left.exists()
+        assert list(tmp_path.iterdir()) == []
 
     def test_a_writer_killed_before_any_of_its_puts_leaves_the_old_checkpoint_or_the_new_one(self, folder, monkeypatch):
         save(folder, 1, num_ps=2)

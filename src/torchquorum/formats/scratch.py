@@ -1,7 +1,7 @@
-"""A command's folder for files that nobody keeps, under the system's temporary folder.
+"""A folder for files that nobody keeps, under the system's temporary folder: of a command, or of a part on its way to an object store.
 
-What always holds: it is gone when the command ends; if the command was killed, the next one removes it, and never that of a
-command that still runs.
+What always holds: it is gone when it is done with; if its process was killed, the next one removes it, and never that of a
+process that still runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PREFIX = "torchquorum-"
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Makes the folder, and removes those of commands that were killed."""
+    """Makes the folder, and removes those of processes that were killed."""
     home = Path(tempfile.gettempdir())
     clear_left_behind(home)
     with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{_space()}-{os.getpid()}-", dir=home) as folder:
@@ -27,7 +27,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def clear_left_behind(home: Path) -> list[Path]:
-    """Removes the folders of this user's commands that are dead, as far as their numbers can be looked up here."""
+    """Removes the folders of this user's processes that are dead, as far as their numbers can be looked up here."""
     named = re.compile(rf"{PREFIX}{_space()}-([1-9][0-9]{{0,9}})-\w+")
     removed: list[Path] = []
     for path in home.glob(f"{PREFIX}*"):

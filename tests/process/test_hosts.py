@@ -1,5 +1,6 @@
 """Tasks on different hosts: network namespaces joined by a bridge, one task each."""
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ from tests.process.tasks import by_hand
 from torchquorum.cluster.secret import write_secret
 
 PREFIX = f"tq{os.getpid() % 10000}"
+TURN = itertools.count()
 
 
 def ip(*arguments: str) -> None:
@@ -25,8 +27,9 @@ def hosts() -> Iterator[list[str]]:
         pytest.skip("needs the ip command (Debian: iproute2)")
     if os.geteuid() != 0:
         pytest.skip("needs root, to make network namespaces")
-    names = [f"{PREFIX}n{i}" for i in range(3)]
-    bridge = f"{PREFIX}br"
+    prefix = f"{PREFIX}t{next(TURN)}"  # what the last test removed is there until the kernel comes to it
+    names = [f"{prefix}n{i}" for i in range(3)]
+    bridge = f"{prefix}br"
     try:
         try:
             ip("link", "add", bridge, "type", "bridge")
@@ -35,8 +38,8 @@ def hosts() -> Iterator[list[str]]:
         ip("link", "set", bridge, "up")
         for i, name in enumerate(names):
             ip("netns", "add", name)
-            ip("link", "add", f"{PREFIX}v{i}", "type", "veth", "peer", "name", "eth0", "netns", name)
-            ip("link", "set", f"{PREFIX}v{i}", "master", bridge, "up")
+            ip("link", "add", f"{prefix}v{i}", "type", "veth", "peer", "name", "eth0", "netns", name)
+            ip("link", "set", f"{prefix}v{i}", "master", bridge, "up")
             ip("-n", name, "addr", "add", f"10.213.7.{i + 1}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")
             ip("-n", name, "link", "set", "lo", "up")

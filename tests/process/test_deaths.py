@@ -159,7 +159,7 @@ def test_ctrl_c_saves_and_ends_every_task_within_seconds(tmp_path: Path) -> None
         started.process.send_signal(signal.SIGINT)
         begun = time.monotonic()
         assert started.wait() == 130, started.tail()
-        assert time.monotonic() - begun < 30  # of the 60 that the tasks have
+        assert time.monotonic() - begun < 10
         [info] = list_checkpoints(tmp_path)
         assert info.step >= 10
     finally:

@@ -1,6 +1,5 @@
 """What a task needs and does not get: memory, files, disk, a writable folder. It says so or does without; nothing breaks."""
 
-import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.process.forked import Cluster
+from tests.unit.formats.checkpoints import left_by_the_dead
 from torchquorum.formats.checkpoint import list_checkpoints
 from torchquorum.formats.in_use import user_of
 from torchquorum.formats.scratch import clear_left_behind, scratch_folder
@@ -117,12 +117,8 @@ def test_the_folder_of_a_killed_command_is_removed_by_the_next_and_a_living_ones
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    dead = subprocess.Popen(["true"])
-    dead.wait(60)
     with scratch_folder() as living:
-        left = living.with_name(living.name.replace(f"-{os.getpid()}-", f"-{dead.pid}-"))
-        left.mkdir()
-        (left / "report.json").touch()
+        left = left_by_the_dead(living)
         stranger = tmp_path / "torchquorum-notes"
         stranger.mkdir()
         assert clear_left_behind(tmp_path) == [left]

@@ -1,6 +1,7 @@
 """A ps dies again just after the chief has made its variables anew: the chief does not wait for itself, but makes them once more."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,46 +61,47 @@ def parts() -> tuple[nn.ParameterList, tq.Optimizer]:
     return model, tq.Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), rule=tq.Async())
 
 
+def trainer(folder: Path, after_step: Callable[[tq.Session], object] | None = None) -> Callable[[Task], int]:
+    """A worker that makes a step, and another after what happens then; returns where the variables agree to be."""
+
+    def work(task: Task) -> int:
+        model, optimizer = parts()
+        with tq.Session(task, model, optimizer, patience=PATIENCE, logdir=str(folder)) as session:
+            for parameter in model.parameters():
+                parameter.grad = -torch.ones_like(parameter)
+            optimizer.step()
+            if after_step is not None:
+                after_step(session)
+                optimizer.step()
+            assert float(model[0].detach().min()) == float(model[1].detach().max()) == session.global_step
+            return session.global_step
+
+    return work
+
+
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_ps_that_dies_between_its_creation_and_the_join_is_created_again(index: int, tmp_path: Path) -> None:
     cluster = Cluster(ps=2)
     recovers = threading.Event()
     died = dying(cluster, recovers, index)
 
-    def work(task: Task) -> int:
-        model, optimizer = parts()
-        with tq.Session(task, model, optimizer, patience=PATIENCE, logdir=str(tmp_path)) as session:
-            for parameter in model.parameters():
-                parameter.grad = -torch.ones_like(parameter)
-            optimizer.step()
-            session.save(wait_s=DEADLINE_S)
-            recovers.set()
-            cluster.restart(1)
-            optimizer.step()
-            assert float(model[0].detach().min()) == float(model[1].detach().max()) == session.global_step
-            return session.global_step
+    def lose_ps_1(session: tq.Session) -> None:
+        session.save(wait_s=DEADLINE_S)
+        recovers.set()
+        cluster.restart(1)
 
-    assert cluster.run(work) == [2]
+    assert cluster.run(trainer(tmp_path, lose_ps_1)) == [2]
     assert died == [index]
 
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_also_when_a_run_begins_where_there_is_something_to_go_on_from(index: int, tmp_path: Path) -> None:
-    def work(task: Task) -> int:
-        model, optimizer = parts()
-        with tq.Session(task, model, optimizer, patience=PATIENCE, logdir=str(tmp_path)) as session:
-            for parameter in model.parameters():
-                parameter.grad = -torch.ones_like(parameter)
-            optimizer.step()
-            assert float(model[0].detach().min()) == float(model[1].detach().max()) == session.global_step
-            return session.global_step
-
-    assert Cluster(ps=2).run(work) == [1]
+    assert Cluster(ps=2).run(trainer(tmp_path)) == [1]
     cluster = Cluster(ps=2)
     now = threading.Event()
     now.set()
     died = dying(cluster, now, index)
-    assert cluster.run(work) == [2]
+    assert cluster.run(trainer(tmp_path)) == [2]
     assert died == [index]
 
 

@@ -1,5 +1,6 @@
 """Checkpoints for tests to save, damage and lose, in this process or in one that is killed."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -111,3 +112,13 @@ def run_child(body: str, *arguments: object, **options: Any) -> str:
     done = subprocess.run(child(body, *arguments), capture_output=True, text=True, timeout=100, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def left_by_the_dead(living: Path) -> Path:
+    """Makes the scratch folder that a killed process would have left beside a living one's, with a file in it."""
+    dead = subprocess.Popen(["true"])
+    dead.wait(60)
+    left = living.with_name(living.name.replace(f"-{os.getpid()}-", f"-{dead.pid}-"))
+    left.mkdir()
+    (left / "part").touch()
+    return left

@@ -2,10 +2,8 @@
 
 import datetime
 import errno
-import os
 import secrets
 import stat
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,7 +13,7 @@ import torch
 
 import torchquorum as tq
 from tests.s3 import s3_server
-from tests.unit.formats.checkpoints import example, save
+from tests.unit.formats.checkpoints import example, left_by_the_dead, save
 from torchquorum.errors import ConfigError
 from torchquorum.formats import segments
 from torchquorum.formats.checkpoint import CheckpointError, Reader, list_checkpoints, newest_good, verify
@@ -186,12 +184,8 @@ class TestCheckpoints:
 
     def test_what_a_killed_writer_left_on_this_host_goes_with_the_next_part(self, folder, tmp_path, monkeypatch):
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-        dead = subprocess.Popen(["true"])
-        dead.wait(60)
         with scratch_folder() as living:
-            left = living.with_name(living.name.replace(f"-{os.getpid()}-", f"-{dead.pid}-"))
-            left.mkdir()
-            (left / "part").touch()
+            left = left_by_the_dead(living)
             save(folder, 1, num_ps=2)
             assert living.is_dir() and not left.exists()
         assert list(tmp_path.iterdir()) == []

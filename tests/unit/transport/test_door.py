@@ -20,7 +20,7 @@ from torchquorum.transport.door import MAX_PACKET_BYTES, DoorChannel, DoorListen
 from torchquorum.transport.lane import LaneChannel
 from torchquorum.transport.zmq_channel import ZmqChannel, ZmqListener
 
-WAIT_S = 30.0
+WAIT_S = 10.0
 
 
 @pytest.fixture

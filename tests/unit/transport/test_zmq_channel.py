@@ -25,7 +25,7 @@ from torchquorum.transport.zmq_channel import (
     holder_of_port,
 )
 
-WAIT_S = 30.0
+WAIT_S = 10.0
 LOCKED = Access(secret=Secret("the-secret-of-this-cluster-0123456789abcdef"))
 
 

@@ -24,6 +24,23 @@ class Sent(Protocol):
         ...
 
 
+class Later:
+    """A message that is sent later, or is lost after all."""
+
+    def __init__(self) -> None:
+        self._given_over = False
+        self._sent: Sent | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether its memory is no longer needed."""
+        return self._given_over and (self._sent is None or self._sent.done)
+
+    def given_over(self, sent: Sent | None) -> None:
+        """It has been sent, or is on its way."""
+        self._sent, self._given_over = sent, True
+
+
 class Channel(Protocol):
     """One end of a connection to one ps task. Used by one thread."""
 

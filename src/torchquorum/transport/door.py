@@ -22,7 +22,7 @@ from contextlib import suppress
 import zmq
 
 from torchquorum.errors import ClusterError
-from torchquorum.transport.channel import Channel, Peer, Sent
+from torchquorum.transport.channel import Channel, Later, Peer, Sent
 from torchquorum.transport.codec import Frame
 from torchquorum.transport.entrance import Entrance
 from torchquorum.transport.lane import PREFIX as LANE
@@ -114,23 +114,6 @@ def _make_door(name: str) -> socket.socket:
     return door
 
 
-class _Later:
-    """A message that another thread will send."""
-
-    def __init__(self) -> None:
-        self._given_over = False
-        self._sent: Sent | None = None
-
-    @property
-    def done(self) -> bool:
-        """Whether its memory is no longer needed."""
-        return self._given_over and (self._sent is None or self._sent.done)
-
-    def given_over(self, sent: Sent | None) -> None:
-        """It has been sent, or is on its way."""
-        self._sent, self._given_over = sent, True
-
-
 class DoorListener:
     """A ps task's listener with all ways in: ZeroMQ for everybody, a door for its own host, lanes where it has no secret.
 
@@ -143,7 +126,7 @@ class DoorListener:
     def __init__(self, outside: ZmqListener, lanes: str | None = None, take: Take | None = None) -> None:
         self._outside = outside
         self._polls = threading.get_ident()
-        self._left_here: deque[tuple[Peer, Sequence[Frame], _Later]] = deque()
+        self._left_here: deque[tuple[Peer, Sequence[Frame], Later]] = deque()
         self.name = f"torchquorum/{secrets.token_hex(16)}"
         self._guests: dict[int, tuple[Peer, socket.socket]] = {}
         self._peers: dict[Peer, socket.socket] = {}
@@ -215,7 +198,8 @@ class DoorListener:
         self._door.wake()
         if self._lanes is not None:
             self._lanes.wake()
-        for ready, _ in self._poller.poll(max(0, int(timeout_s * 1000))):
+        self._outside.send_put_off()
+        for ready, _ in self._poller.poll(max(0, int(self._outside.at_most(timeout_s) * 1000))):
             if ready is self._outside.socket:
                 # While tasks come by the door, they take turns with those outside, so that a flood there holds nobody up.
                 most = OUTSIDE_AT_ONCE if not self._guests else OUTSIDE_BESIDE_GUESTS
@@ -272,7 +256,7 @@ class DoorListener:
         if self._lanes is not None and peer.startswith(LANE) and self._lanes.has_carrier(peer):
             return self._lanes.send(peer, frames)
         if threading.get_ident() != self._polls:
-            later = _Later()
+            later = Later()
             self._left_here.append((peer, frames, later))
             self.ring()
             return later

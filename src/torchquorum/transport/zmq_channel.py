@@ -22,7 +22,7 @@ from torchquorum import env
 from torchquorum.cluster import ClusterSpec
 from torchquorum.cluster.secret import ADVICE, OPEN, Access
 from torchquorum.errors import AddressInUseError, ClusterError, SecretError
-from torchquorum.transport.channel import Channel, Peer, Sent
+from torchquorum.transport.channel import Channel, Later, Peer, Sent
 from torchquorum.transport.codec import Frame
 from torchquorum.transport.gate import HANDSHAKE_MS, MECHANISM_MISMATCH, Gate, ask_mechanism, read_event, unwatch, watch
 from torchquorum.transport.keys import lock_channel, lock_listener
@@ -34,6 +34,8 @@ MAX_FRAME_BYTES = 16 << 30
 TAKE_AHEAD = 64
 SEND_AHEAD = 1000
 LARGE_AHEAD = 2
+# That a large answer was taken is told by a thread, which may be late: so the next one is put off for a while before it is lost.
+PUT_OFF_S, LOOK_EVERY_S = 1.0, 0.005
 BACKLOG = 512
 LISTENER_FILES, CHANNEL_FILES = 16, 8
 # A task that is just being killed may hang up on us a few times; one that has another secret always does.
@@ -232,6 +234,8 @@ class ZmqListener:
         self.socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
         self._unwanted: set[Peer] = set()
         self._large: dict[Peer, deque[Sent]] = {}
+        self._put_off: dict[Peer, tuple[Sequence[Frame], Later, float]] = {}
+        self._next_look = 0.0
         if where.startswith("tcp://["):
             self.socket.setsockopt(zmq.IPV6, 1)
         if listen_fd is not None:
@@ -271,10 +275,11 @@ class ZmqListener:
 
     def receive(self, timeout_s: float) -> tuple[Peer, list[Frame]] | None:
         """Returns the next message with its sender, or None when none came in time."""
+        self.send_put_off()
         try:
             frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
-            if timeout_s <= 0 or not self.socket.poll(int(timeout_s * 1000)):
+            if timeout_s <= 0 or not self.socket.poll(int(self.at_most(timeout_s) * 1000)):
                 return None
             frames = self.socket.recv_multipart(copy=False)
         peer = bytes(frames[0].buffer)
@@ -291,25 +296,50 @@ class ZmqListener:
 
     def wait(self, others: Sequence[Channel], timeout_s: float) -> None:
         """Returns when something has come here or on one of the other channels, or when the time is up."""
+        self.send_put_off()
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
         for other in others:
             if isinstance(other, ZmqChannel):
                 poller.register(other.socket, zmq.POLLIN)
-        poller.poll(int(timeout_s * 1000))
+        poller.poll(int(self.at_most(timeout_s) * 1000))
 
     def send(self, peer: Peer, frames: Sequence[Frame]) -> Sent | None:
         """Sends a message; a peer that is gone is no error, and one that does not read loses what does not fit."""
         if all(len(f) < COPY_BELOW_BYTES for f in frames):
             self.socket.send_multipart([peer, *frames])
             return None
-        under_way = self._under_way(peer)
-        if len(under_way) >= LARGE_AHEAD:
+        if len(self._under_way(peer)) < LARGE_AHEAD:
+            return self._send_large(peer, frames)
+        if peer in self._put_off:
             return None  # it has not taken what it asked for before; it will ask again
+        later = Later()
+        self._put_off[peer] = frames, later, time.monotonic() + PUT_OFF_S
+        return later
+
+    def _send_large(self, peer: Peer, frames: Sequence[Frame]) -> Sent | None:
         sent = self.socket.send_multipart([peer, *frames], copy=False, track=True)
         if sent is not None:
-            under_way.append(sent)
+            self._under_way(peer).append(sent)
         return sent
+
+    def at_most(self, timeout_s: float) -> float:
+        """Returns how long to wait for messages: less while one is put off, as nobody wakes us when it can go."""
+        return min(timeout_s, LOOK_EVERY_S) if self._put_off else timeout_s
+
+    def send_put_off(self) -> None:
+        """Sends what was put off to those who have taken something since; who takes nothing for a while loses it."""
+        if not self._put_off or (now := time.monotonic()) < self._next_look:
+            return
+        self._next_look = now + LOOK_EVERY_S
+        for peer, (frames, later, until) in [*self._put_off.items()]:
+            taken = len(self._under_way(peer)) < LARGE_AHEAD
+            if taken or now >= until:
+                del self._put_off[peer]
+                sent: Sent | None = None
+                with suppress(zmq.ZMQError):  # the peer is gone
+                    sent = self._send_large(peer, frames) if taken else None
+                later.given_over(sent)
 
     def _under_way(self, peer: Peer) -> deque[Sent]:
         """Returns the large messages that a peer has not taken yet."""
@@ -323,6 +353,10 @@ class ZmqListener:
 
     def close(self) -> None:
         """Stops listening; what was sent is still delivered, for a moment."""
+        for peer, (frames, _, _) in self._put_off.items():
+            with suppress(zmq.ZMQError):
+                self._send_large(peer, frames)
+        self._put_off.clear()
         if self._gate is not None:
             unwatch(self.socket)
         self.socket.close()

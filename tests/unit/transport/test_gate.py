@@ -25,7 +25,7 @@ from torchquorum.transport.gate import (
     most_connections,
 )
 from torchquorum.transport.keys import derive_keys, lock_listener
-from torchquorum.transport.zmq_channel import ZmqChannel, ZmqListener, is_loopback
+from torchquorum.transport.zmq_channel import LARGE_AHEAD, ZmqChannel, ZmqListener, is_loopback
 
 OURS = Access(secret=Secret("the-secret-of-this-cluster-0123456789abcdef"))
 THEIRS = Access(secret=Secret("the-secret-of-another-one-0123456789abcdef"))
@@ -201,7 +201,7 @@ def test_who_does_not_read_loses_what_does_not_fit(listener: ZmqListener, addres
     assert talk(listener, channel) == [b"pong"]
     large = bytes(8 << 20)
     sent = [listener.send(b"slow", [b"", large]) for _ in range(40)]
-    assert sum(s is not None and not s.done for s in sent) <= 2
+    assert sum(s is not None and not s.done for s in sent) <= LARGE_AHEAD + 1  # under way, and one that is put off
     channel.close()
 
 

@@ -7,13 +7,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 
 import pytest
+import zmq
 
 from tests.unit.transport.no_files import no_file_left
 from torchquorum.cluster.secret import OPEN, Access, Secret
 from torchquorum.errors import AddressInUseError, ClusterError
+from torchquorum.transport.channel import Sent
 from torchquorum.transport.inprocess import InProcessNetwork
 from torchquorum.transport.procnet import listening_process
 from torchquorum.transport.zmq_channel import (
@@ -91,6 +93,107 @@ def test_large_frames_are_sent_without_a_copy_and_the_handle_says_when_they_are_
     assert answer is not None and bytes(answer[1]) == bytes(large)
     sent.wait(WAIT_S)  # pyright: ignore[reportAttributeAccessIssue]
     assert sent.done
+
+
+class _Kept(bytearray):
+    """Memory that whoever frees it has to wait for."""
+
+    freeing: threading.Event
+    let_go: threading.Event
+
+    def __del__(self) -> None:
+        self.freeing.set()
+        self.let_go.wait(WAIT_S)
+
+
+@contextmanager
+def _late_to_tell() -> Iterator[None]:
+    """Within, pyzmq's thread that tells which messages have left is busy with one that never will."""
+    freeing, let_go = threading.Event(), threading.Event()
+    unsent = zmq.Context.instance().socket(zmq.PUSH)
+    unsent.connect(f"tcp://127.0.0.1:{free_port()}")
+    kept = _Kept(COPY_BELOW_BYTES)
+    kept.freeing, kept.let_go = freeing, let_go
+    unsent.send(kept, copy=False, track=True)
+    del kept
+    unsent.close(0)
+    assert freeing.wait(WAIT_S)
+    try:
+        yield
+    finally:
+        let_go.set()
+
+
+def _introduced(listener: ZmqListener, channel: ZmqChannel) -> bytes:
+    channel.send([b"hello"])
+    received = listener.receive(WAIT_S)
+    assert received is not None
+    return received[0]
+
+
+def test_a_large_answer_is_not_lost_when_the_thread_that_tells_that_others_were_taken_is_late(
+    connect: Callable[[str], Pair],
+) -> None:
+    listener, channel = connect("localhost")
+    peer = _introduced(listener, channel)
+    with _late_to_tell():
+        for number in (b"0", b"1"):
+            assert listener.send(peer, [number, bytes(COPY_BELOW_BYTES)]) is not None
+            answer = channel.receive(WAIT_S)
+            assert answer is not None and answer[0] == number
+        last = listener.send(peer, [b"2", bytes(COPY_BELOW_BYTES)])
+        assert last is not None and not last.done
+        assert listener.receive(0.05) is None and channel.receive(0.0) is None, "all was told at once"
+    deadline = time.monotonic() + WAIT_S
+    while (answer := channel.receive(0.0)) is None and time.monotonic() < deadline:
+        listener.receive(0.01)
+    assert answer is not None and answer[0] == b"2"
+    while not last.done and time.monotonic() < deadline:
+        time.sleep(0.001)  # nobody tells
+    assert last.done
+
+
+def test_a_peer_that_takes_nothing_loses_what_was_put_off_and_gets_the_rest_whole(
+    connect: Callable[[str], Pair],
+) -> None:
+    listener, channel = connect("localhost")
+    channel.socket.setsockopt(zmq.RCVHWM, 1)
+    channel.socket.disconnect(channel._endpoint)
+    channel.socket.connect(channel._endpoint)  # ZeroMQ reads no further ahead now
+    peer, large = _introduced(listener, channel), os.urandom(8 << 20)
+    ways: list[Sent] = []
+    while len(ways) < 20 and (way := listener.send(peer, [large])) is not None:
+        ways.append(way)
+        for _ in range(10):
+            listener.receive(0.01)
+    assert len(ways) < 20, "nothing is ever lost"
+    put_off, deadline = ways[-1], time.monotonic() + WAIT_S
+    assert not put_off.done
+    while not put_off.done and time.monotonic() < deadline:
+        assert listener.receive(0.05) is None
+    assert put_off.done
+    got: list[list[bytes]] = []
+    while not all(way.done for way in ways) and time.monotonic() < deadline:
+        message = channel.receive(0.01)
+        got += [[bytes(f) for f in message]] if message is not None else []
+    assert listener.send(peer, [b"again", large]) is not None
+    while (message := channel.receive(WAIT_S)) is not None and message[0] != b"again":
+        got.append([bytes(f) for f in message])
+    assert message is not None
+    assert 0 < len(got) < len(ways) and all(each == [large] for each in got)
+
+
+def test_what_was_put_off_is_sent_when_the_listener_closes() -> None:
+    address = f"localhost:{free_port()}"
+    listener, channel = ZmqListener(address), ZmqChannel(address, b"worker/0")
+    peer = _introduced(listener, channel)
+    with _late_to_tell(), closing(channel):
+        for number in (b"0", b"1", b"2"):
+            assert listener.send(peer, [number, bytes(COPY_BELOW_BYTES)]) is not None
+        listener.close()
+        for number in (b"0", b"1", b"2"):
+            answer = channel.receive(WAIT_S)
+            assert answer is not None and answer[0] == number
 
 
 def test_small_frames_are_free_at_once(connect: Callable[[str], Pair]) -> None:

@@ -39,13 +39,16 @@ def told(ps: Ps, number: int, folder: Path) -> m.SaveState:
 def until(
     ps: Ps, happened: Callable[[], object], alive: tuple[int, ...] = (0, 1), *, pace_s: float = 0.0
 ) -> list[Reply]:
-    """Lets the saver work, and the clock run as is said, until something has happened; returns all replies."""
+    """Lets the saver work, and the clock run as is said, until something has happened; returns all replies.
+
+    The clock stands while the saver's thread writes: nothing is late because a disk or a busy machine took its time.
+    """
     replies: list[Reply] = []
     deadline = time.monotonic() + DEADLINE_S
     while not happened():
         assert time.monotonic() < deadline, ps.said
         for worker in alive:
             ps.send(name(worker), m.Beat(worker, 1))
-        replies += ps.later(pace_s)
+        replies += ps.later(0.0 if ps.service.parts.saver.busy else pace_s)
         time.sleep(0.001)
     return replies

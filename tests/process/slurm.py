@@ -21,6 +21,7 @@ ClusterName=torchquorum
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller}
 SlurmdPort={daemon}
+FirstJobId={first}
 AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket
 CredType=cred/munge
@@ -62,7 +63,9 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
     controller, daemon = free_ports(2)
     for name in ("state", "spool"):
         (folder / name).mkdir(parents=True)
-    (folder / "slurm.conf").write_text(CONF.format(host=host, folder=folder, controller=controller, daemon=daemon))
+    first = secrets.randbelow(60_000) + 1  # ports come from the job's number: two Slurms of one host need others
+    text = CONF.format(host=host, folder=folder, controller=controller, daemon=daemon, first=first)
+    (folder / "slurm.conf").write_text(text)
     key = folder / "munge.key"
     key.write_bytes(secrets.token_bytes(1024))
     key.chmod(0o400)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from tests.chaos.cells import NAMESPACES, RULES, Cell
 from tests.chaos.network import Hosts, Proxy
-from tests.process.tasks import free_ports
+from tests.ports import free_ports
 from tests.process.zygote import Forked, fork_task
 from torchquorum.cluster.secret import make_secret
 from torchquorum.formats.checkpoint import Reader, list_checkpoints

@@ -14,7 +14,8 @@ import pytest
 
 from tests.deploy.manifests import DEPLOY, ROOT, check, check_custom, command, load
 from tests.documents.commands import fault_of
-from tests.process.tasks import Started, free_ports
+from tests.ports import free_ports
+from tests.process.tasks import Started
 from torchquorum.cluster.spec import ClusterSpec
 from torchquorum.formats.checkpoint import newest_good
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.tasks import Started, free_ports
+from tests.ports import free_ports
+from tests.process.tasks import Started
 
 HELLO = Path(__file__).parents[2] / "examples" / "hello"
 SLOW_S = 150.0

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from tests.process.tasks import Started, free_ports
+from tests.ports import free_ports
+from tests.process.tasks import Started
 
 CHROMIUM = [
     "--headless",

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.process.tasks import free_ports
+from tests.ports import free_ports
 from tests.process.zygote import Forked, fork_task
 
 PROGRAM = Path(__file__).parent / "durable_program.py"

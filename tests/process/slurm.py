@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.process.tasks import DEADLINE_S, Started, free_ports
+from tests.ports import free_ports
+from tests.process.tasks import DEADLINE_S, Started
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sinfo")
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import queue
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.ports import free_ports
 from tests.process.zygote import Forked, fork_python, run_python
 
 PROGRAM = Path(__file__).parent / "program.py"
@@ -40,23 +39,6 @@ def run(
         env=environment,
         check=False,
     )
-
-
-_turn = itertools.count(os.getpid() * 61)
-
-
-def free_ports(count: int) -> list[int]:
-    """Returns ports of this host that are free now, and below those that the kernel gives to outgoing connections."""
-    found: list[int] = []
-    while len(found) < count:
-        port = 20000 + next(_turn) % 12000
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-        found.append(port)
-    return found
 
 
 class Started:

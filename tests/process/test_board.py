@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.ports import free_ports
 from tests.process.browser import Browser, browser  # noqa: F401  (a fixture)
-from tests.process.tasks import TORCHQUORUM, Started, free_ports
+from tests.process.tasks import TORCHQUORUM, Started
 from tests.process.tasks import run as torchquorum
 
 PROGRAM = """

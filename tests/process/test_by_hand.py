@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.process.tasks import ByHand, Started, by_hand, free_ports
+from tests.ports import free_ports
+from tests.process.tasks import ByHand, Started, by_hand
 from torchquorum.formats.ledger import read_ledger
 
 

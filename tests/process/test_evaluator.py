@@ -4,7 +4,8 @@ import json
 import sys
 from pathlib import Path
 
-from tests.process.tasks import Started, free_ports
+from tests.ports import free_ports
+from tests.process.tasks import Started
 
 PROGRAM = Path(__file__).parent / "evaluated.py"
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.ports import free_ports
 from tests.process import slurm
-from tests.process.tasks import Started, free_ports
+from tests.process.tasks import Started
 from torchquorum.cluster.slurm import expand_hosts
 from torchquorum.formats.checkpoint import newest_good
 

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from tests.ports import free_ports
 from tests.process.browser import Browser, browser  # noqa: F401  (a fixture)
-from tests.process.tasks import FORKING, TORCHQUORUM, Started, by_hand, free_ports, run
+from tests.process.tasks import FORKING, TORCHQUORUM, Started, by_hand, run
 from tests.process.zygote import fork_in_terminal
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torchquorum.transport.messages as m
-from tests.process.tasks import free_ports
+from tests.ports import free_ports
 from tests.unit.server.on_a_thread import DEADLINE_S, OnAThread
 from torchquorum.cluster import ClusterSpec
 from torchquorum.errors import TaskLostError

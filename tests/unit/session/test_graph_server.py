@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import torchquorum as tq
-from tests.process.tasks import free_ports
+from tests.ports import free_ports
 from torchquorum.errors import AddressInUseError, ClusterError, DeadlineError, GraphError, TorchQuorumError
 
 

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.process.tasks import free_ports
+from tests.ports import free_ports
 from torchquorum.cluster.finding import Meeting
 from torchquorum.errors import DeadlineError
 from torchquorum.session import meeting as meetings

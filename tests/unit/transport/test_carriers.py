@@ -11,7 +11,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.process.tasks import free_ports
+from tests.ports import free_ports
 from tests.unit.transport.no_files import no_file_left
 from torchquorum.transport.channel import Peer, Sent
 from torchquorum.transport.codec import Frame

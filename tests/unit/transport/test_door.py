@@ -12,8 +12,8 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
+from tests.ports import free_port
 from tests.unit.transport.no_files import no_file_left
-from tests.unit.transport.test_zmq_channel import free_port
 from torchquorum.errors import ClusterError
 from torchquorum.transport.codec import Frame
 from torchquorum.transport.door import MAX_PACKET_BYTES, DoorChannel, DoorListener, _pack, _unpack

@@ -11,6 +11,7 @@ from contextlib import suppress
 import pytest
 import zmq
 
+from tests.ports import free_port
 from tests.unit.transport.no_files import no_file_left
 from torchquorum.cluster.secret import OPEN, Access, Secret
 from torchquorum.errors import SecretError
@@ -41,9 +42,7 @@ def until(true: Callable[[], bool]) -> None:
 
 @pytest.fixture
 def address() -> str:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{held.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 @pytest.fixture(params=[OPEN, OURS], ids=["open", "locked"])

@@ -12,6 +12,7 @@ from contextlib import closing, contextmanager
 import pytest
 import zmq
 
+from tests.ports import free_port
 from tests.unit.transport.no_files import no_file_left
 from torchquorum.cluster.secret import OPEN, Access, Secret
 from torchquorum.errors import AddressInUseError, ClusterError
@@ -31,17 +32,13 @@ WAIT_S = 10.0
 LOCKED = Access(secret=Secret("the-secret-of-this-cluster-0123456789abcdef"))
 
 
-def free_port(family: socket.AddressFamily = socket.AF_INET, host: str = "127.0.0.1") -> int:
-    with socket.socket(family) as probe:
-        probe.bind((host, 0))
-        return probe.getsockname()[1]
-
-
 def has_ipv6() -> bool:
     try:
-        return free_port(socket.AF_INET6, "::1") > 0
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
     except OSError:
         return False
+    return True
 
 
 HOSTS = ["localhost", "127.0.0.1", pytest.param("[::1]", marks=pytest.mark.skipif(not has_ipv6(), reason="no IPv6"))]

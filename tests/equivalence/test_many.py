@@ -172,7 +172,7 @@ def test_a_pipelined_worker_loses_nothing_and_is_one_version_behind() -> None:
 
 def test_a_late_worker_joins_and_both_then_count_once() -> None:
     cluster = Cluster(workers=2)
-    halfway = threading.Event()
+    halfway, joined = threading.Event(), threading.Event()
 
     def work(task: Task) -> list[tuple[int, int]]:
         model = Counter()
@@ -182,11 +182,14 @@ def test_a_late_worker_joins_and_both_then_count_once() -> None:
             assert halfway.wait(20)
         seen = []
         with tq.Session(task, model, optimizer, last_step=200, patience=PATIENCE) as session:
+            if task.index == 1:
+                joined.set()
             while not session.should_stop():
                 step = optimizer.step()
                 seen.append((step.local_step, step.version))
-                if step.version == 50:
+                if step.version == 50 and not halfway.is_set():
                     halfway.set()
+                    assert joined.wait(20)
         return seen
 
     chief, late = cluster.run(work, work)

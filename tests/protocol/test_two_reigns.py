@@ -83,6 +83,7 @@ def test_a_worker_that_joins_again_in_two_reigns_takes_the_new_one_and_goes_back
 
         logdir = str(tmp_path)
         with tq.Session(task, model, optimizer, patience=PATIENCE, logdir=logdir, data=batches) as session:
+            both.wait(DEADLINE_S)  # one alone would make updates by itself
             for _ in range(2):
                 step()
             if task.is_chief:

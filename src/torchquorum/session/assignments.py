@@ -154,11 +154,20 @@ class Assignments:
             chosen = self.helpers[wish]
         elif self._in_turn:
             chosen = min(self.helpers.values(), key=lambda h: (h.given, h.index))
-            if len(chosen.queue) >= self.depth:  # it may be waiting for one who has nothing to do
+            if len(chosen.queue) >= self.depth and self._waits(chosen):  # perhaps for one who has nothing to do
                 chosen = next((h for h in self.helpers.values() if not h.queue), chosen)
         else:
             chosen = min(self.helpers.values(), key=lambda h: (len(h.queue), h.given, h.index))
         return chosen if len(chosen.queue) < self.depth else None
+
+    def _waits(self, helper: Helper) -> bool:
+        """Whether a task waits at the ps tasks; not if only word of its results is late, so that it keeps its turn."""
+        return any(not self._round_is_made(helper, number) for number in helper.held)
+
+    def _round_is_made(self, helper: Helper, number: int) -> bool:
+        """Whether the round that a batch was said to wait for has been made: what became of it is on its way."""
+        newest = max(h.version for h in self.helpers.values())
+        return helper.held.get(number, "").startswith("the quorum") and helper.version < newest
 
     def to_recall(self) -> tuple[Helper, GivenBatch] | None:
         """Returns a batch that lies behind one that waits for its round, while another task has nothing to do.
@@ -258,13 +267,12 @@ class Assignments:
         if self.doubts or (self.waiting and self.next_possible()):
             return None
         found: list[tuple[Helper, GivenBatch, str]] = []
-        newest = max((helper.version for helper in self.helpers.values()), default=0)
         for helper in self.helpers.values():
             for batch in helper.queue:
                 what = helper.held.get(batch.number, "")
                 if not what.startswith(("the quorum", "the slowest worker")):
                     return None
-                if what.startswith("the quorum") and helper.version < newest:
-                    return None  # that round has been made: what became of the batch is on its way
+                if self._round_is_made(helper, batch.number):
+                    return None
                 found.append((helper, batch, what))
         return found or None

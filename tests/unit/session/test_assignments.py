@@ -44,6 +44,18 @@ def test_in_turn_the_order_in_which_tasks_finish_does_not_matter() -> None:
     assert give_all(made) == [(0, 4), (1, 5)]
 
 
+def test_in_turn_a_task_of_whose_results_word_is_late_keeps_its_turn() -> None:
+    made = books(2, 8, in_turn=True)
+    give_all(made)
+    made.done(1, done(1, 1))
+    made.done(1, done(3, 2))  # two rounds are made, in which the first one's 0 and 2 were
+    assert give_all(made) == []
+    made.helpers[0].held, made.helpers[0].version = {2: "the quorum (1 of 2)"}, 1  # what it said before the second
+    assert give_all(made) == []
+    made.helpers[0].version = 2  # that batch waits in the third round, for which the other one has nothing
+    assert give_all(made) == [(1, 4)]
+
+
 def test_in_turn_a_task_that_came_late_is_not_left_without_work() -> None:
     made = books(1, 9, in_turn=True)
     give_all(made)

@@ -43,6 +43,7 @@ def test_a_chief_killed_and_restarted_begins_with_the_buffers_of_a_live_worker(t
         options = (f"--logdir={tmp_path}", "--steps=100000", "--pause=0.01", "--rule=async")
         ps = cluster.start("ps", 0)
         chief, other = (cluster.start("worker", i, *options) for i in (0, 1))
+        chief.until("local ")
         other.until("local 30 ")
         chief.kill()
         chief.wait()

@@ -119,8 +119,8 @@ def test_a_killed_chief_is_survived(tmp_path: Path) -> None:
         options = ("--steps=200", f"--hold={noticed}", "--pause=0.01")
         ps = cluster.start("ps", 0)
         chief, *others = (cluster.start("worker", i, *options) for i in range(3))
-        others[0].until("local 5 ")
-        others[1].until("local 5 ")
+        for task in (chief, *others):
+            task.until("local 5 ")
         chief.kill()
         ps.until("/job:worker/task:0 counts as dead (its process ended)")
         noticed.touch()
@@ -168,6 +168,7 @@ def test_a_killed_worker_comes_back_as_a_new_incarnation() -> None:
         ps.until("/job:worker/task:1 came back")
         assert int(back.until("started at").split()[2]) > 0
         back.until("local 5 ")
+        chief.until("local ")
         chief.process.send_signal(signal.SIGINT)  # the chief ends the run for everybody
         ends_well(ps, chief, back)
         assert back.lines[-1].split(": ")[1] == chief.lines[-1].split(": ")[1]

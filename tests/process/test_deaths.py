@@ -92,6 +92,7 @@ def test_a_restarted_chief_goes_on_with_the_live_variables(tmp_path: Path) -> No
         options = (f"--logdir={tmp_path}", "--steps=1000000", "--pause=0.02", "--save-steps=1000")
         ps = cluster.start("ps", 0)
         chief, other = (cluster.start("worker", i, *options) for i in (0, 1))
+        chief.until("local ")
         other.until("local 10 ")
         chief.kill()
         chief.wait()
@@ -110,6 +111,7 @@ def test_a_dead_chief_that_stays_dead_costs_neither_the_last_checkpoint_nor_the_
         options = (f"--logdir={logdir}", "--steps=1000", f"--hurry={noticed}", "--pause=0.05", "--summaries")
         ps = cluster.start("ps", 0)
         chief, other = (cluster.start("worker", i, *options) for i in (0, 1))
+        chief.until("local ")
         other.until("local 3 ")
         chief.kill()
         ps.until("(ps task 0 saves in its place)")
@@ -155,7 +157,8 @@ def test_ctrl_c_saves_and_ends_every_task_within_seconds(tmp_path: Path) -> None
     command = [*FORKING, "run", str(PROGRAM), "--steps=100000", "--pause=0.01", f"--logdir={tmp_path}"]
     started = Started(command, forked=True)
     try:
-        started.until("[worker 1] local 20 ")
+        started.until("[worker 0] local 20 ")
+        started.until("[worker 1] local ")
         started.process.send_signal(signal.SIGINT)
         begun = time.monotonic()
         assert started.wait() == 130, started.tail()
@@ -178,6 +181,7 @@ def test_ctrl_c_on_a_chief_started_by_hand_ends_the_whole_job(tmp_path: Path) ->
         options = (f"--logdir={tmp_path}", "--steps=100000", "--pause=0.01")
         ps = cluster.start("ps", 0)
         chief, other = (cluster.start("worker", i, *options) for i in (0, 1))
+        chief.until("local ")
         other.until("local 10 ")
         chief.process.send_signal(signal.SIGTERM)
         ends_well(chief, other, ps)

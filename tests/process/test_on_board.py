@@ -49,6 +49,7 @@ def test_a_worker_frozen_in_the_middle_of_a_step_on_the_board_is_not_waited_for_
         ps.until("/job:worker/task:1 counts as dead")
         victim.process.send_signal(signal.SIGCONT)
         victim.until("refused expired")
+        chief.until("started")
         chief.process.send_signal(signal.SIGINT)
         for task in (chief, victim, ps):
             assert task.wait() == 0, task.tail()

@@ -20,6 +20,7 @@ PYTEST_ARGS ?= -n 4 --dist worksteal
 PIP_ARGS ?=
 N ?= 20
 SEED ?= 1
+DISTURB ?=
 FUZZ_MINUTES ?= 10
 FUZZ_ARGS ?=
 MUTATE_ARGS ?=
@@ -59,8 +60,8 @@ test: $(DEV_STAMP) ## Run the tests (PYTEST_ARGS=...)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .PHONY: flake
-flake: $(DEV_STAMP) ## Run the tests N=20 times in random order, two suites at a time (PYTEST_ARGS=...)
-	$(BIN)/python tools/flake.py --times $(N) --seed $(SEED) -- $(PYTEST_ARGS)
+flake: $(DEV_STAMP) ## Run the tests N=20 times in random order, two suites at a time (PYTEST_ARGS=..., DISTURB=1)
+	$(BIN)/python tools/flake.py --times $(N) --seed $(SEED) $(if $(DISTURB),--disturb) -- $(PYTEST_ARGS)
 
 .PHONY: fuzz
 fuzz: $(DEV_STAMP) ## Throw damaged inputs at everything that reads some (FUZZ_MINUTES=10, FUZZ_ARGS=...)

@@ -3,8 +3,9 @@
     python tools/flake.py --times 20 --seed 1 -- -n 4 tests/unit
 
 Two rounds run beside each other, and are each other's load: whole suites that share the cores, the memory, the ports and the
-folders of one machine. What follows `--` goes to pytest. At the end, and when a round fails or is interrupted, a table says how
-every round went; a failure prints the seed of its round and the command that repeats it.
+folders of one machine. With `--disturb` each of their processes is late now and then, too (tools/disturb). What follows `--`
+goes to pytest. At the end, and when a round fails or is interrupted, a table says how every round went; a failure prints the
+seed of its round and the command that repeats it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.synchronize import Event
+from pathlib import Path
+
+DISTURB = Path(__file__).resolve().parent / "disturb"
 
 
 @dataclass(frozen=True)
@@ -69,10 +73,12 @@ class Rounds:
         seed: That of the first round; the next ones count up.
         beside: How many at a time.
         arguments: Those of pytest.
+        disturb: Whether to make every process late now and then.
     """
 
-    def __init__(self, times: int, seed: int, beside: int, arguments: list[str]) -> None:
+    def __init__(self, times: int, seed: int, beside: int, arguments: list[str], *, disturb: bool = False) -> None:
         self.times, self.seed, self.beside, self.arguments = times, seed, beside, arguments
+        self._python = ["env", f"PYTHONPATH={DISTURB}", sys.executable] if disturb else [sys.executable]
         self.done: list[Round] = []
         self.code = 0
         self._numbers = iter(range(1, times + 1))
@@ -107,7 +113,7 @@ class Rounds:
                     return
                 seed = self.seed + number - 1
                 order = ["--random-order-bucket=module", f"--random-order-seed={seed}"]
-                command = [sys.executable, "-m", "pytest", "-q", "-x", *order, *self.arguments]
+                command = [*self._python, "-m", "pytest", "-q", "-x", *order, *self.arguments]
                 tests = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
                 self._running.append(tests)
             self._follow(number, seed, command, tests)
@@ -148,9 +154,10 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the first round; the next ones count up")
     parser.add_argument("--beside", type=int, default=2, help="how many rounds at a time, each other's load")
     parser.add_argument("--load", type=int, default=0, help="processes that keep the cores busy meanwhile, too")
+    parser.add_argument("--disturb", action="store_true", help="make every process late now and then")
     parser.add_argument("pytest", nargs="*", help="arguments of pytest")
     args = parser.parse_args()
-    rounds = Rounds(args.times, args.seed, args.beside, args.pytest)
+    rounds = Rounds(args.times, args.seed, args.beside, args.pytest, disturb=args.disturb)
     try:
         with load(args.load):
             rounds.run()

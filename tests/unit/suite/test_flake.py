@@ -46,3 +46,27 @@ def test_rounds_that_pass_are_all_in_the_table(tmp_path: Path) -> None:
     assert table[0].split() == ["round", "seed", "result", "seconds", "tests"]
     assert [line.split()[:3] for line in table[1:]] == [["1", "7", "passed"], ["2", "8", "passed"]]
     assert all(line.endswith("2 passed") for line in table[1:])
+
+
+DISTURBED = """
+import os, subprocess, sys, threading, time
+CHILD = "import threading; print(threading.Event.wait.__module__)"
+def test_it():
+    child = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=True).stdout.strip()
+    here, file, begun = threading.Event.wait.__module__, os.open(".", os.O_RDONLY), time.monotonic()
+    for _ in range(40):
+        os.fsync(file)
+        thread = threading.Thread(target=time.monotonic)
+        thread.start()
+        thread.join()
+    late = time.monotonic() - begun > 0.5
+    assert here == child == "threading", f"here: {here}, in a child: {child}, late: {late}"
+"""
+
+
+def test_with_disturb_the_processes_of_the_tests_are_late_now_and_then_and_the_command_says_so(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(DISTURBED)
+    assert flake(tmp_path, "--times", "1").returncode == 0
+    done = flake(tmp_path, "--times", "1", "--disturb")
+    assert "here: sitecustomize, in a child: sitecustomize, late: True" in done.stdout, done.stdout
+    assert re.search(r"repeated by\n    env PYTHONPATH=\S+disturb ", done.stdout)

@@ -1,5 +1,6 @@
 """Who gets in at a listening socket: those with the secret, from wherever; without one, only this host."""
 
+import itertools
 import os
 import resource
 import socket
@@ -215,14 +216,19 @@ def test_a_peer_that_talks_too_much_loses_its_connection_and_not_its_place(liste
         listener.receive(0.05)
         return listener.turned_away.get("talks too much", 0) == 1
 
+    numbers = itertools.count()
+
     def is_heard() -> bool:
-        channel.send([b"once more"])  # what is under way when the connection is cut is lost
-        return listener.receive(0.05) is not None
+        """Whether what was said last is heard: what is under way when the connection is cut is lost."""
+        last = b"%d" % next(numbers)
+        channel.send([last])
+        while (received := listener.receive(0.05)) is not None:
+            if received[1][0] == last:
+                return True
+        return False
 
     until(is_cut)
     until(is_heard)
-    while listener.receive(0.1) is not None:
-        pass
     assert talk(listener, channel) == [b"pong"]  # ZeroMQ comes back by itself
     channel.close()
 

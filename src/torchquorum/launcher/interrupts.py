@@ -6,17 +6,16 @@ by launchers, which fork or wait most of the time. What always holds: a signal t
 
 from __future__ import annotations
 
-import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
 
 class Interrupts:
     """Within, SIGINT and SIGTERM are noted and do nothing else; elsewhere than on the main thread nothing changes.
+
+    Who enters it again is where he was before; the first end is the end.
 
     Attributes:
         came: The signals that came, in order.
@@ -27,7 +26,7 @@ class Interrupts:
         self._before: list[tuple[signal.Signals, Any]] = []
 
     def __enter__(self) -> Interrupts:
-        if threading.current_thread() is threading.main_thread():
+        if not self._before and threading.current_thread() is threading.main_thread():
             for name in (signal.SIGINT, signal.SIGTERM):
                 if signal.getsignal(name) not in (signal.SIG_IGN, None):  # ignored, as nohup has it: so it stays
                     self._before.append((name, signal.signal(name, lambda number, _: self.came.append(number))))
@@ -38,13 +37,3 @@ class Interrupts:
     ) -> None:
         while self._before:  # SIGINT last: as soon as it has its own handler again, it may raise
             signal.signal(*self._before.pop())
-
-
-@contextmanager
-def held_back() -> Iterator[None]:
-    """Within, as around a fork, signals wait; the first of those that came is handled afterwards, in this process alone."""
-    me = os.getpid()
-    with Interrupts() as interrupts:
-        yield
-    if interrupts.came and os.getpid() == me:
-        signal.raise_signal(interrupts.came[0])

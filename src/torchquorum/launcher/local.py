@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Protocol
@@ -26,7 +27,7 @@ from torchquorum import env
 from torchquorum.cluster import ClusterSpec, TaskId, WorkerRange, launcher_task
 from torchquorum.cluster.secret import Access, read_access
 from torchquorum.errors import ConfigError
-from torchquorum.launcher.interrupts import Interrupts, held_back
+from torchquorum.launcher.interrupts import Interrupts
 from torchquorum.launcher.scale import Wanted
 
 PS_GRACE_S = 20.0
@@ -150,13 +151,24 @@ class LaunchedCluster:
         self.tasks: list[Running] = []
         self._wanted_now: Wanted | None = None
         self.messages: list[str] = []
+        self._interrupts = Interrupts()
 
     def start(self) -> None:
-        """Starts every ps task and as many workers as must be there."""
-        for task in [*self.cluster.tasks("ps"), *self.cluster.tasks("worker")[: self.options.range.least]]:
-            with held_back():  # whoever is started is known, and so ended
+        """Starts every ps task and as many workers as must be there.
+
+        From here on interrupts are noted, so that whoever is started is known; `wait` sees them, and ends that.
+
+        Raises:
+            KeyboardInterrupt: One came before all were started.
+        """
+        with ExitStack() as failing:
+            failing.enter_context(self._interrupts)
+            for task in [*self.cluster.tasks("ps"), *self.cluster.tasks("worker")[: self.options.range.least]]:
+                if self._interrupts.came:
+                    raise KeyboardInterrupt
                 self.tasks.append(self._start(task))
-        self._hear_wishes()
+            self._hear_wishes()
+            failing.pop_all()
 
     def _hear_wishes(self) -> None:
         """Begins to listen how many workers are wanted, where they may come and go."""
@@ -223,7 +235,7 @@ class LaunchedCluster:
         Returns:
             The exit code of the run: 0 if it reached its end.
         """
-        with Interrupts() as interrupts:
+        with self._interrupts as interrupts:
             try:
                 while any(t.code is None for t in self.tasks):
                     if interrupts.came:

@@ -12,7 +12,7 @@ from tests.process.zygote import run_python
 
 BEGIN = """
 import os, signal, sys, threading, time
-from torchquorum.launcher.interrupts import Interrupts, held_back
+from torchquorum.launcher.interrupts import Interrupts
 from torchquorum.launcher.local import LocalCluster, Options
 
 def ctrl_c():
@@ -32,7 +32,7 @@ os.register_at_fork(after_in_parent=ctrl_c)
 try:
     cluster.start()
 except KeyboardInterrupt:
-    print("interrupted after", len(cluster.tasks))
+    print("interrupted after", len(cluster.tasks), signal.getsignal(signal.SIGINT) is signal.default_int_handler)
 cluster.stop(signal.SIGTERM)
 print("left", sum(t.code is None for t in cluster.tasks))
 """
@@ -63,16 +63,21 @@ with Interrupts() as interrupts:
 print(interrupts.came, signal.getsignal(signal.SIGINT) is signal.SIG_IGN)
 """
 
-IN_A_CHILD = """
-with Interrupts() as outer:
-    with held_back():
+ENTERED_AGAIN = """
+interrupts = Interrupts()
+with interrupts:
+    ctrl_c()
+    with interrupts:
         ctrl_c()
-        if os.fork() == 0:
-            held_back = None
-    if held_back is None:
-        os._exit(len(outer.came))
-code = os.waitstatus_to_exitcode(os.wait()[1])
-print("parent", len(outer.came), "child", code, signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+    print(len(interrupts.came), signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
+"""
+
+BETWEEN_START_AND_WAIT = """
+cluster.start()
+os.kill(os.getpid(), signal.SIGTERM)
+print("ended with", cluster.wait())
+print("left", sum(t.code is None for t in cluster.tasks), signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)
 """
 
 ON_A_THREAD = """
@@ -89,7 +94,7 @@ thread.join()
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
-        (AROUND_A_FORK, "interrupted after 1\nleft 0"),
+        (AROUND_A_FORK, "interrupted after 1 True\nleft 0"),
         (
             IN_A_FINALIZER,
             "interrupted: saving and ending every task; once more ends them at once\nended with 130\nleft 0",
@@ -99,10 +104,22 @@ thread.join()
             "interrupted: saving and ending every task; once more ends them at once\nended with 130\nleft 0 ps -9",
         ),
         (IGNORED, "[] True"),
-        (IN_A_CHILD, "parent 1 child 0 True"),
+        (ENTERED_AGAIN, "2 True\nTrue"),
+        (
+            BETWEEN_START_AND_WAIT,
+            "interrupted: saving and ending every task; once more ends them at once\nended with 130\nleft 0 True",
+        ),
         (ON_A_THREAD, "its own True"),
     ],
-    ids=["around a fork", "in a finalizer", "twice", "ignored", "in a child", "on a thread"],
+    ids=[
+        "around a fork",
+        "in a finalizer",
+        "twice",
+        "ignored",
+        "entered again",
+        "between start and wait",
+        "on a thread",
+    ],
 )
 def test_an_interrupt_is_never_lost(program: str, expected: str, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(BEGIN + program)

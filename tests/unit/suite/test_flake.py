@@ -1,5 +1,6 @@
 """`make flake`: rounds in an order that the seed makes, a table, and for a failure the command that repeats it."""
 
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,8 @@ def test_b():
 
 def flake(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(FLAKE), "--load", "1", *arguments, "--", "-p", "no:cacheprovider", "test_it.py"]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # it may disturb us
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_a_test_that_needs_its_neighbour_is_found_with_the_seed_that_repeats_it(tmp_path: Path) -> None:

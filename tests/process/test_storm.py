@@ -55,5 +55,5 @@ def test_whoever_is_killed_or_frozen_whenever_no_batch_is_lost_or_doubled(rule: 
         codes = {who: task.wait() for who, task in tasks.items()}
         assert set(codes.values()) == {0}, f"seed {seed}: {codes}\n" + "\n".join(t.tail() for t in tasks.values())
     said = "\n".join(line for task in lives for line in task.lines)
-    assert f"uses {EPOCHS} to {EPOCHS}" in said, f"seed {seed}"
+    assert f"uses {EPOCHS} to {EPOCHS}" in said, f"seed {seed}\n" + "\n".join(t.tail() for t in lives)
     assert used(folder) == Counter(range(ROWS * EPOCHS)), f"seed {seed}"

@@ -405,3 +405,13 @@ def test_a_rule_without_rounds_takes_the_latest_position_that_each_worker_gave(m
         ps.send(name(1), m.Position(1, 1, version, {"epoch": version}))
     done = told(ps, 1, tmp_path)
     assert {w: b["epoch"] for w, b in load_manifest(Path(done.path)).workers.items()} == {"0": 3, "1": 7}
+
+
+def test_a_chief_that_goes_on_with_live_variables_makes_none_where_they_are_gone(make: Make, tmp_path: Path) -> None:
+    ps, restarted = make(), make()
+    start(ps, tmp_path, steps=1)
+    frames = bytes(layout_of(ps.plan).trained[0].size_bytes), bytes(layout_of(ps.plan).constants[0].size_bytes)
+    going_on = m.Create(ps.plan, only_existing=True)
+    assert only(ps.send(b"chief", going_on, *frames), m.Created) == m.Created(1, True)
+    assert only(restarted.send(b"chief", going_on, *frames), m.Fault).kind == "LostCreationError"
+    assert restarted.service.shard is None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torchquorum.errors import RefusedError
+from torchquorum.errors import LostCreationError, RefusedError
 from torchquorum.formats.checkpoint import Reader, load_manifest
 from torchquorum.formats.storage import locate
 from torchquorum.server.me import Me
@@ -23,10 +23,13 @@ def check_creation(me: Me, create: Create, frames: Sequence[Frame]) -> None:
     """Checks that a shard can be made as the chief asks.
 
     Raises:
+        LostCreationError: The chief wants to go on with variables that are not here any more.
         RefusedError: The chief has another cluster, or its run cannot be durable.
         CheckpointError: What is to be restored is not there, or holds another model.
         ValueError: The message makes no sense.
     """
+    if create.only_existing:
+        raise LostCreationError("it was restarted, and its variables are not here any more")
     plan = create.plan
     buffers = me.index == 0 and bool(plan.buffers)
     if len(frames) != (expected := (2 if create.restore is None else 0) + buffers):

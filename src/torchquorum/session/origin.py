@@ -96,7 +96,7 @@ class Origin:
         """
         task, logdir = self._session.task, self._session.logdir
         if all(created):
-            client.create(plan, flat)
+            client.create(plan, flat, only_existing=True)
             self._were_there = True
             self._say("the ps tasks hold live variables already; going on with them")
             return

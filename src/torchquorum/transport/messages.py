@@ -78,6 +78,7 @@ class Create(Message):
     buffers follow in a further frame, if the plan has any. `reign` names this
     creation on all shards; `replace` says to give up variables that are there, because another ps has lost its own.
     `journal` says how far the updates after that checkpoint are to be made again from the journal; nothing if there are none.
+    With `only_existing` nothing is created: a ps that was restarted since it said that it has variables refuses.
     """
 
     plan: Plan
@@ -85,6 +86,7 @@ class Create(Message):
     reign: int = 0
     replace: bool = False
     journal: JournalRef | None = None
+    only_existing: bool = False
 
 
 class Join(Message):

@@ -146,10 +146,11 @@ class Client:
         reign: int = 0,
         replace: bool = False,
         journal: m.JournalRef | None = None,
+        only_existing: bool = False,
     ) -> bool:
         """The chief hands its variables, or the path of a checkpoint with them, to the ps tasks, shard 0 last.
 
-        With `replace`, ps tasks that hold variables give them up, because others have lost theirs.
+        With `replace`, ps tasks that hold variables give them up, as others lost theirs; with `only_existing` all must hold some.
 
         Returns:
             Whether they had variables before, which then stay as they are.
@@ -166,7 +167,7 @@ class Client:
                 frames.append(tensor_frame(self.buffers.local.capture().pack()))
             answer = self.ask(
                 k,
-                m.Create(plan, restore, reign, replace, journal),
+                m.Create(plan, restore, reign, replace, journal, only_existing),
                 frames,
                 m.Created,
                 self.patience.start_s,

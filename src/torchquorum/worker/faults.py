@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchquorum.errors import ConfigError, LostPlaceError, RefusedError
+from torchquorum.errors import ConfigError, LostCreationError, LostPlaceError, RefusedError
 from torchquorum.transport.memory import SegmentError
 from torchquorum.transport.messages import Fault
 
@@ -13,5 +13,6 @@ def error_of(fault: Fault) -> Exception:
         "ConfigError": ConfigError,
         "SegmentError": SegmentError,
         "LostPlaceError": LostPlaceError,
+        "LostCreationError": LostCreationError,
     }
     return kinds.get(fault.kind, RefusedError)(fault.text)

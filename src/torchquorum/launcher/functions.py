@@ -32,6 +32,7 @@ from torchquorum.launcher.local import LaunchedCluster, LocalCluster, Options, d
 from torchquorum.launcher.progress import ProgressLine
 from torchquorum.launcher.ray_cluster import Ray
 from torchquorum.launcher.watch import RunWatcher
+from torchquorum.lines import write_line
 from torchquorum.server.update import warm_up
 
 if TYPE_CHECKING:
@@ -164,7 +165,7 @@ class Output:
             elif not self._quiet:
                 if self.progress is not None:
                     self.progress.clear()
-                print(f"[{task.job} {task.index}] {line}" if task is not None else f"torchquorum: {line}", flush=True)
+                write_line(f"[{task.job} {task.index}] {line}" if task is not None else f"torchquorum: {line}")
         if self.progress is not None and not self._quiet and self._output is None:
             self.progress.poll()
 
@@ -388,7 +389,7 @@ def _be_the_child(
     except KeyboardInterrupt:
         code = 130
     except TorchQuorumError as error:
-        print(f"{task}: {error}", file=sys.stderr)
+        write_line(f"{task}: {error}", sys.stderr)
     except BaseException:
         traceback.print_exc()
     finally:

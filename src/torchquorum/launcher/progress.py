@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from torchquorum.launcher.watch import RunWatcher
+from torchquorum.lines import write_line
 
 PLAIN_EVERY_S = 10.0
 BAR = 24
@@ -43,7 +44,7 @@ class ProgressLine:
             self._drawn = len(line)
         elif now - self._shown_at >= PLAIN_EVERY_S:
             self._shown_at = now
-            print(line, flush=True)
+            write_line(line)
 
     def clear(self) -> None:
         """Makes room for a line of output, in a terminal."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from torchquorum.errors import DeviceError
 from torchquorum.formats.storage import Location, locate, write_whole
+from torchquorum.lines import write_line
 from torchquorum.session.config import DeviceOptions
 from torchquorum.session.hooks import Hook
 from torchquorum.worker.cannot_run import SoftMode, explain
@@ -92,7 +93,7 @@ class SessionDevices(Hook):
             return
         text = "\n".join(self._lines)
         self._lines.clear()
-        print(text, flush=True)
+        write_line(text)
         if self._file is not None:
             try:
                 write_whole(self._file, text + "\n")

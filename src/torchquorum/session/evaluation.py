@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from torchquorum.errors import ConfigError
+from torchquorum.lines import write_line
 from torchquorum.session.hooks import Hook, Ran
 from torchquorum.session.ready import check_every
 
@@ -90,7 +91,7 @@ class EvaluateHook(Hook):
         self._next = (max(self.step, version) // self._every + 1) * self._every
         which = " using average model" if averaged else ""
         for name, value in self.results.items():
-            print(f"After {self.step:d} training step(s),validation {name}{which} is {value:g}.", flush=True)
+            write_line(f"After {self.step:d} training step(s),validation {name}{which} is {value:g}.")
             session.measure(self.step, **{name if name == "accuracy" else f"validation/{name}": value})
 
 
@@ -113,7 +114,7 @@ class FinalAccuracyHook(Hook):
         averaged = self._averaged and session.optimizer.average is not None
         version, results = run_evaluation(session, self._evaluate, averaged=averaged)
         for name, value in results.items():
-            print(f"checkpoint of step {version}: {name} = {value:g}", flush=True)
+            write_line(f"checkpoint of step {version}: {name} = {value:g}")
             session.measure(version, **{name if name == "accuracy" else f"validation/{name}": value})
 
     def end(self, session: Session) -> None:
@@ -127,6 +128,6 @@ class FinalAccuracyHook(Hook):
                 f"FinalAccuracyHook: the evaluation returned {', '.join(results) or 'nothing'}; it must return an accuracy"
             )
         self.accuracy = results["accuracy"]
-        print(f"{session.task.job}={session.task.index}, final accuracy = {self.accuracy}", flush=True)
+        write_line(f"{session.task.job}={session.task.index}, final accuracy = {self.accuracy}")
         session.record(**{name: value for name, value in results.items() if name in ("accuracy", "loss")})
         session.measure(version, accuracy=self.accuracy)

@@ -26,6 +26,7 @@ from torchquorum.cluster.secret import Access, read_access
 from torchquorum.cluster.sources import Resolved
 from torchquorum.cluster.spec import parse_address
 from torchquorum.errors import ClusterError, ConfigError, DeadlineError, GraphError, TorchQuorumError
+from torchquorum.lines import write_line
 from torchquorum.server.serve import serve
 from torchquorum.session.compute import ComputeTask
 from torchquorum.session.join import say
@@ -283,7 +284,7 @@ class GraphClient:
             raise GraphError(answer.error)
         if self._log:
             for line in answer.placement:
-                print(line, flush=True)
+                write_line(line)
         outputs = [t.clone() for t in unpack(answer.outputs, given)]
         shape = exported.call_spec.out_spec
         assert shape is not None

@@ -19,6 +19,7 @@ from torchquorum.cluster.environment import explain_alone
 from torchquorum.cluster.program import fill_in, own_flags, read_program_flags
 from torchquorum.cluster.secret import OPEN, Access
 from torchquorum.errors import TorchQuorumError
+from torchquorum.lines import write_line
 from torchquorum.server.serve import Server, serve
 from torchquorum.session.config import ConfigProto, read_device_options
 from torchquorum.session.meeting import meet
@@ -118,7 +119,7 @@ class Alone:
 
 def say(line: str) -> None:
     """Prints a line for people, at once, on standard error."""
-    print(line, file=sys.stderr, flush=True)
+    write_line(line, sys.stderr)
 
 
 def join(
@@ -240,7 +241,7 @@ def _show_errors_without_traceback() -> None:
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, TorchQuorumError):
-            print(f"torchquorum: error: {error}", file=sys.stderr, flush=True)
+            write_line(f"torchquorum: error: {error}", sys.stderr)
         else:
             before(kind, error, trace)
 

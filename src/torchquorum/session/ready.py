@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from torchquorum.errors import ConfigError, TorchQuorumError
+from torchquorum.lines import write_line
 from torchquorum.session.hooks import Hook, Ran
 from torchquorum.session.join import say
 
@@ -131,10 +132,9 @@ class StepCounterHook(Hook):
         give_scalar(session, "step_counter/global_steps_per_s", self.global_steps_per_s, ran.step.version)
         give_scalar(session, "step_counter/local_steps_per_s", self.local_steps_per_s, ran.step.version)
         if not self._quiet:
-            print(
+            write_line(
                 f"worker {session.task.index}: global step {ran.step.version}, {self.global_steps_per_s:.1f} global "
-                f"steps/s, {self.local_steps_per_s:.1f} local steps/s",
-                flush=True,
+                f"steps/s, {self.local_steps_per_s:.1f} local steps/s"
             )
 
 
@@ -222,7 +222,7 @@ class LogHook(Hook):
         assert self._started is not None
         sec_per_batch = (time.perf_counter() - self._started) / max(1, global_step)
         loss = math.nan if ran.loss is None else ran.loss
-        print(self._format % (step, global_step, loss, sec_per_batch), flush=True)
+        write_line(self._format % (step, global_step, loss, sec_per_batch))
 
 
 class ProgressHook(Hook):
@@ -297,7 +297,7 @@ class ProgressHook(Hook):
         if self._console is not None:
             self._console.print(line, highlight=False, markup=False, soft_wrap=True)
         else:
-            print(line, flush=True)
+            write_line(line)
 
     def _close(self) -> None:
         if self._progress is not None:

@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING
 
 from torchquorum.errors import ConfigError
+from torchquorum.lines import write_line
 from torchquorum.session.hooks import Hook, Ran
 from torchquorum.session.ready import check_every
 from torchquorum.worker.towers import Towers
@@ -57,5 +58,5 @@ class TowerLogHook(Hook):
                 examples = self._batch_size * number if self._batch_size is not None else math.nan
             loss = math.nan if ran.loss is None else ran.loss
             values = (datetime.now(), ran.step.version, loss, examples / duration, duration / number)
-            print(FORMAT % values, flush=True)
+            write_line(FORMAT % values)
         self._since = time.perf_counter()

@@ -17,6 +17,7 @@ import torch
 
 from torchquorum.cluster.spec import TaskId
 from torchquorum.errors import DeviceError
+from torchquorum.lines import write_line
 from torchquorum.placement.devices import CPU, GPU, DeviceName
 
 CPU_DEVICE = torch.device("cpu")
@@ -69,7 +70,7 @@ def tell(line: str, *, once: str) -> None:
     """Prints a line for people on standard error, unless one with the same key was printed before."""
     if once not in _told:
         _told.add(once)
-        print(f"torchquorum: {line}", file=sys.stderr, flush=True)
+        write_line(f"torchquorum: {line}", sys.stderr)
 
 
 def accelerators() -> list[str]:

@@ -1,7 +1,7 @@
 """Counts as program.py does, and sends itself a signal at a chosen moment of its step on the board.
 
-Moments: `turn` (it has its turn and writes), `lock` (it holds the board's lock), `given` (it has given its gradient to the round),
-`part` (it writes its part of the next version).
+Moments: `turn` (it has its turn and writes), `lock` (it holds the board's lock), `round` (it is going to give its gradient to the
+round), `given` (it has given it), `part` (it writes its part of the next version).
 """
 
 import argparse
@@ -48,7 +48,17 @@ def before(name: str, moment: str) -> None:
     setattr(BoardSteps, name, wrapped)
 
 
+def round_noted(self: Any, *given: Any) -> Any:
+    taken = _in_round(self, *given)
+    if taken is None:
+        print("beside the board", flush=True)
+    return taken
+
+
+_in_round = BoardSteps._in_round
+BoardSteps._in_round = round_noted  # type: ignore[method-assign]
 before("_write", "turn")
+before("_in_round", "round")
 before("_until", "given")
 before("_write_part", "part")
 _locked = Board.locked

@@ -53,3 +53,22 @@ def test_a_worker_frozen_in_the_middle_of_a_step_on_the_board_is_not_waited_for_
         chief.process.send_signal(signal.SIGINT)
         for task in (chief, victim, ps):
             assert task.wait() == 0, task.tail()
+
+
+def test_a_worker_killed_before_others_have_opened_its_memory_harms_nobody() -> None:
+    with by_hand(program=PROGRAM) as cluster:
+        ps = cluster.start("ps", 0)
+        flags = ["--rule=sync", f"--steps={STEPS}", "--at=0", "--signal=SIGSTOP"]
+        chief = cluster.start("worker", 0, *flags, "--moment=round")
+        victim = cluster.start("worker", 1, *flags, "--moment=given")
+        chief.until("SIGSTOP in round")
+        victim.until("SIGSTOP in given")
+        ps.process.send_signal(signal.SIGSTOP)  # so that it does not close the board
+        victim.kill()
+        victim.wait()
+        chief.process.send_signal(signal.SIGCONT)
+        chief.until("beside the board")
+        ps.process.send_signal(signal.SIGCONT)
+        made_on_board(chief)
+        assert ps.wait() == 0
+    assert "counts as dead (its process ended)" in "\n".join(ps.lines)

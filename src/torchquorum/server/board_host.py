@@ -90,6 +90,9 @@ class BoardHost:
         with board.locked() as held:
             if not held:
                 return
+            board.era += (
+                1  # first: who meets a version of this era, without the lock, is not to take it for the last one's
+            )
             board.publish(shard.version, shard.versions.current)
             board.limit, board.writer = self._limit, -1
             board.begin_rounds()
@@ -104,7 +107,6 @@ class BoardHost:
                 board.lease(worker, -1 if leased is None else leased)
             self._look_ahead()
             board.ps_looks()
-            board.era += 1
             board.state = OPEN
             board.announce()
             board.call()

@@ -432,9 +432,9 @@ class Service:
         self.board.take_up(made, made=True)
         replies = self._advance(told=True) if made else []
         self.board.take_up(unfinished, made=False)
-        return replies + (self._advance() if unfinished else [])
+        return replies + (self._advance(opens=False) if unfinished else [])  # what closed it is still to come
 
-    def _advance(self, *, told: bool = False) -> list[Reply]:
+    def _advance(self, *, told: bool = False, opens: bool = True) -> list[Reply]:
         """Shard 0 follows its own log at once and sends the news to the others."""
         if self.leader is None or self.shard is None:
             return []
@@ -456,7 +456,7 @@ class Service:
         end = self.shard.followed
         replies += self.followers.news(self.leader, self.reign, end)
         self.leader.followed(0, end)
-        if self.board is not None and not told and self.board.may_open():
+        if self.board is not None and opens and not told and self.board.may_open():
             self.board.open()
         return replies
 

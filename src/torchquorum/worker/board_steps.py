@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from torchquorum.transport.board import OPEN, Board, Given
+from torchquorum.transport.memory import SegmentError
 from torchquorum.transport.slots import Slots
 from torchquorum.worker.device_update import DeviceRound, DeviceUpdate, Part
 from torchquorum.worker.flat import FlatParameters
@@ -308,6 +309,9 @@ class BoardSteps:
             board.wake()
         if not self._until(lambda: board.full == version, era):
             return None
+        if not self._follow_others():
+            self.done()
+            return None
         target, on_gpu = board.target, self._device_round is not None and self._device_round.ready()
         self._write_part(current, target, board.rates(given.computed_at), on_gpu=on_gpu)
         with board.locked() as held:
@@ -334,8 +338,6 @@ class BoardSteps:
         """Writes this worker's share of the vector: the mean in order of worker, then the update, as the ps would."""
         count = self._board.num_workers
         if on_gpu and self._device_round is not None:
-            if self._follow_others():
-                self._parts.clear()
             gradients = [self._others[w][1].sections[0] for w in range(count)]
             self._device_round.write(self._shares(), gradients, self._worker, target, rates)
             return
@@ -352,8 +354,6 @@ class BoardSteps:
 
     def _part(self, current: int, target: int) -> list[tuple[int, list[torch.Tensor]]]:
         """Returns the pieces of this worker's share, as views of the old and new version and of every gradient."""
-        if self._follow_others():
-            self._parts.clear()
         found = self._parts.get((current, target))
         if found is None:
             found = self._parts[current, target] = []
@@ -392,14 +392,16 @@ class BoardSteps:
         return runs
 
     def _follow_others(self) -> bool:
-        """Opens the gradient memory of workers that are new; True if there are any."""
-        changed = False
+        """Opens the gradient memory of workers that are new; False if one has gone, and its memory with it."""
         for w in range(self._board.num_workers):
             token = self._board.token(w)
             if w not in self._others or self._others[w][0] != token:
-                opened = Slots.open(self._board.gradients(w), self._region)
+                try:
+                    opened = Slots.open(self._board.gradients(w), self._region)
+                except SegmentError:
+                    return False  # the ps has opened it, and finishes the round
                 if self._device_round is not None:
                     self._device_round.reach(opened)
                 self._others[w] = token, opened
-                changed = True
-        return changed
+                self._parts.clear()
+        return True

@@ -90,9 +90,8 @@ class BoardHost:
         with board.locked() as held:
             if not held:
                 return
-            board.era += (
-                1  # first: who meets a version of this era, without the lock, is not to take it for the last one's
-            )
+            # First: who waits for a version without the lock is not to take this opening's for that of the one before.
+            board.era += 1
             board.publish(shard.version, shard.versions.current)
             board.limit, board.writer = self._limit, -1
             board.begin_rounds()

@@ -6,7 +6,7 @@ import pytest
 
 import torchquorum.transport.messages as m
 from tests.protocol.by_hand import Ps, layout_of, name
-from torchquorum.transport.board import CLOSED, OPEN, Board, Given
+from torchquorum.transport.board import _FIRST, _TAIL, CLOSED, OPEN, Board, Given  # pyright: ignore[reportPrivateUsage]
 from torchquorum.transport.shared_lock import supported
 from torchquorum.transport.slots import Slots
 
@@ -84,3 +84,23 @@ def test_who_meets_a_version_of_the_next_era_without_the_lock_meets_the_next_era
     opened.send(name(0), m.Pull(0, 1, 3))  # which closes the board; the ps finishes the round, and opens it again
     assert board.state == OPEN
     assert met == [(2, before + 1)] and board.era == before + 1
+
+
+@pytest.mark.parametrize("recorded", [1, 2])
+def test_a_round_whose_last_worker_died_before_it_was_published_counts_once_and_the_board_is_opened_again(
+    opened: Ps, recorded: int
+) -> None:
+    give(opened, 2)
+    board, shard = board_of(opened), opened.service.shard
+    assert shard is not None
+    for section in shard.versions.slots.sections[board.target]:
+        section.fill_(2.0)  # both have written their parts
+    with board.locked() as held:
+        assert held
+        before = board.recorded
+        board.record_round(2, board.target)
+        board._q[_FIRST + _TAIL] = before + recorded  # pyright: ignore[reportPrivateUsage]
+    opened.send(name(0), m.Pull(0, 1, 3))
+    assert set(opened.values().tolist()) == {2.0} and shard.version == 2
+    assert not shard.undecided_gradients
+    assert board.state == OPEN and board.version == 2

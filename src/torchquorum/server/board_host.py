@@ -148,7 +148,7 @@ class BoardHost:
             key = Key(r.worker, r.incarnation, r.local_step)
             if made:
                 self._shard.made[r.version] = r.slot
-            else:
+            elif not self._shard.decided(key):  # unless who was to publish it died when it had been recorded
                 self._shard.store_given(key, r.request)
             self._leader.arrived(0, key, r.request, r.now, r.wall, push=Arrival(r.computed_at, r.loss))
 

@@ -420,6 +420,7 @@ class Shard:
         if version in self.made:
             for key in keys:
                 self._decide(key)
+                self._gradients.pop(key, None)  # of a round that was recorded in part when its last worker died
             self.update.made_elsewhere()
             self.versions.adopt(self.made.pop(version), version)
             return

@@ -18,7 +18,7 @@ from torchquorum.rules import Async, Rule, Sync
 from torchquorum.rules.quorum import Key
 from torchquorum.server.leader import Arrival, Leader
 from torchquorum.server.tally import Tally
-from torchquorum.transport.messages import OptimizerSpec, Plan
+from torchquorum.wire.messages import OptimizerSpec, Plan
 
 WORKERS = (2, 32, 1_000)
 GRADIENTS = 4_000
@@ -43,7 +43,7 @@ def decide(rule: Rule, workers: int, gradients: int) -> float:
             computed_at = leader.quorum.version
             key = Key(worker, 1 + worker, step)
             leader.arrived(0, key, step + 1, 0.0, 0.0, push=Arrival(computed_at, 0.5))
-        leader.followed(0, leader.log_start + len(leader.log))
+        leader.log.followed(0, leader.log.start + len(leader.log.entries))
     took = time.process_time() - began
     assert leader.quorum.version == (rounds if leader.quorum.needed > 1 else rounds * workers)
     return 1e6 * took / (rounds * workers)

@@ -14,9 +14,9 @@ from typing import Any
 import pushers
 import results
 
-from torchquorum.pictures.charts import Axis, Series, line_chart
-from torchquorum.pictures.scene import LIGHT, Scene
-from torchquorum.pictures.svg import to_svg
+from torchquorum.report.charts import Axis, Series, line_chart
+from torchquorum.report.scene import LIGHT, Scene
+from torchquorum.report.svg import to_svg
 
 ROOT = Path(__file__).resolve().parent.parent
 

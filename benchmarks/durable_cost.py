@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 import torchquorum as tq
-import torchquorum.transport.messages as m
+import torchquorum.wire.messages as m
 from torchquorum.placement.layout import Variable
-from torchquorum.server.durable import begin_journal
+from torchquorum.server.journaling import begin_journal
 from torchquorum.server.shard import Shard
 
 SHAPES = {"fc1.weight": (500, 784), "fc1.bias": (500,), "fc2.weight": (10, 500), "fc2.bias": (10,)}

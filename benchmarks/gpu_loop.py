@@ -16,7 +16,7 @@ from work import BATCH, load, make_model
 
 import torchquorum as tq
 from torchquorum.rules import parse_rule
-from torchquorum.worker import early
+from torchquorum.worker import overlap as early
 
 given = json.loads(sys.argv[1])
 task = tq.join([]) if given["kind"] == "quorum" else None

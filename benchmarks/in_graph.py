@@ -78,8 +78,8 @@ def play(role: str, kind: str, flags: list[str]) -> None:
         return
     found, _ = parse_flags(flags)
     cluster = tq.ClusterSpec({"ps": found.ps_hosts or (), "worker": found.worker_hosts or ()})
-    graph = tq.Graph(model, cross_entropy, example_inputs=pool[0])
-    with tq.GraphSession(cluster, graph, optimizer, wait_for_workers=cluster.num_tasks("worker")) as session:
+    graph = tq.graph.Graph(model, cross_entropy, example_inputs=pool[0])
+    with tq.graph.GraphSession(cluster, graph, optimizer, wait_for_workers=cluster.num_tasks("worker")) as session:
         for seconds in orders():
             wall, cpu = time.perf_counter(), time.process_time()
 

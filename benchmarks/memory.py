@@ -68,7 +68,7 @@ def held_mb(pid: int) -> dict[str, float]:
     made: dict[int, int] = {}  # by inode: a mapping has a descriptor of its own
     for place in Path(f"/proc/{pid}/fd").iterdir():
         try:
-            if re.search("memfd:torchquorum-(versions|board)", str(place.readlink())):  # gradients are the workers'
+            if re.search("memfd:torchquorum-(versions|fastpath)", str(place.readlink())):  # gradients are the workers'
                 made[place.stat().st_ino] = place.stat().st_blocks * 512
         except OSError:
             continue  # closed meanwhile

@@ -30,8 +30,8 @@ from torch import nn
 
 import torchquorum as tq
 from torchquorum.rules import parse_rule
-from torchquorum.server.update import warm_up
-from torchquorum.worker.client import Patience
+from torchquorum.update.updater import warm_up
+from torchquorum.wire.rpc import Patience
 
 SAMPLES = 40
 # What may be more at the end: memory of the allocator and of bounded books, one worker that is just coming and going.

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torchquorum.formats.checkpoint import Manifest, Reader, Stored, verify
+from torchquorum.formats.checkpoint import CheckpointReader, Manifest, Stored, verify
 from torchquorum.formats.checkpoint_write import begin, part_name, prune, publish, tensor_key, write_part
 from torchquorum.formats.storage import Location, locate
 
@@ -64,7 +64,7 @@ def measure(folder: Location, megabytes: int, repeats: int) -> dict[str, float]:
         marks.append(time.perf_counter())
         assert verify(path) is None
         marks.append(time.perf_counter())
-        with Reader(path) as reader:
+        with CheckpointReader(path) as reader:
             assert torch.equal(reader.read("variable", "w"), tensor)
         marks.append(time.perf_counter())
         for what, first, last in zip(took, marks[:-1], marks[1:], strict=True):

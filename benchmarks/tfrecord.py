@@ -23,10 +23,10 @@ import torchquorum as tq
 from torchquorum.data import load_mnist
 from torchquorum.formats import crc32c
 
-LABEL = tq.FixedLenFeature([], torch.int64)
-RAW = {"image_raw": tq.RawFeature([784], torch.uint8), "label": LABEL}
-INTS = {"image": tq.FixedLenFeature([784], torch.int64), "label": LABEL}
-FLOATS = {"image": tq.FixedLenFeature([784], torch.float32), "label": LABEL}
+LABEL = tq.data.FixedLenFeature([], torch.int64)
+RAW = {"image_raw": tq.data.RawFeature([784], torch.uint8), "label": LABEL}
+INTS = {"image": tq.data.FixedLenFeature([784], torch.int64), "label": LABEL}
+FLOATS = {"image": tq.data.FixedLenFeature([784], torch.float32), "label": LABEL}
 
 
 def write_files(folder: Path, examples: int) -> None:
@@ -40,9 +40,9 @@ def write_files(folder: Path, examples: int) -> None:
         "floats": (None, lambda image: {"image": image / 255.0}),
     }
     for name, (compression, make) in forms.items():
-        with tq.TFRecordWriter(folder / name, compression) as writer:
+        with tq.data.TFRecordWriter(folder / name, compression) as writer:
             for image, label in zip(images, labels, strict=True):
-                writer.write(tq.Example({"pixels": 784, "label": label, **make(image)}))
+                writer.write(tq.data.Example({"pixels": 784, "label": label, **make(image)}))
 
 
 def train(seconds: float = 2.0) -> float:
@@ -65,7 +65,7 @@ def train(seconds: float = 2.0) -> float:
 
 def read(path: Path, features: Any, **options: Any) -> float:
     """Returns the examples per second that a dataset delivers, in batches of 100."""
-    dataset = tq.TFRecordDataset(path, features, batch_size=BATCH, **options)
+    dataset = tq.data.TFRecordDataset(path, features, batch_size=BATCH, **options)
     began = time.process_time()
     examples = sum(len(batch["label"]) for batch in dataset)
     return examples / (time.process_time() - began)
@@ -98,8 +98,8 @@ def count(examples: Iterable[Any]) -> float:
 
 def tutorials_parser(record: bytes) -> tuple[torch.Tensor, torch.Tensor]:
     """Parses one record, as the tutorials do."""
-    parsed = tq.parse_single_example(record, {"image_raw": tq.FixedLenFeature([], "string"), "label": LABEL})
-    return tq.decode_raw(parsed["image_raw"]), parsed["label"]
+    parsed = tq.data.parse_single_example(record, {"image_raw": tq.data.FixedLenFeature([], "string"), "label": LABEL})
+    return tq.data.decode_raw(parsed["image_raw"]), parsed["label"]
 
 
 def peers(folder: Path) -> dict[str, Callable[[], float]]:
@@ -116,10 +116,10 @@ def peers(folder: Path) -> dict[str, Callable[[], float]]:
 
     return {
         "protobuf, image_raw": lambda: count(
-            protobuf(record, "image_raw", "bytes_list") for record in tq.read_records(folder / "raw")
+            protobuf(record, "image_raw", "bytes_list") for record in tq.data.read_records(folder / "raw")
         ),
         "protobuf, 784 int64": lambda: count(
-            protobuf(record, "image", "int64_list") for record in tq.read_records(folder / "ints")
+            protobuf(record, "image", "int64_list") for record in tq.data.read_records(folder / "ints")
         ),
     }
 
@@ -146,8 +146,8 @@ def main() -> None:
             "image_raw, checksums by NumPy": lambda: read_without_c(folder / "raw"),
             "784 float32": lambda: read(folder / "floats", FLOATS),
             "784 int64": lambda: read(folder / "ints", INTS),
-            "records only": lambda: count(tq.read_records(folder / "raw")),
-            "one by one, parse=": lambda: count(tq.TFRecordDataset(folder / "raw", parse=tutorials_parser)),
+            "records only": lambda: count(tq.data.read_records(folder / "raw")),
+            "one by one, parse=": lambda: count(tq.data.TFRecordDataset(folder / "raw", parse=tutorials_parser)),
             **(peers(folder) if args.peers else {}),
         }
         seen: dict[str, list[float]] = {name: [] for name in measures}

@@ -60,10 +60,10 @@ def build_model() -> tuple[torch.nn.Module, tq.Optimizer]:
 
 def main() -> None:
     task = tq.join(parser=parser)  # a ps serves here until the run is over
-    mnist = tq.load_mnist(task.flags.data_path)
+    mnist = tq.data.load_mnist(task.flags.data_path)
     batches = tq.Batches(mnist.train, BATCH_SIZE, worker=task.index, workers=task.num_workers, share="own")
     model, optimizer = build_model()
-    regularizer = tq.l2_regularizer(REGULARIZATION_RATE)
+    regularizer = tq.tensorflow.l2_regularizer(REGULARIZATION_RATE)
     hooks = [tq.StopAtStepHook(last_step=task.flags.training_steps), tq.SummaryHook()]
     # The session initialises the variables or takes them from a checkpoint, writes the log and saves the model.
     with tq.Session(

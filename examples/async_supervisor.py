@@ -57,11 +57,11 @@ def build_model() -> tuple[torch.nn.Module, tq.Optimizer]:
 
 def main() -> None:
     task = tq.join(parser=parser)  # a ps serves here until the run is over
-    mnist = tq.load_mnist(task.flags.data_path)
+    mnist = tq.data.load_mnist(task.flags.data_path)
     # Every worker goes through all images in an order of its own, as each with its own next_batch.
     batches = tq.Batches(mnist.train, BATCH_SIZE, worker=task.index, workers=task.num_workers, share="own")
     model, optimizer = build_model()
-    regularizer = tq.l2_regularizer(REGULARIZATION_RATE)
+    regularizer = tq.tensorflow.l2_regularizer(REGULARIZATION_RATE)
     # The chief creates the variables, saves the model and writes the summaries; the others wait until it has begun.
     with tq.Session(
         task,

@@ -44,18 +44,18 @@ parser.add_argument("--train_dir", help="folder of the model (default: a new tem
 parser.add_argument("--data_path", help="folder with the MNIST files (default: those in torchquorum)")
 
 
-def get_batch(split: Split, task: tq.Task, num_epochs: int | None = None) -> tq.Prefetcher:
+def get_batch(split: Split, task: tq.Task, num_epochs: int | None = None) -> tq.data.Prefetcher:
     """A queue of batches that a thread of its own fills; without a number of epochs it never ends."""
     batches = tq.Batches(split, BATCH_SIZE, worker=task.index, workers=task.num_workers, share="own")
     if num_epochs is None:
-        return tq.Prefetcher(batches)
-    return tq.Prefetcher(itertools.islice(batches, num_epochs * batches.steps_per_epoch))
+        return tq.data.Prefetcher(batches)
+    return tq.data.Prefetcher(itertools.islice(batches, num_epochs * batches.steps_per_epoch))
 
 
 def main() -> None:
     task = tq.join(parser=parser)  # a ps serves here until the run is over
     flags = task.flags
-    mnist = tq.load_mnist(flags.data_path)
+    mnist = tq.data.load_mnist(flags.data_path)
     train_queue, test_queue = get_batch(mnist.train, task), get_batch(mnist.test, task, TEST_EPOCHS)
     model = nn.Sequential(nn.Linear(784, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 10))
     optimizer = tq.Optimizer(
@@ -70,7 +70,7 @@ def main() -> None:
     else:
         print(f"Worker {task.index}: Waiting for session to be initaialized...", flush=True)
     with (
-        tq.Coordinator() as coord,  # ends the threads of both queues when the block does, or when one of them fails
+        tq.tensorflow.Coordinator() as coord,  # ends the threads of both queues when the block does, or when one of them fails
         tq.Session(task, model, optimizer, logdir=train_dir) as session,
     ):
         print(f"Worker {task.index}: Session initialization  complete.", flush=True)

@@ -46,7 +46,7 @@ def main() -> None:
     flags = task.flags
     if flags.n_epochs < 1 or flags.n_epochs_print < 1:
         parser.error("--n_epochs and --n_epochs_print must be 1 or more")
-    mnist = tq.load_mnist(flags.data_path)
+    mnist = tq.data.load_mnist(flags.data_path)
     batches = tq.Batches(mnist.train, BATCH_SIZE, worker=task.index, workers=task.num_workers, share="own")
 
     model = nn.Linear(N_INPUTS, N_OUTPUTS)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torchquorum as tq
 from torchquorum.cluster import ClusterSpec, TaskId
-from torchquorum.server.serve import Server
-from torchquorum.session.compute import ComputeTask
-from torchquorum.worker.client import Patience
+from torchquorum.graph.compute import ComputeTask
+from torchquorum.server.serve import PsTask, ServeOptions
+from torchquorum.wire.rpc import Patience
 
 PATIENCE = Patience(start_s=60.0, round_s=60.0, silence_s=30.0, probe_s=0.2, say_s=60.0)
 
@@ -36,22 +36,15 @@ class GraphCluster:
         self.said: list[str] = []
         self.failures: dict[str, BaseException] = {}
         self.tasks: dict[int, ComputeTask] = {}
-        server = Server(self.spec, 0, listen_fd=self._sockets[0].detach(), say=self.said.append)
-        self._threads = [self._thread("ps", server.serve, server.close)]
+        server = PsTask(self.spec, 0, ServeOptions(listen_fd=self._sockets[0].detach(), say=self.said.append))
+        self.threads = [self._thread("ps", server.serve, server.close)]
         for index in range(workers if start is None else start):
             self.start(index)
 
     def start(self, index: int) -> ComputeTask:
-        task = ComputeTask(
-            str(TaskId("worker", index)),
-            self.spec.address(TaskId("worker", index)),
-            cluster=self.spec,
-            addresses=self.spec.as_dict(),
-            index=index,
-            listen_fd=self._sockets[1 + index].detach(),
-        )
+        task = ComputeTask(TaskId("worker", index), self.spec, listen_fd=self._sockets[1 + index].detach())
         self.tasks[index] = task
-        self._threads.append(self._thread(f"worker {index}", lambda: task.run(quiet=True), task.close))
+        self.threads.append(self._thread(f"worker {index}", lambda: task.run(quiet=True), task.close))
         return task
 
     def _thread(self, name: str, run: Any, close: Any) -> threading.Thread:
@@ -70,7 +63,7 @@ class GraphCluster:
     def wait(self, timeout_s: float = 60.0) -> None:
         for task in self.tasks.values():
             task.ask_to_close()
-        for thread in self._threads:
+        for thread in self.threads:
             thread.join(timeout_s)
             assert not thread.is_alive(), f"{thread.name} hangs; the ps said {self.said}"
         for held in self._sockets:
@@ -85,5 +78,7 @@ def graph_cluster(**options: Any) -> Iterator[GraphCluster]:
     assert not cluster.failures, cluster.failures
 
 
-def session(cluster: GraphCluster, graph: tq.Graph, optimizer: tq.Optimizer, **options: Any) -> tq.GraphSession:
-    return tq.GraphSession(cluster.spec, graph, optimizer, patience=PATIENCE, **options)
+def session(
+    cluster: GraphCluster, graph: tq.graph.Graph, optimizer: tq.Optimizer, **options: Any
+) -> tq.graph.GraphSession:
+    return tq.graph.GraphSession(cluster.spec, graph, optimizer, patience=PATIENCE, **options)

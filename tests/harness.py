@@ -11,11 +11,12 @@ from torch import nn
 
 import torchquorum as tq
 from torchquorum.cluster import ClusterSpec, TaskId
-from torchquorum.server.serve import Server
+from torchquorum.server.run import Leading
+from torchquorum.server.serve import PsTask, ServeOptions
 from torchquorum.session.join import Task
-from torchquorum.transport.channel import Channel
-from torchquorum.transport.inprocess import InProcessNetwork
-from torchquorum.worker.client import Patience
+from torchquorum.wire.channel import Channel
+from torchquorum.wire.inprocess import InProcessNetwork
+from torchquorum.wire.rpc import Patience
 
 PATIENCE = Patience(start_s=30.0, round_s=30.0, silence_s=20.0, probe_s=0.2, say_s=60.0)
 Connect = Callable[[str, bytes], Channel]
@@ -44,12 +45,12 @@ class Cluster:
         self.network = InProcessNetwork()
         self.wrap = wrap
         self.said: list[str] = []
-        self.servers: list[Server] = []
+        self.servers: list[PsTask] = []
         self._threads: list[threading.Thread] = []
         for server in [self._server(i) for i in range(ps)]:
             self._start(server)
 
-    def _start(self, server: Server) -> None:
+    def _start(self, server: PsTask) -> None:
         thread = threading.Thread(target=self._serve, args=(server,), name="torchquorum-test-ps")
         thread.start()
         self.servers.append(server)
@@ -57,32 +58,39 @@ class Cluster:
 
     def restart(self, index: int, timeout_s: float = 30.0) -> None:
         """Another ps takes the place of this one, and knows nothing of it, as when it is killed and started again."""
-        last = max(i for i, server in enumerate(self.servers) if server.service.me.index == index)
-        self._end(self.servers[last])
+        last = max(i for i, server in enumerate(self.servers) if server.task.index == index)
+        self.servers[last].end("test")
         self._threads[last].join(timeout_s)
         assert not self._threads[last].is_alive(), f"a ps does not end; it said {self.said}"
         self._start(self._server(index))
 
-    def _server(self, index: int) -> Server:
+    def _server(self, index: int) -> PsTask:
         leader = None
         if index > 0:
-            leader = self._connect(self.spec.address(TaskId("ps", 0)), f"ps/{index}".encode())
+            leader = self.connect(self.spec.address(TaskId("ps", 0)), f"ps/{index}".encode())
         listener = self.network.listen(self.spec.address(TaskId("ps", index)))
-        return Server(self.spec, index, listener=listener, leader=leader, say=self.said.append)
+        return PsTask(self.spec, index, ServeOptions(say=self.said.append), listener=listener, leader=leader)
 
-    def _serve(self, server: Server) -> None:
+    def _serve(self, server: PsTask) -> None:
         try:
             server.serve()
         finally:
             server.close()
 
-    def _connect(self, address: str, identity: bytes) -> Channel:
+    def connect(self, address: str, identity: bytes) -> Channel:
+        """Connects a task to an address; tests may replace it."""
         channel: Channel = self.network.connect(address, identity)
         return self.wrap(channel, identity) if self.wrap is not None else channel
 
+    def leading(self, number: int = 0) -> Leading:
+        """Returns the run of shard 0, on the ps task that was started as this number."""
+        run = self.servers[number].service.run
+        assert isinstance(run, Leading)
+        return run
+
     def task(self, index: int) -> Task:
         """Returns the task of a worker."""
-        return Task(cluster=self.spec, id=TaskId("worker", index), transport=self.transport, connect=self._connect)
+        return Task(cluster=self.spec, id=TaskId("worker", index), transport=self.transport, connect=self.connect)
 
     def run(self, *functions: Callable[[Task], Any], timeout_s: float = 60.0) -> list[Any]:
         """Runs a function per worker, waits for all of them and for the ps tasks, and returns their results."""
@@ -119,28 +127,8 @@ class Cluster:
         """Ends ps tasks that would not end by themselves."""
         for server, thread in zip(self.servers, self._threads, strict=True):
             if thread.is_alive():
-                self._end(server)
+                server.end("test")
         self.wait()
-
-    @staticmethod
-    def _end(server: Server) -> None:
-        import torchquorum.transport.messages as m
-
-        server.service.__class__ = _Ended
-        server.service.end_with = m.End(False, "test")  # type: ignore[attr-defined]
-
-
-from torchquorum.server.service import Service  # noqa: E402
-
-
-class _Ended(Service):
-    """A service that is over."""
-
-    end_with: Any
-
-    @property
-    def ended(self) -> Any:
-        return self.end_with
 
 
 _ONE_AT_A_TIME = threading.Lock()

@@ -16,8 +16,8 @@ from contextlib import suppress
 
 import zmq
 
-import torchquorum.transport.messages as m
-from torchquorum.transport import codec
+import torchquorum.wire.messages as m
+from torchquorum.wire import codec
 
 GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + b"\0" * 16 + b"\0" + b"\0" * 31
 READY = b"\4\x26\5READY\x0bSocket-Type\0\0\0\6DEALER\x08Identity\0\0\0\0"

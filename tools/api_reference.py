@@ -3,9 +3,9 @@
     python tools/api_reference.py            writes docs/api.md
     python tools/api_reference.py --check    says whether it is up to date, with exit code 1 if not
 
-A test calls `render`. What always holds: every name of `torchquorum.__all__` is on the page, once. Signatures are taken from the
-source as it is written, so that every version of Python renders the same page. A new name needs nothing here: it stands
-under the theme of its module, and under "More" if no theme has that module.
+Tests call `render` and `public_names`. What always holds: every public name is on the page, once. Signatures are taken from
+the source as it is written, so that every version of Python renders the same page. A new name needs nothing here: it stands
+under its namespace, or under the theme of its module, and under "More" if no theme has that module.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import inspect
 import re
 import sys
 import textwrap
+from importlib import import_module
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -22,40 +23,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "api.md"
 
-# Themes in reading order; a name goes to the theme with the longest module that its own module begins with.
+# Themes of `tq` in reading order; a name goes to the theme with the longest module that its own module begins with.
 THEMES = {
-    "Tasks and clusters": ("session.join", "cluster", "transport"),
-    "Training": (
-        "session.session",
-        "session.share",
-        "session.states",
-        "worker.optimizer",
-        "worker.client",
-        "worker.regularizer",
-    ),
+    "Tasks and clusters": ("session.join", "cluster"),
+    "Training": ("session.session", "worker.optimizer", "worker.capture"),
     "Rules": ("rules",),
-    "Towers": ("worker.towers", "worker.tower"),
-    "Devices": (
-        "placement",
-        "worker.device",
-        "worker.cannot_run",
-        "worker.placement",
-        "worker.place",
-        "devices",
-        "session.config",
-    ),
-    "Graphs: in-graph replication": (
-        "graph",
-        "worker.graph",
-        "session.graph",
-        "session.assignments",
-        "server.graph",
-        "compute",
-    ),
-    "Data": ("data", "formats"),
-    "Hooks, evaluation, summaries": (
-        *("session.hooks", "session.ready", "session.evaluation", "session.summaries", "session.tower"),
-    ),
+    "Towers": ("towers.towers",),
+    "Data": ("data",),
+    "Hooks, evaluation, summaries": ("session.hooks",),
     "Launching": ("launcher",),
     "Errors": ("errors",),
 }
@@ -65,7 +40,7 @@ HEAD = """\
 
 # API reference
 
-Every name of `import torchquorum as tq`, with its signature and docstring. The page is made from the sources
+Every name of `import torchquorum as tq` and of its namespaces, with its signature and docstring. The page is made from the sources
 (`python tools/api_reference.py`), and a test compares the two.
 """
 
@@ -73,47 +48,72 @@ _SECTIONS = re.compile(r"^(Args|Attributes|Returns|Yields|Raises|Example|Example
 _ENTRY = re.compile(r"^(\*{0,2}[\w.]+(?:, \*{0,2}\w+)*)(?: \(([^)]*)\))?: (.*)$")
 
 
+def public_names() -> dict[str, Any]:
+    """Returns everything that is public, by the name to write it with: `tq.Session`, `tq.data.load_mnist`."""
+    from torchquorum.lazy import namespaces
+
+    found: dict[str, Any] = {}
+    for module in map(import_module, namespaces()):
+        for name in filter(str.isidentifier, dir(module)):
+            value = getattr(module, name)
+            # Errors are defined in their namespace, so that those of `tq` itself are met twice.
+            if not name.startswith("_") and not inspect.ismodule(value) and value not in found.values():
+                found[f"{module.__name__.replace('torchquorum', 'tq', 1)}.{name}"] = value
+    return found
+
+
 def render() -> str:
     """Returns the page."""
-    import torchquorum
-
     themes: dict[str, list[str]] = {}
-    for name in sorted(torchquorum.__all__, key=lambda name: (name.lower(), name)):
-        themes.setdefault(theme_of(name, getattr(torchquorum, name)), []).append(name)
+    public = public_names()
+    for name in sorted(public, key=lambda name: (name.lower(), name)):
+        themes.setdefault(theme_of(name, public[name]), []).append(name)
     order = [theme for theme in (*THEMES, MORE) if theme in themes]
+    order += sorted(themes.keys() - set(order))
     parts = [HEAD]
     for theme in order:
-        listed = ", ".join(f"[`{name}`](#{anchor(name)})" for name in themes[theme])
+        listed = ", ".join(f"[`{name.rpartition('.')[2]}`](#{anchor(name)})" for name in themes[theme])
         parts.append(f"- **{theme}**: {listed}")
     for theme in order:
         parts.append(f"\n## {theme}")
-        parts.extend(describe(name, getattr(torchquorum, name)) for name in themes[theme])
+        if theme not in (*THEMES, MORE):
+            module = import_module(theme.strip("`").replace("tq", "torchquorum", 1))
+            parts.append(f"\n{_first_sentence(module.__doc__)}")
+        parts.extend(describe(name, public[name]) for name in themes[theme])
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _first_sentence(text: str | None) -> str:
+    """Returns what a namespace holds, as the head of its module says it."""
+    line = (text or "").splitlines()[0]
+    sentence = re.split(r"(?<=\.) ", re.sub(r"^`[\w.]+`: ", "", line))[0]
+    return sentence[:1].upper() + sentence[1:]
 
 
 def anchor(name: str) -> str:
     """Returns the anchor of a name's heading, as GitHub makes it."""
-    return f"tq.{name}".lower().replace(".", "")
+    return name.lower().replace(".", "")
 
 
 def theme_of(name: str, found: Any) -> str:
-    """Returns the theme that a name belongs to."""
-    if isinstance(found, type) and issubclass(found, BaseException):
-        return "Errors"
+    """Returns the theme that a name belongs to: its namespace, or one of the themes of `tq`."""
+    namespace = name.rpartition(".")[0]
+    if namespace != "tq":
+        return f"`{namespace}`"
     module = str(getattr(found, "__module__", "")).removeprefix("torchquorum.")
     fits = [
         (len(prefix), theme)
         for theme, prefixes in THEMES.items()
         for prefix in prefixes
-        # A prefix ends at a dot, or may be the beginning of a module's last word: worker.tower has worker.towers too.
-        if f"{module}.".startswith(f"{prefix}.") or ("." in prefix and module.startswith(prefix))
+        if f"{module}.".startswith(f"{prefix}.")
     ]
     return max(fits)[1] if fits else MORE
 
 
 def describe(name: str, found: Any) -> str:
     """Returns the part of the page about one name."""
-    lines = [f"\n### tq.{name}\n"]
+    lines = [f"\n### {name}\n"]
+    name = name.rpartition(".")[2]
     node = _source_of(found)
     if isinstance(node, ast.ClassDef):
         lines += _describe_class(name, node)

@@ -13,10 +13,10 @@ parser = argparse.ArgumentParser(description="a and b on the CPU, their sum else
 parser.add_argument("--device", default="/gpu:1", help="where to add (default: %(default)s)")
 args = parser.parse_args()
 
-with tq.log_device_placement():
-    with tq.device("/cpu:0"):
-        a = tq.constant([1.0, 2.0, 3.0], shape=[3], name="a")
-        b = tq.constant([1.0, 2.0, 3.0], shape=[3], name="b")
-    with tq.device(args.device):
+with tq.tensorflow.log_device_placement():
+    with tq.devices.device("/cpu:0"):
+        a = tq.tensorflow.constant([1.0, 2.0, 3.0], shape=[3], name="a")
+        b = tq.tensorflow.constant([1.0, 2.0, 3.0], shape=[3], name="b")
+    with tq.devices.device(args.device):
         c = a + b
 print(c.cpu().numpy())

@@ -5,8 +5,8 @@ python examples/devices/placement_log.py
 
 import torchquorum as tq
 
-with tq.log_device_placement():
-    a = tq.constant([1.0, 2.0, 3.0], shape=[3], name="a")
-    b = tq.constant([1.0, 2.0, 3.0], shape=[3], name="b")
+with tq.tensorflow.log_device_placement():
+    a = tq.tensorflow.constant([1.0, 2.0, 3.0], shape=[3], name="a")
+    b = tq.tensorflow.constant([1.0, 2.0, 3.0], shape=[3], name="b")
     c = a + b
 print(c.numpy())

@@ -17,8 +17,8 @@ def join(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return torch.cat([first, second])
 
 
-server = tq.Server.create_local_server()
-with tq.connect(server.target) as client:
+server = tq.graph.Server.create_local_server()
+with tq.graph.connect(server.target) as client:
     greeting = client.run(join, letters("Hello, distributed "), letters("torchquorum!"))
 print(bytes(greeting.tolist()).decode())
 server.close()

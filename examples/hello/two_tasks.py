@@ -25,8 +25,8 @@ def join(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return torch.cat([first, second])
 
 
-server = tq.Server({"local": addresses}, job_name="local", task_index=task_index)
-with tq.connect(server.target, log_device_placement=True) as client:
+server = tq.graph.Server({"local": addresses}, job_name="local", task_index=task_index)
+with tq.graph.connect(server.target, log_device_placement=True) as client:
     greeting = client.run(join, letters("Hello from "), letters(f"server{task_index + 1}!"))
     print(bytes(greeting.tolist()).decode(), flush=True)
     if task_index == 0:

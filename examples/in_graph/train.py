@@ -24,14 +24,14 @@ parser.add_argument("--logdir")
 args = parser.parse_args()
 
 torch.manual_seed(1)
-data = tq.load_mnist()
+data = tq.data.load_mnist()
 batches = tq.Batches(data.train, 100, seed=1)
 model = nn.Sequential(nn.Linear(784, 500), nn.ReLU(), nn.Dropout(0.2), nn.Linear(500, 10))
 optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), rule=tq.Sync())
-graph = tq.Graph(model, nn.functional.cross_entropy, example_inputs=next(batches))
+graph = tq.graph.Graph(model, nn.functional.cross_entropy, example_inputs=next(batches))
 
 cluster = {"ps": args.ps_hosts, "worker": args.worker_hosts}
-with tq.GraphSession(cluster, graph, optimizer, last_step=args.steps, logdir=args.logdir) as session:
+with tq.graph.GraphSession(cluster, graph, optimizer, last_step=args.steps, logdir=args.logdir) as session:
     for result in session.run(batches):
         if result.number % 100 == 0:
             loss = "none" if result.loss is None else f"{result.loss:.3f}"

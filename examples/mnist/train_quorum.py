@@ -5,7 +5,7 @@ import argparse
 import torch
 
 import torchquorum as tq
-from torchquorum.data import Batches, load_mnist
+from torchquorum.data import load_mnist
 from torchquorum.jobs.models import MLP, evaluate
 
 
@@ -20,7 +20,7 @@ def main() -> None:
     args = parser.parse_args()
 
     mnist = load_mnist(args.data)
-    batches = Batches(mnist.train, args.batch_size, worker=task.index, workers=task.num_workers)
+    batches = tq.Batches(mnist.train, args.batch_size, worker=task.index, workers=task.num_workers)
     model = MLP()
     loss_fn = torch.nn.CrossEntropyLoss()
     optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=args.lr), rule=tq.Sync())

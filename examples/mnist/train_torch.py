@@ -4,7 +4,8 @@ import argparse
 
 import torch
 
-from torchquorum.data import Batches, load_mnist
+from torchquorum import Batches
+from torchquorum.data import load_mnist
 from torchquorum.jobs.models import MLP, evaluate
 
 

@@ -15,15 +15,18 @@ import torchquorum as tq
 from torchquorum.jobs.models import MLP
 
 
-def get_input(task: tq.Task, args: argparse.Namespace) -> tuple[tq.TFRecordDataset | tq.Batches, Iterator[Any]]:
+def get_input(task: tq.Task, args: argparse.Namespace) -> tuple[tq.data.TFRecordDataset | tq.Batches, Iterator[Any]]:
     """Returns this worker's data, whose position is saved, and its batches: images of 784 bytes, and labels."""
     if args.data_path is None:
-        train = tq.load_mnist().train
+        train = tq.data.load_mnist().train
         batches = tq.Batches((train.images, train.labels), args.batch_size, worker=task.index, workers=task.num_workers)
         return batches, batches
-    dataset = tq.TFRecordDataset(
+    dataset = tq.data.TFRecordDataset(
         args.data_path,
-        features={"image_raw": tq.RawFeature([784], torch.uint8), "label": tq.FixedLenFeature([], torch.int64)},
+        features={
+            "image_raw": tq.data.RawFeature([784], torch.uint8),
+            "label": tq.data.FixedLenFeature([], torch.int64),
+        },
         transform=lambda batch: (batch["image_raw"], batch["label"]),
         shuffle=10_000,
         repeat=10,
@@ -39,7 +42,7 @@ def get_loss(model: torch.nn.Module, images: torch.Tensor, labels: torch.Tensor)
 
 
 def accuracy(model: torch.nn.Module) -> float:
-    test = tq.load_mnist().test
+    test = tq.data.load_mnist().test
     device = next(model.parameters()).device
     with torch.no_grad():
         return (model(test.images.to(device).float()).argmax(1) == test.labels.to(device)).float().mean().item()
@@ -69,8 +72,11 @@ def main() -> None:
         schedule=tq.ExponentialDecay(decay_steps=60000 / args.batch_size, decay_rate=args.learning_rate_decay),
         average=tq.ExponentialMovingAverage(args.moving_average_decay),
     )
-    regularizer = tq.l2_regularizer(args.regularization_rate)
-    hooks = [tq.TowerLogHook(towers, every=10), tq.SummaryHook(every_steps=10, batch_size=args.batch_size * args.n_gpu)]
+    regularizer = tq.tensorflow.l2_regularizer(args.regularization_rate)
+    hooks = [
+        tq.hooks.TowerLogHook(towers, every=10),
+        tq.SummaryHook(every_steps=10, batch_size=args.batch_size * args.n_gpu),
+    ]
 
     with tq.Session(
         task,

@@ -1,9 +1,8 @@
 """The environment: the only place where torchquorum reads it.
 
-`cluster` asks it who this task is, `launcher` makes the environment of the tasks it starts, `cli`, `jobs` and `session`
-ask for their defaults. What always holds: nothing is read at import, nothing is written to this process's own
-environment but by a fork of `tq.launch` before it begins and RAY_AUTH_MODE before Ray reads it, and a variable that is set
-but blank counts as not set.
+`cluster` reads which task this is, `launcher` builds the environment of the tasks it starts, `cli`, `jobs` and `session` read
+their defaults. What always holds: nothing is read at import; this process's own environment is written only in a fork of
+`tq.launch` before it begins, and RAY_AUTH_MODE before Ray reads it; a blank variable counts as not set.
 """
 
 import os
@@ -39,21 +38,21 @@ def _read(name: str) -> str | None:
 
 
 def tf_config() -> str | None:
-    """Return the text of TF_CONFIG, as it is, or None."""
+    """Returns the text of TF_CONFIG, unchecked, or None."""
     return _read(TF_CONFIG)
 
 
 def task() -> str | None:
-    """Return the JSON text in which the launcher says which task this process is, or None."""
+    """Returns the launcher's JSON that names this task, or None."""
     return _read(TASK)
 
 
 def variables(*names: str, prefix: str | None = None) -> dict[str, str]:
-    """Return the variables of other launchers that are set, without the spaces around them.
+    """Returns the variables that are set, without surrounding spaces.
 
     Args:
-        *names: Those to look for.
-        prefix: Those whose names begin so, too.
+        *names: The names to read.
+        prefix: Also reads all names with this prefix.
     """
     there = _environment()
     wanted = [*names, *(name for name in there if prefix is not None and name.startswith(prefix))]
@@ -61,30 +60,30 @@ def variables(*names: str, prefix: str | None = None) -> dict[str, str]:
 
 
 def transport() -> str | None:
-    """Return the transport asked for by TORCHQUORUM_TRANSPORT, unchecked, or None."""
+    """Returns the transport in TORCHQUORUM_TRANSPORT, unchecked, or None."""
     return _read(TRANSPORT)
 
 
 def report() -> str | None:
-    """Return the path where the report of the run should be written, or None."""
+    """Returns the path for the report of the run, or None."""
     return _read(REPORT)
 
 
 def logdir() -> str | None:
-    """Return the folder of the run, or None."""
+    """Returns the folder of the run, or None."""
     return _read(LOGDIR)
 
 
 def durable() -> str | None:
-    """Return how the run's updates are to be journalled, unchecked, or None."""
+    """Returns how the run's updates are journalled, unchecked, or None."""
     return _read(DURABLE)
 
 
 def started_at() -> float | None:
-    """Return when the launcher was started, in seconds since the epoch, or None.
+    """Returns when the launcher was started, in seconds since the epoch, or None.
 
     Raises:
-        ConfigError: The variable is set, but not to a number.
+        ConfigError: The variable is not a number.
     """
     text = _read(STARTED_AT)
     if text is None:
@@ -93,25 +92,25 @@ def started_at() -> float | None:
         return float(text)
     except ValueError:
         raise ConfigError(
-            f"{STARTED_AT}={text!r}: must be a time in seconds since the epoch; the launcher sets it, so unset it"
+            f"{STARTED_AT}={text!r}: must be a time in seconds since the epoch; only the launcher sets it: unset it"
         ) from None
 
 
 def secret() -> str | None:
-    """Return the secret of the cluster, as it is, or None."""
+    """Returns the secret of the cluster, unchecked, or None."""
     return _read(SECRET)
 
 
 def secret_file() -> str | None:
-    """Return the path of the file that holds the secret of the cluster, or None."""
+    """Returns the path of the file with the cluster's secret, or None."""
     return _read(SECRET_FILE)
 
 
 def insecure() -> bool:
-    """Tell whether tasks may listen for other hosts without a secret.
+    """Whether tasks may listen for other hosts without a secret.
 
     Raises:
-        ConfigError: The variable is set, but neither to yes nor to no.
+        ConfigError: The variable is neither yes nor no.
     """
     text = (_read(INSECURE) or "0").strip().lower()
     if text not in ("1", "true", "yes", "0", "false", "no"):
@@ -120,27 +119,27 @@ def insecure() -> bool:
 
 
 def has_omp_num_threads() -> bool:
-    """Tell whether the user has chosen the number of threads of an operation, which we then leave alone."""
+    """Whether the user has chosen the number of threads per operation."""
     return omp_num_threads() is not None
 
 
 def omp_num_threads() -> str | None:
-    """Return the number of threads of an operation that the user has chosen, unchecked, or None."""
+    """Returns the user's number of threads per operation, unchecked, or None."""
     return _read(OMP_NUM_THREADS)
 
 
 def ray_address() -> str | None:
-    """Return the address of the Ray cluster that programs here use, as Ray's own tools set it, or None."""
+    """Returns the address of the Ray cluster, as Ray's own tools set it, or None."""
     return _read(RAY_ADDRESS)
 
 
 def ray_auth_mode() -> str | None:
-    """Return how the user wants to come to Ray, with its token or without, or None."""
+    """Returns the user's choice to use Ray's token or not, or None."""
     return _read(RAY_AUTH_MODE)
 
 
 def set_ray_auth_mode(mode: str | None) -> None:
-    """Say to Ray, in this process, whether the cluster wants its token; it knows no other way to be told."""
+    """Tells Ray, in this process, whether the cluster requires its token; there is no other way to set it."""
     if mode is None:
         os.environ.pop(RAY_AUTH_MODE, None)  # noqa: TID251
     else:
@@ -148,10 +147,10 @@ def set_ray_auth_mode(mode: str | None) -> None:
 
 
 def child_environment(**extra: str | None) -> dict[str, str]:
-    """Return a copy of this process's environment for a child process.
+    """Returns a copy of this process's environment for a child process.
 
     Args:
-        **extra: Variables to set on top of the copy; one that is None is taken out of it.
+        **extra: Variables to set in the copy; None removes one.
     """
     environment = dict(_environment())
     for name, value in extra.items():
@@ -163,10 +162,10 @@ def child_environment(**extra: str | None) -> dict[str, str]:
 
 
 def become_child(**extra: str | None) -> None:
-    """Change the environment of this process, which was just forked to be a task, as `child_environment` would.
+    """Changes the environment of this process, a new fork that becomes a task, as `child_environment` would.
 
     Args:
-        **extra: Variables to set; one that is None is taken out.
+        **extra: Variables to set; None removes one.
     """
     for name, value in extra.items():
         if value is None:

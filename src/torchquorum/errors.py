@@ -1,7 +1,7 @@
-"""The errors a user of torchquorum can meet.
+"""The errors that users of torchquorum can see.
 
 Every layer raises them; the CLI catches `TorchQuorumError` and prints its message without a traceback. What always
-holds: a message says what came, what was allowed and what to change. Mistakes of our own are plain asserts.
+holds: a message says what was given, what is allowed and what to change. Internal errors are plain asserts.
 """
 
 
@@ -10,17 +10,17 @@ class TorchQuorumError(Exception):
 
 
 class ClusterError(TorchQuorumError):
-    """A cluster, an address or a task of it is not what it has to be."""
+    """A cluster, an address or a task is not valid."""
 
 
 class FlagError(TorchQuorumError):
-    """A flag is misspelt, incomplete, contradicted or has a value that is not allowed."""
+    """A flag is misspelt or incomplete, contradicts another, or has a value that is not allowed."""
 
 
 class DeadlineError(TorchQuorumError):
-    """A wait whose deadline passed.
+    """The deadline of a wait has passed.
 
-    The message says which task, host and port, what was waited for and what to do.
+    The message names the task, host and port, what was waited for, and what to do.
     """
 
 
@@ -41,7 +41,7 @@ class LostVariablesError(TorchQuorumError):
 
 
 class SavedElsewhereError(TorchQuorumError):
-    """The run is over and its last step saved, without this task, which had been taken for dead."""
+    """The run is over and its last step is saved; this task had been declared dead."""
 
 
 class TaskLostError(TorchQuorumError):
@@ -49,11 +49,15 @@ class TaskLostError(TorchQuorumError):
 
 
 class AddressInUseError(TorchQuorumError):
-    """The address a task should listen on is taken."""
+    """The address of a task is already in use."""
+
+
+class SegmentError(TorchQuorumError):
+    """A segment of shared memory could not be created or opened."""
 
 
 class SecretError(TorchQuorumError):
-    """The cluster's secret is missing, cannot be read, or is not the one that the other side has."""
+    """The cluster's secret is missing, cannot be read, or differs from the peer's."""
 
 
 class DataError(TorchQuorumError):
@@ -65,12 +69,20 @@ class ConfigError(TorchQuorumError):
 
 
 class NonfiniteError(TorchQuorumError):
-    """Every gradient of a worker holds NaN or infinity."""
+    """Every gradient of a worker contains NaN or infinity."""
+
+
+class NanLossError(TorchQuorumError):
+    """The loss, or a gradient, became NaN or infinite."""
+
+
+class LaunchError(TorchQuorumError):
+    """A run that `tq.launch` started has failed."""
 
 
 class DeviceError(TorchQuorumError):
-    """A device is misspelt or not there, belongs to another task, or cannot run an operation."""
+    """A device is misspelt or missing, belongs to another task, or cannot run an operation."""
 
 
 class GraphError(TorchQuorumError):
-    """A model cannot be made a graph, or what came as a graph is not one that a compute task runs."""
+    """A model cannot be exported as a graph, or a graph is not one that a compute task runs."""

@@ -1,8 +1,8 @@
-"""Lines for people: each is written whole.
+"""Prints whole lines.
 
-Everything that prints a line uses it. What always holds: a line and its end are one write, so that lines of threads, or of
-tasks that share a terminal, come one after the other. `print` writes the end by itself where the output is not buffered,
-as it is not in tasks of the launcher and in most containers.
+Used by everything that prints a line. What always holds: a line and its newline are one write, so lines of several threads, or
+of tasks that share a terminal, do not mix. `print` writes the newline separately where the output is unbuffered, as in tasks of
+the launcher and in most containers.
 """
 
 import sys
@@ -13,10 +13,10 @@ def write_line(line: str, file: TextIO | None = None) -> None:
     """Writes a line at once.
 
     Args:
-        line: Without its end; it may hold others.
-        file: Standard output as it is now, unless told otherwise.
+        line: The text, without the final newline.
+        file: Where to write; default: the current standard output.
     """
     stream = sys.stdout if file is None else file
-    if stream is not None:  # a process without a console has none, and print() minds as little
+    if stream is not None:  # None in a process without a console; print() ignores that too
         stream.write(f"{line}\n")
         stream.flush()

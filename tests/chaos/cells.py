@@ -40,7 +40,7 @@ class Outcome:
 GAVE_UP = (
     r"waited \d+ s for {name} \({address}\) to answer at {name} \({address}\) and gave up\. Check that the task runs"
 )
-SILENT = r"{name} \({address}\) has (not answered for \d+ s|closed the connection) while this worker waited for"
+SILENT = r"{name} \({address}\) has (not answered for \d+ s|closed the connection) while this task waited for"
 
 UNDISTURBED = Outcome("goes on, slower; nobody counts as dead; all steps are made")
 WITHOUT_IT = Outcome("goes on without it; ps task 0 saves in a dead chief's place; all steps are made", victim=-9)

@@ -20,7 +20,7 @@ from tests.chaos.network import Hosts, Proxy
 from tests.ports import free_ports
 from tests.process.zygote import Forked, fork_task
 from torchquorum.cluster.secret import make_secret
-from torchquorum.formats.checkpoint import Reader, list_checkpoints
+from torchquorum.formats.checkpoint import CheckpointReader, list_checkpoints
 from torchquorum.formats.ledger import Entry, read_records
 from torchquorum.rules import parse_rule
 
@@ -329,7 +329,7 @@ def check_books(logdir: Path, cell: Cell, ends: bool) -> None:
     for info in infos:
         if info.problem is not None:
             raise Failed(f"{info.path.name} is damaged: {info.problem}")
-        with Reader(info.path) as reader:
+        with CheckpointReader(info.path) as reader:
             for name, values in reader.state_dict().items():
                 if not bool((values == info.step).all()):
                     raise Failed(f"{info.path.name}: {name} holds {values.min()} to {values.max()}")

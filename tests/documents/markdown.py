@@ -100,6 +100,25 @@ def prose(path: Path) -> str:
     return text
 
 
+def tables(path: Path, heading: str = "") -> list[list[list[str]]]:
+    """Returns the tables of a document as rows of cells, the head first; of one section if a heading is given."""
+    text = prose(path)
+    if heading:
+        found = re.search(rf"^(#+) {re.escape(heading)}$(.*?)(?=^#{{1,6}} |\Z)", text, flags=re.MULTILINE | re.DOTALL)
+        assert found is not None, f"{path}: no heading {heading!r}"
+        text = found[2]
+    tables: list[list[list[str]]] = []
+    inside = False
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")] if line.startswith("|") else []
+        if cells and not inside:
+            tables.append([])
+        inside = bool(cells)
+        if cells and not re.fullmatch(r"[|\s:-]+", line):
+            tables[-1].append(cells)
+    return tables
+
+
 def links(path: Path) -> list[str]:
     """Returns the targets of a document's links and pictures, those in code spans left out."""
     text = re.sub(r"(?<!\[)`[^`\n]*`(?!\])", "", prose(path))

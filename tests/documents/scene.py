@@ -59,14 +59,14 @@ def lengthen_sessions() -> None:
 
 def evaluate_less() -> None:
     """Leaves a few of the test images, in this process: a command here evaluates for longer than it trains."""
-    load = tq.load_mnist
+    load = tq.data.load_mnist
 
-    def load_less(*arguments: Any) -> tq.Mnist:
+    def load_less(*arguments: Any) -> tq.data.Mnist:
         data = load(*arguments)
         test = replace(data.test, images=data.test.images[:TEST_IMAGES], labels=data.test.labels[:TEST_IMAGES])
         return replace(data, test=test)
 
-    tq.load_mnist = load_less  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
+    tq.data.load_mnist = load_less  # pyright: ignore[reportPrivateImportUsage, reportAttributeAccessIssue]
 
 
 def fresh_names(mnist: Any) -> dict[str, Any]:
@@ -85,7 +85,7 @@ def fresh_names(mnist: Any) -> dict[str, Any]:
 
 def names() -> dict[str, Any]:
     """Returns the scene at a document's beginning."""
-    mnist = tq.load_mnist()
+    mnist = tq.data.load_mnist()
     validation = [(torch.rand(10, 784), torch.zeros(10, dtype=torch.int64))]
     return {
         "__name__": "__main__",

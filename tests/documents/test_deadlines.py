@@ -11,7 +11,7 @@ import pytest
 
 import torchquorum
 from tests.documents.markdown import ROOT
-from torchquorum.worker.client import Patience
+from torchquorum.wire.rpc import Patience
 
 ROW = re.compile(r"^\|[^|]*\| `(?P<module>\w+)\.(?P<constant>[A-Z_]+)` \| (?P<value>[\d.]+) s", re.M)
 PATIENCE = re.compile(r"`Patience\.(?P<field>\w+)`[^|]*\| (?P<value>[\d.]+) s")

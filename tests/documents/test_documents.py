@@ -97,6 +97,20 @@ def test_links_lead_to_files_and_headings_that_exist(path: Path) -> None:
     assert not dead, f"{name(path)}: {dead}"
 
 
+def test_programs_named_in_a_document_exist() -> None:
+    folders = ("src", "tests", "tools", "benchmarks", "examples", "docs")
+    there = [f"/{name(path)}" for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    # `script.py` is the reader's own, and coverage.py a tool. Those of the tutorials are not ours.
+    others = {"script.py", "coverage.py"}
+    pages = [page for page in linking_documents() if page.parent.name != "adr" and page.name != "CHANGELOG.md"]
+    gone = []
+    for page in pages:
+        named = {word.removeprefix("../") for word in re.findall(r"[\w/.-]*\w\.py\b", page.read_text(encoding="utf-8"))}
+        missing = [word for word in named - others if not any(path.endswith(f"/{word}") for path in there)]
+        gone += [f"{name(page)}: {word}" for word in missing if not re.match(r"gpu_test\d|ch-15_|dist_tf_", word)]
+    assert not gone
+
+
 @pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
 def test_a_readme_has_picture_and_two_commands_by_line_25(readme: str) -> None:
     head = (ROOT / readme).read_text(encoding="utf-8").splitlines()[:25]

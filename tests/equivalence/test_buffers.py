@@ -14,11 +14,11 @@ import torchquorum as tq
 from tests.equivalence.test_one_worker import same
 from tests.harness import PATIENCE, Cluster
 from torchquorum.errors import ConfigError, RefusedError
-from torchquorum.formats.checkpoint import Reader, list_checkpoints
+from torchquorum.formats.checkpoint import CheckpointReader, list_checkpoints
 from torchquorum.formats.checkpoint_write import export
 from torchquorum.formats.storage import Location
 from torchquorum.session.join import Task
-from torchquorum.worker import buffers as worker_buffers
+from torchquorum.worker import local_buffers as worker_buffers
 
 _LOCK = threading.Lock()
 X = torch.randn(600, 8, generator=torch.Generator().manual_seed(0))
@@ -119,7 +119,7 @@ def test_buffers_that_are_too_large_to_be_captured_at_every_step_are_saved_all_t
 ) -> None:
     monkeypatch.setattr(worker_buffers, "CAPTURED_BYTES", 8)
     ended = run(5, tmp_path)
-    with Reader(newest(tmp_path)) as reader:
+    with CheckpointReader(newest(tmp_path)) as reader:
         assert equal(reader.state_dict(), ended[0])
 
 
@@ -142,7 +142,7 @@ def test_the_chiefs_buffers_are_saved_and_exported_under_every_name(tmp_path: Pa
 def test_a_checkpoint_of_the_same_step_takes_the_place_of_the_one_before_with_its_buffers(tmp_path: Path) -> None:
     run(3, tmp_path)
     ended = run(3, tmp_path, restore=False, rule=tq.Sync(aggregate=1))
-    with Reader(newest(tmp_path)) as reader:
+    with CheckpointReader(newest(tmp_path)) as reader:
         assert equal(reader.state_dict(), ended[0])
     assert sum(file.name.startswith("buffers") for file in newest(tmp_path).iterdir()) == 1
 
@@ -169,7 +169,7 @@ def test_the_average_over_the_workers_is_saved_and_evaluated(rule: tq.Rule, tmp_
     ended = run(9, tmp_path, workers=3, rule=rule, buffers="average", at_end=look)
     names = [n for n in ended[0][0] if n.startswith(("norm.running", "norm.num", "halves", "mask", "nothing"))]
     expected = mean_of([{n: own[n] for n in names} for own, _, _ in ended])
-    with Reader(newest(tmp_path)) as reader:
+    with CheckpointReader(newest(tmp_path)) as reader:
         saved = reader.state_dict()
     for own, shared, after in ended:
         assert equal({n: shared[n] for n in names}, expected)
@@ -198,7 +198,7 @@ def test_in_the_middle_of_a_sync_run_the_others_contribute_when_they_next_wait()
     found: list[State] = []
 
     class Evaluate(tq.Hook):
-        def after_run(self, session: tq.Session, ran: tq.Ran) -> None:
+        def after_run(self, session: tq.hooks.HookSession, ran: tq.hooks.Ran) -> None:
             if session.task.is_chief and ran.step.version in (3, 6):
                 with session.shared_buffers():
                     found.append(state(session.model))
@@ -245,7 +245,7 @@ def test_local_buffers_are_in_no_checkpoint_and_begin_as_each_worker_has_them(tm
 
     ended = run(3, tmp_path, buffers="local", model=fresh, at_end=look)
     assert not torch.equal(ended[0]["norm.running_mean"], ended[1]["norm.running_mean"])
-    with Reader(newest(tmp_path)) as reader:
+    with CheckpointReader(newest(tmp_path)) as reader:
         assert not reader.buffers() and "second.weight" in reader.state_dict()
 
 
@@ -253,7 +253,7 @@ def test_a_checkpoint_without_buffers_is_restored_and_that_is_said(tmp_path: Pat
     run(3, tmp_path, buffers="local")
     ended = run(5, tmp_path)
     assert ended[0]["norm.num_batches_tracked"] == 2
-    with Reader(newest(tmp_path)) as reader:
+    with CheckpointReader(newest(tmp_path)) as reader:
         assert reader.buffers()
 
 
@@ -365,13 +365,13 @@ def test_what_a_checkpoint_cannot_hold_stays_local_and_is_said(
 
     run(2, tmp_path, workers=1, model=make)
     assert "buffer phase is complex64" in capsys.readouterr().err
-    with Reader(newest(tmp_path)) as reader:
+    with CheckpointReader(newest(tmp_path)) as reader:
         assert set(reader.buffers()) == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
 
 
 def test_a_model_without_buffers_sends_none(tmp_path: Path) -> None:
     ended = run(2, tmp_path, model=lambda: nn.Linear(8, 5), workers=2)
-    with Reader(newest(tmp_path)) as reader:
+    with CheckpointReader(newest(tmp_path)) as reader:
         assert same(list(reader.state_dict().values()), list(ended[0].values())) and not reader.buffers()
     assert sorted(path.name for path in newest(tmp_path).iterdir()) == [
         "manifest.json",

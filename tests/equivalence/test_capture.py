@@ -89,7 +89,7 @@ def plain(make: Callable[[], nn.Module], kind: str, data: list[Any], device: str
 
 def captured(
     make: Callable[[], nn.Module], kind: str, data: list[Any], device: str, **cluster: Any
-) -> tuple[list[float], Any, tq.CapturedStep]:
+) -> tuple[list[float], Any, tq.types.CapturedStep]:
     def work(task: Task) -> Any:
         torch.manual_seed(0)
         model = make().to(device, torch.float64)
@@ -207,7 +207,7 @@ def test_a_parameter_changed_by_hand_is_not_published() -> None:
 def test_workers_on_one_gpu_learn_together(rule: str) -> None:
     command = [sys.executable, "-m", "torchquorum.cli.main", "run", "--workers", "2", str(ON_GPU), rule]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    found = re.findall(r"first (\S+) last (\S+) captured True on the board True", done.stdout)
+    found = re.findall(r"first (\S+) last (\S+) captured True on the fast path True", done.stdout)
     assert done.returncode == 0 and len(found) == 2, done.stdout + done.stderr
     for first, last in found:
         assert float(last) < float(first) / 2

@@ -51,7 +51,7 @@ def test_moving_averages_equal_tensorflow(ps: int) -> None:
     init, golden = load("init.npz"), load("ema.npz")
     images, labels, rows = load_batches()
     steps = rows.shape[1]
-    regularize = tq.l2_regularizer(1e-4)
+    regularize = tq.tensorflow.l2_regularizer(1e-4)
     cluster = Cluster(ps=ps, workers=2)
     all_in = threading.Barrier(2)
     followed: list[dict[str, np.ndarray]] = []
@@ -94,7 +94,7 @@ def test_sync_equals_tensorflow(ps: int, transport: str) -> None:
     init, golden = load("init.npz"), load("sync2.npz")
     images, labels, rows = load_batches()
     steps = rows.shape[1]
-    regularize = tq.l2_regularizer(1e-4)
+    regularize = tq.tensorflow.l2_regularizer(1e-4)
     losses = np.zeros(golden["loss"].shape)
     followed: list[dict[str, np.ndarray]] = []
 

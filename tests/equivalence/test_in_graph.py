@@ -8,7 +8,7 @@ from torch import nn
 import torchquorum as tq
 from tests import harness
 from tests.graph_cluster import graph_cluster, session
-from torchquorum.session.graph_session import batch_seed
+from torchquorum.graph.graph_session import batch_seed
 
 
 class Normed(nn.Module):
@@ -56,7 +56,7 @@ def test_one_compute_task_equals_plain_pytorch_bit_for_bit_with_dropout_and_batc
         losses.append(loss.item())
 
     model = make_normed()
-    graph = tq.Graph(model, F.cross_entropy, example_inputs=batches[0])
+    graph = tq.graph.Graph(model, F.cross_entropy, example_inputs=batches[0])
     inner = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
     with graph_cluster() as cluster, session(cluster, graph, tq.Optimizer(inner, rule=rule), seed=11) as run:
         results = list(run.run(batches))
@@ -89,7 +89,7 @@ def test_sync_in_graph_equals_sync_between_graph_bit_for_bit_on_the_same_batches
     between, _ = harness.train(make_mlp, adam, backward, steps=6, workers=2, rule=tq.Sync())
 
     model = make_mlp()
-    graph = tq.Graph(model, F.cross_entropy, example_inputs=batches[0])
+    graph = tq.graph.Graph(model, F.cross_entropy, example_inputs=batches[0])
     with graph_cluster(workers=2) as cluster:
         options = {"wait_for_workers": 2, "last_step": 6}
         with session(cluster, graph, tq.Optimizer(adam(model), rule=tq.Sync()), **options) as run:
@@ -106,7 +106,7 @@ def test_every_batch_is_computed_once_under_any_rule(rule: tq.Rule) -> None:
     torch.manual_seed(9)
     batches = [(torch.randn(4, 5), torch.randint(0, 3, (4,))) for _ in range(30)]
     model = make_mlp()
-    graph = tq.Graph(model, F.cross_entropy, example_inputs=batches[0])
+    graph = tq.graph.Graph(model, F.cross_entropy, example_inputs=batches[0])
     optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.05), rule=rule)
     with graph_cluster(workers=3) as cluster, session(cluster, graph, optimizer, wait_for_workers=3) as run:
         results = list(run.run(batches))

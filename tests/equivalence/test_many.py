@@ -128,13 +128,13 @@ def test_thousands_of_concurrent_pushes_of_ones_sum_exactly(ps: int, transport: 
     for count, _ in results:
         assert torch.equal(count, torch.full((50_000,), float(steps)))
     assert sum(local for _, local in results) >= steps
-    assert cluster.servers[0].service.tally.updates == steps
+    assert cluster.servers[0].service.life.tally.updates == steps
 
 
 def test_async_stops_exactly_at_the_last_step_and_says_so() -> None:
     cluster = Cluster(workers=3)
 
-    def work(task: Task) -> list[tq.Step]:
+    def work(task: Task) -> list[tq.types.Step]:
         model = Net()
         optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.01), rule=tq.Async())
         seen = []
@@ -154,7 +154,7 @@ def test_async_stops_exactly_at_the_last_step_and_says_so() -> None:
 def test_a_pipelined_worker_loses_nothing_and_is_one_version_behind() -> None:
     cluster = Cluster()
 
-    def work(task: Task) -> tuple[torch.Tensor, list[tq.Step]]:
+    def work(task: Task) -> tuple[torch.Tensor, list[tq.types.Step]]:
         model = Counter()
         optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), rule=tq.Async(pipeline=True))
         model.count.grad = -torch.ones(50_000)

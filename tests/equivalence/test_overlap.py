@@ -14,9 +14,9 @@ from torch.nn.functional import cross_entropy
 import torchquorum as tq
 from tests.harness import PATIENCE, Cluster
 from torchquorum.session.join import Task
-from torchquorum.worker import early
-from torchquorum.worker.early import Early
+from torchquorum.worker import overlap as early
 from torchquorum.worker.exchange import Exchange
+from torchquorum.worker.overlap import Overlap
 
 pytestmark = pytest.mark.library_keeps_sockets  # of pipes and sockets: those that CUDA opens once
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none")
@@ -114,7 +114,7 @@ def _one_anew(model: nn.Module, k: int) -> None:
 class _Clipping(tq.Hook):
     """Clips just before the push, in every second step."""
 
-    def before_run(self, session: tq.Session) -> None:
+    def before_run(self, session: tq.hooks.HookSession) -> None:
         _by_data(session.model, 0) if session.global_step % 2 else None
 
 
@@ -125,6 +125,8 @@ class Run:
     loop: Loop | None
     device: str
     kind: str = "AdamW"
+    options: dict[str, Any] = field(default_factory=dict)
+    rule: Any = None
     hooks: tuple[Any, ...] = ()
     sessions: int = 1
     cluster: dict[str, Any] = field(default_factory=dict)
@@ -132,15 +134,15 @@ class Run:
     def __call__(self) -> tuple[list[Any], list[int]]:
         """Returns the values of the model and the loss of captured steps, and how many gradients were held at each step."""
         held: list[int] = []
-        real = Early.held
+        real = Overlap.held
 
-        def counting(this: Early) -> frozenset[int]:
+        def counting(this: Overlap) -> frozenset[int]:
             found = real(this)
             held.append(len(found))
             return found
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Early, "held", counting)
+            patch.setattr(Overlap, "held", counting)
             workers = self.cluster.get("workers", 1)
             made = [self._make() for _ in range(workers)]
             found: list[Any] = []
@@ -149,12 +151,13 @@ class Run:
         gc.collect()
         return found[0], held
 
-    def _make(self) -> tuple[nn.Module, tq.Optimizer, tq.CapturedStep]:
+    def _make(self) -> tuple[nn.Module, tq.Optimizer, tq.types.CapturedStep]:
         model = make(self.device)
-        optimizer = tq.Optimizer(getattr(torch.optim, self.kind)(model.parameters(), lr=0.01))
+        inner = getattr(torch.optim, self.kind)(model.parameters(), lr=0.01, **self.options)
+        optimizer = tq.Optimizer(inner) if self.rule is None else tq.Optimizer(inner, rule=self.rule)
         return model, optimizer, tq.capture(lambda x, y: cross_entropy(model(x), y), optimizer)
 
-    def _work(self, model: nn.Module, optimizer: tq.Optimizer, step: tq.CapturedStep, task: Task) -> list[Any]:
+    def _work(self, model: nn.Module, optimizer: tq.Optimizer, step: tq.types.CapturedStep, task: Task) -> list[Any]:
         losses = []
         wait_for = task.num_workers  # else the first rounds may be those of one worker
         with tq.Session(
@@ -192,7 +195,7 @@ def both(monkeypatch: pytest.MonkeyPatch, run: Run) -> list[int]:
 
 
 def at_once(exchange: Exchange, may: Callable[[], bool]) -> None:
-    exchange._early = Early(exchange._flat, exchange._pushers, may)
+    exchange._early = Overlap(exchange._flat, exchange._pushers, may)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -232,13 +235,13 @@ def test_captured_steps_are_the_same_and_those_before_the_capture_are_early(
     "loop", [ordinary, changed(_clip), changed(_none), None], ids=["ordinary", "clip", "none", "captured"]
 )
 def test_a_slow_side_stream_is_waited_for(monkeypatch: pytest.MonkeyPatch, loop: Loop | None) -> None:
-    real = Early._copy_out
+    real = Overlap._copy_out
 
-    def slow(self: Early, variable: int, sent: torch.Tensor) -> None:
+    def slow(self: Overlap, variable: int, sent: torch.Tensor) -> None:
         torch.cuda._sleep(20_000_000)
         real(self, variable, sent)
 
-    monkeypatch.setattr(Early, "_copy_out", slow)
+    monkeypatch.setattr(Overlap, "_copy_out", slow)
     assert max(both(monkeypatch, Run(loop, "cuda"))) == 6
 
 
@@ -264,6 +267,15 @@ def test_a_hook_that_clips_just_before_the_push_is_heeded(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("device", DEVICES)
 def test_whoever_makes_the_updates_itself_sends_no_gradients(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     assert both(monkeypatch, Run(ordinary, device, kind="SGD")) == []
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", [{"weight_decay": 0.1}, {"maximize": True}, {"momentum": 0.9}, {"foreach": True}])
+def test_under_async_too_sgd_with_an_option_that_only_the_ps_can_apply_sends_its_gradients_early(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], device: str
+) -> None:
+    run = Run(ordinary, device, kind="SGD", options=options, rule=tq.Async())
+    assert both(monkeypatch, run) == [6] * STEPS
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -60,7 +60,7 @@ def run(
                 nn.functional.cross_entropy(model(x, branch), y).backward()
                 optimizer.step()
                 if stop_at is not None and session.global_step >= stop_at and task.is_chief:
-                    session._signals.asked = True  # as Ctrl-C does
+                    session.signals.asked = True  # as Ctrl-C does
             session.pull()
             variables = [p.detach().clone() for p in model.parameters()]
             with session.averaged():
@@ -152,12 +152,12 @@ def train_on_records(files: str, last_step: int, logdir: Path | None) -> tuple[l
     """Two workers that read TFRecord files, each its share, shuffled and read ahead."""
     cluster = Cluster(workers=2)
     all_in = threading.Barrier(2)
-    features = {"x": tq.FixedLenFeature([37], torch.float32), "y": tq.FixedLenFeature([], torch.int64)}
+    features = {"x": tq.data.FixedLenFeature([37], torch.float32), "y": tq.data.FixedLenFeature([], torch.int64)}
 
     def work(task: Task) -> Any:
         with _LOCK:
             model = Net()
-        dataset = tq.TFRecordDataset(
+        dataset = tq.data.TFRecordDataset(
             files, features, batch_size=8, shuffle=30, repeat=None, prefetch=3, share=(task.index, task.num_workers)
         )
         batches = iter(dataset)
@@ -180,9 +180,9 @@ def train_on_records(files: str, last_step: int, logdir: Path | None) -> tuple[l
 
 def test_a_run_that_reads_tfrecord_files_is_resumed_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     for part in range(3):
-        with tq.TFRecordWriter(tmp_path / f"train-{part}") as writer:
+        with tq.data.TFRecordWriter(tmp_path / f"train-{part}") as writer:
             for row in range(part * 40, part * 40 + 40):
-                writer.write(tq.Example({"x": X[row], "y": int(Y[row])}))
+                writer.write(tq.data.Example({"x": X[row], "y": int(Y[row])}))
     files = str(tmp_path / "train-*")
     whole, _ = train_on_records(files, 14, None)
     train_on_records(files, 3, tmp_path / "run")

@@ -14,7 +14,7 @@ from tests.equivalence.test_one_worker import same
 from tests.harness import PATIENCE, Cluster, train
 from torchquorum.jobs.models import CNN, MLP
 from torchquorum.session.join import Task
-from torchquorum.worker.tower_mean import TowerSum
+from torchquorum.towers.tower_mean import TowerSum
 
 # The CPU under other numbers: to torch the same, to towers devices of their own with copies of the model.
 CPU_1, CPU_2 = torch.device("cpu", 1), torch.device("cpu", 2)
@@ -114,7 +114,7 @@ PLACES = {
 @pytest.mark.parametrize("name", MODELS)
 def test_towers_equal_the_joined_batch(name: str, devices: Sequence[Any]) -> None:
     ours, joined, width = made(name), made(name), MODELS[name][1]
-    regularize = tq.l2_regularizer(1e-2) if name == "mlp" else None
+    regularize = tq.tensorflow.l2_regularizer(1e-2) if name == "mlp" else None
     towers = tq.Towers(ours, devices)
     optimizers = [torch.optim.SGD([p for p in m.parameters() if p.requires_grad], lr=0.2) for m in (ours, joined)]
     for step in range(2):
@@ -193,7 +193,7 @@ def test_two_towers_give_the_bits_that_two_workers_would() -> None:
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "two workers"])
 def test_workers_with_towers_equal_one_process_on_the_joined_batch(alone: bool) -> None:
     workers = 1 if alone else 2
-    regularize = tq.l2_regularizer(1e-3)
+    regularize = tq.tensorflow.l2_regularizer(1e-3)
     all_in = threading.Barrier(workers)
     models = [made("mlp") for _ in range(workers)]
 

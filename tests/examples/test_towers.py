@@ -18,10 +18,10 @@ LINE = re.compile(r"\S+ \S+: step (\d+), loss = \d+\.\d\d \(\d+\.\d examples/sec
 
 
 def test_the_multi_gpu_program_prints_saves_and_draws(tmp_path: Path) -> None:
-    test = tq.load_mnist().test
-    with tq.TFRecordWriter(tmp_path / "output.tfrecords") as writer:
+    test = tq.data.load_mnist().test
+    with tq.data.TFRecordWriter(tmp_path / "output.tfrecords") as writer:
         for image, label in zip(test.images[:500], test.labels[:500].tolist(), strict=True):
-            writer.write(tq.Example({"image_raw": image.numpy().tobytes(), "pixels": 784, "label": label}))
+            writer.write(tq.data.Example({"image_raw": image.numpy().tobytes(), "pixels": 784, "label": label}))
     flags = ["--training_steps=30", "--batch_size=20", "--n_gpu=3", f"--model_save_path={tmp_path}"]
     flags.append(f"--data_path={tmp_path / 'output.tfrecords'}")
     program = Started([sys.executable, str(PROGRAM), *flags], forked=True)

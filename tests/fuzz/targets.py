@@ -12,7 +12,7 @@ import json
 import os
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -29,23 +29,25 @@ from torchquorum.cluster.flags import parse_flags
 from torchquorum.cluster.sources import launcher_task
 from torchquorum.cluster.tf_config import read_tf_config
 from torchquorum.data.idx import read_idx
+from torchquorum.devices import inventory as devices
 from torchquorum.errors import ClusterError, ConfigError, DataError, DeviceError, FlagError
-from torchquorum.formats.checkpoint import Reader
+from torchquorum.formats.checkpoint import CheckpointReader
 from torchquorum.formats.checkpoint_manifest import MANIFEST, CheckpointError
 from torchquorum.formats.compression import parse_compression
-from torchquorum.formats.crc32c import _crc32c_loop, _crc32c_numpy, crc32c
+from torchquorum.formats.crc32c import crc32c, crc32c_loop, crc32c_numpy
 from torchquorum.formats.example import Example
 from torchquorum.formats.ledger import Entry, Event, read_records
 from torchquorum.formats.measures import read_measures
 from torchquorum.formats.tfrecord import read_records as read_tfrecords
 from torchquorum.formats.tfrecord_write import frame
+from torchquorum.graph import graph_messages as g
+from torchquorum.graph import tensors
 from torchquorum.jobs.slow import parse_slow
 from torchquorum.rules.presets import parse_rule
-from torchquorum.transport import codec, door, tensors
-from torchquorum.transport import graph_messages as g
-from torchquorum.transport import messages as m
-from torchquorum.transport.codec import WireError
-from torchquorum.worker import devices
+from torchquorum.wire import codec
+from torchquorum.wire import messages as m
+from torchquorum.wire.codec import WireError
+from torchquorum.wire.stream import StreamError, StreamReader, pack
 
 
 @dataclass(frozen=True)
@@ -94,9 +96,47 @@ def _codec(body: bytes) -> None:
     assert codec.encode(codec.decode(again)) == again
 
 
+class _Bytes:
+    """A stream whose bytes are all there."""
+
+    def __init__(self, body: bytes) -> None:
+        self._left = memoryview(body)
+
+    def recv_into(self, buffer: memoryview | bytearray, /) -> int:
+        count = min(len(buffer), len(self._left))
+        memoryview(buffer)[:count] = self._left[:count]
+        self._left = self._left[count:]
+        return count
+
+    def pending(self) -> int:
+        return len(self._left)
+
+    def fileno(self) -> int:
+        return -1
+
+    def sendmsg(self, parts: Iterable[codec.Frame], /) -> int:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        pass
+
+
+def _messages_in(body: bytes) -> Iterator[list[codec.Frame]]:
+    """Yields the messages of a stream up to where it ends, perhaps in the middle of one."""
+    reader, stream = StreamReader(1 << 20), _Bytes(body)
+    with contextlib.suppress(ConnectionResetError):
+        while (message := reader.read(stream)) is not None:
+            yield message
+
+
+def _stream(body: bytes) -> None:
+    found = list(_messages_in(body))
+    assert sum(len(frame) for message in found for frame in message) <= len(body)
+
+
 def _graph(body: bytes) -> None:
-    frames = door._unpack(body)
-    message, rest = g.split(frames)
+    size = int.from_bytes(body[:2], "little")
+    message, rest = g.split([body[2 : 2 + size], body[2 + size :]])
     specs = getattr(message, "tensors", None)
     if isinstance(specs, list) and all(isinstance(s, g.TensorSpec) for s in specs):
         tensors.unpack(specs, rest)
@@ -136,8 +176,13 @@ def _messages(kinds: Any) -> list[bytes]:
 
 
 def _graph_messages() -> tuple[bytes, ...]:
-    _, frames = tensors.pack([torch.arange(3.0)], copy=True)
-    return tuple(door._pack([message, *frames]) for message in _messages(g.AnyGraphMessage))
+    _, [tensor] = tensors.pack([torch.arange(3.0)], copy=True)
+    return tuple(len(message).to_bytes(2, "little") + message + tensor for message in _messages(g.AnyGraphMessage))
+
+
+def _streams() -> tuple[bytes, ...]:
+    messages = [[b"header"], [b"header", b"x" * 40, b""], [b"h", b"y" * 70_000, b"tail"]]
+    return tuple(b"".join(part for frames in messages[k:] for part in pack(frames)) for k in range(len(messages)))
 
 
 # -- files ----------------------------------------------------------------------------------------------------------------
@@ -173,7 +218,7 @@ def _checkpoint(body: bytes) -> None:
     kept = (path / name).read_bytes()
     try:
         (path / name).write_bytes(body[1:])
-        with Reader(path) as reader:
+        with CheckpointReader(path) as reader:
             for variable in reader.variables():
                 reader.read("variable", variable)
     finally:
@@ -202,7 +247,7 @@ def _example(body: bytes) -> None:
 
 
 def _crc(body: bytes) -> None:
-    assert crc32c(body) == _crc32c_numpy(body) == _crc32c_loop(body[:4096]) or len(body) > 4096
+    assert crc32c(body) == crc32c_numpy(body) == crc32c_loop(body[:4096]) or len(body) > 4096
 
 
 # -- words ----------------------------------------------------------------------------------------------------------------
@@ -242,6 +287,7 @@ def make_targets() -> dict[str, Target]:
     ]  # fmt: skip
     return {
         "codec": Target(_codec, (WireError,), tuple(_messages(m.AnyMessage))),
+        "stream": Target(_stream, (StreamError,), _streams()),
         "graph messages": Target(_graph, (WireError,), _graph_messages()),
         "tfrecord": Target(_tfrecord, (DataError,), (RECORDS, gzip.compress(RECORDS, mtime=0), zlib.compress(RECORDS))),
         "example": Target(_example, (DataError,), (Example({"n": [1, 2], "x": 0.5, "b": b"a"}).SerializeToString(),)),

@@ -9,7 +9,7 @@ import pytest
 from tests.fuzz import run, targets
 
 NAMES = [
-    "codec", "graph messages", "tfrecord", "example", "crc32c", "checkpoint", "idx", "ledger", "measures", "flags", "cluster",
+    "codec", "stream", "graph messages", "tfrecord", "example", "crc32c", "checkpoint", "idx", "ledger", "measures", "flags", "cluster",
     "environment", "words",
 ]  # fmt: skip
 DEEP = b"[" * 20_000

@@ -1,4 +1,4 @@
-"""A user's program whose buffer counts the batches that its model has seen; it is larger than a door lets through."""
+"""A user's program whose buffer counts the batches that its model has seen; it is larger than what a socket takes at once."""
 
 import time
 from pathlib import Path

@@ -20,7 +20,7 @@ def evaluate(module: nn.Module) -> float:
     return float(next(module.parameters()))
 
 
-hooks = [tq.EvaluateHook(10**6, evaluate), tq.FinalAccuracyHook(evaluate)]
+hooks = [tq.EvaluateHook(10**6, evaluate), tq.hooks.FinalAccuracyHook(evaluate)]
 with tq.Session(
     task, model, optimizer, logdir=sys.argv[1], last_step=30, save_every_steps=10, keep=50, hooks=hooks
 ) as session:

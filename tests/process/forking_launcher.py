@@ -15,8 +15,9 @@ from tests.process import zygote
 from torchquorum import env
 from torchquorum.cli.main import main
 from torchquorum.cluster import TaskId
-from torchquorum.launcher.functions import Forked, fork
-from torchquorum.launcher.local import LocalCluster, die_with_parent
+from torchquorum.launcher.fork import Forked, fork
+from torchquorum.launcher.local import LocalCluster
+from torchquorum.launcher.process import die_with_parent
 
 
 def spawn(self: LocalCluster, task: TaskId, extra: dict[str, str | None], fds: list[int]) -> Forked:

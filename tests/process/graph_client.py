@@ -11,7 +11,7 @@ from torch import nn
 
 import torchquorum as tq
 from torchquorum.rules.presets import parse_rule
-from torchquorum.worker.client import Patience
+from torchquorum.wire.rpc import Patience
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--ps_hosts")
@@ -38,14 +38,16 @@ torch.manual_seed(1)
 model = nn.Sequential(
     nn.Linear(args.width, args.width), nn.BatchNorm1d(args.width), nn.ReLU(), nn.Linear(args.width, 5)
 )
-graph = tq.Graph(model, F.cross_entropy, example_inputs=(torch.randn(4, args.width), torch.zeros(4, dtype=torch.long)))
+graph = tq.graph.Graph(
+    model, F.cross_entropy, example_inputs=(torch.randn(4, args.width), torch.zeros(4, dtype=torch.long))
+)
 optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.05), rule=parse_rule(args.rule))
 patience = Patience(start_s=args.patience, round_s=args.patience, say_s=2.0)
 cluster = {"ps": args.ps_hosts, "worker": args.worker_hosts}
 options = {"logdir": args.logdir, "save_every_steps": args.save_steps, "wait_for_workers": args.wait, "liveness_s": 2.0}
 accepted = 0
 numbers: list[int] = []
-with tq.GraphSession(cluster, graph, optimizer, patience=patience, **options) as session:
+with tq.graph.GraphSession(cluster, graph, optimizer, patience=patience, **options) as session:
     for result in session.run(batches()):
         accepted += bool(result.accepted)
         numbers.append(result.number)

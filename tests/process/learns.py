@@ -28,7 +28,7 @@ args = parser.parse_args()
 class WaitAtEnd(tq.Hook):
     """Stays between the last step and the last checkpoint until its file is there."""
 
-    def end(self, session: tq.Session) -> None:
+    def end(self, session: tq.hooks.HookSession) -> None:
         print("ending", flush=True)
         deadline = time.monotonic() + 60
         while not Path(args.logdir, "go-on").exists() and time.monotonic() < deadline:

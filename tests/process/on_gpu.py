@@ -1,4 +1,4 @@
-"""A worker on a GPU, for `tests/equivalence/test_capture.py`: says how its loss went and whether it used graph and board."""
+"""A worker on a GPU, for `tests/equivalence/test_capture.py`: says how its loss went and whether it used graph and fast path."""
 
 import sys
 
@@ -20,7 +20,8 @@ losses = []
 with tq.Session(task, model, optimizer, last_step=400, wait_for_workers=2) as session:
     while not session.should_stop():
         losses.append(step(x, y))
-    board = optimizer._client._board if optimizer._client is not None else None
+    assert optimizer.link is not None and optimizer.link.joined is not None
+    fastpath = optimizer.link.joined.fastpath
 print(
     "first",
     losses[0],
@@ -28,6 +29,6 @@ print(
     losses[-1],
     "captured",
     step.captured,
-    "on the board",
-    board is not None and board.made > 50,
+    "on the fast path",
+    fastpath is not None and fastpath.made > 50,
 )

@@ -17,20 +17,20 @@ from torch import nn
 
 import torchquorum as tq
 from tests.second_device import register
+from torchquorum.devices import inventory as devices
 from torchquorum.errors import ConfigError
-from torchquorum.worker import devices
 
 SIM, CPU = "/job:worker/task:0/device:SIM:0", "/job:worker/task:0/device:CPU:0"
 
 
 def fails(what: Callable[[], object]) -> str:
-    with pytest.raises(tq.DeviceError) as caught:
+    with pytest.raises(tq.errors.DeviceError) as caught:
         what()
     return str(caught.value)
 
 
 def said(what: Callable[[], object]) -> list[str]:
-    devices._told.clear()
+    devices.said_keys.clear()
     with redirect_stderr(StringIO()) as text:
         what()
     return text.getvalue().splitlines()
@@ -38,17 +38,17 @@ def said(what: Callable[[], object]) -> list[str]:
 
 def a_gpu_by_any_name_is_the_accelerator_that_there_is() -> None:
     for name in ("/gpu:0", "sim", "/device:SIM:0", "/job:worker/task:0/device:GPU:0"):
-        with tq.device(name):
+        with tq.devices.device(name):
             made = torch.ones(2, 3)
         assert made.device == torch.device("sim:0")
-    assert CPU in fails(lambda: tq.place(nn.Linear(2, 2), "/gpu:1")) and SIM in fails(
-        lambda: tq.place(nn.Linear(2, 2), "/gpu:1")
+    assert CPU in fails(lambda: tq.devices.place(nn.Linear(2, 2), "/gpu:1")) and SIM in fails(
+        lambda: tq.devices.place(nn.Linear(2, 2), "/gpu:1")
     )
 
 
 def an_operation_takes_its_inputs_along() -> None:
-    a, b = tq.constant([1.0, 2.0], name="a"), torch.ones(2, requires_grad=True)
-    with tq.device("/gpu:0"):
+    a, b = tq.tensorflow.constant([1.0, 2.0], name="a"), torch.ones(2, requires_grad=True)
+    with tq.devices.device("/gpu:0"):
         c = a + b
     assert c.device.type == "sim" and c.cpu().tolist() == [2.0, 3.0]
     c.sum().backward()
@@ -57,7 +57,7 @@ def an_operation_takes_its_inputs_along() -> None:
 
 def running_statistics_come_back() -> None:
     norm = nn.BatchNorm1d(2)
-    with tq.device("/gpu:0"), torch.no_grad():
+    with tq.devices.device("/gpu:0"), torch.no_grad():
         out = norm(torch.full((4, 2), 3.0, device="cpu"))
     assert out.device.type == "sim" and norm.running_mean is not None
     assert [round(x, 4) for x in norm.running_mean.tolist()] == [0.3, 0.3]
@@ -70,7 +70,7 @@ def backward_runs_on_another_thread_and_is_in_the_log() -> None:
     product = torch.ones(2, 3).to("sim").mm(there.t())
     product.register_hook(lambda gradient: threads.add(threading.get_ident()))
     lines: list[str] = []
-    with tq.log_device_placement(write=lines.append):
+    with tq.tensorflow.log_device_placement(write=lines.append):
         product.sum().backward()
     assert threads and threading.get_ident() not in threads
     assert f"mm: (aten.mm.default): {SIM}" in lines and weight.grad is not None and weight.grad.tolist()[0] == [2.0] * 3
@@ -82,7 +82,7 @@ def a_missing_kernel_is_an_error_that_names_operation_device_and_module() -> Non
             return torch.exp(x)
 
     def run() -> None:
-        with tq.device("/gpu:0"):
+        with tq.devices.device("/gpu:0"):
             Net()(torch.ones(2))
 
     text = fails(run)
@@ -93,7 +93,7 @@ def a_missing_kernel_is_an_error_that_names_operation_device_and_module() -> Non
 def a_missing_dtype_is_an_error_that_names_it() -> None:
     def run() -> None:
         whole = torch.ones(2, 2, dtype=torch.long)
-        with tq.device("/gpu:0"):
+        with tq.devices.device("/gpu:0"):
             torch.mm(whole, whole)
 
     text = fails(run)
@@ -104,7 +104,7 @@ def with_soft_placement_the_cpu_runs_it_and_says_so_once_per_operation() -> None
     def run() -> None:
         weight = torch.ones(3, requires_grad=True)
         whole = torch.full((2, 2), 2, dtype=torch.long).to("sim")
-        with tq.allow_soft_placement():
+        with tq.tensorflow.allow_soft_placement():
             for _ in range(3):
                 power = weight.to("sim").exp()
                 assert power.device.type == "sim"
@@ -123,7 +123,7 @@ def with_soft_placement_the_cpu_runs_it_and_says_so_once_per_operation() -> None
 def an_operation_of_the_backward_pass_can_run_on_the_cpu_too() -> None:
     def run() -> None:
         weight = torch.full((2,), 0.5, requires_grad=True)
-        with tq.device("/gpu:0", allow_soft_placement=True):
+        with tq.devices.device("/gpu:0", allow_soft_placement=True):
             torch.sigmoid(weight).sum().backward()
         assert weight.grad is not None and abs(weight.grad[0].item() - 0.2350) < 1e-3
 
@@ -131,13 +131,13 @@ def an_operation_of_the_backward_pass_can_run_on_the_cpu_too() -> None:
 
 
 def what_no_device_can_run_is_torchs_own_error() -> None:
-    with tq.allow_soft_placement(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+    with tq.tensorflow.allow_soft_placement(), pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         torch.mm(torch.ones(2, 2).to("sim"), torch.ones(3, 3).to("sim"))
 
 
 def the_log_says_that_the_cpu_ran_it() -> None:
     lines: list[str] = []
-    with tq.allow_soft_placement(), tq.log_device_placement(write=lines.append):
+    with tq.tensorflow.allow_soft_placement(), tq.tensorflow.log_device_placement(write=lines.append):
         torch.ones(2).to("sim").exp()
     assert f"exp: (aten.exp.default): {CPU}" in lines
 
@@ -148,7 +148,7 @@ def a_model_in_parts_computes_what_it_computes_in_one() -> None:
     x, parameters = torch.randn(5, 3), list(model.parameters())
     with torch.no_grad():
         expected = model(x)
-    tq.place(model, {"2": "/gpu:0"})
+    tq.devices.place(model, {"2": "/gpu:0"})
     out = model(x)
     assert out.device.type == "cpu" and torch.allclose(out, expected) and model[2].weight.device.type == "sim"
     out.sum().backward()

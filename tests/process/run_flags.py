@@ -11,7 +11,7 @@ from torch import nn
 
 import torchquorum as tq
 from torchquorum.session.join import Task
-from torchquorum.worker.client import Patience
+from torchquorum.wire.rpc import Patience
 
 
 def make_parser() -> argparse.ArgumentParser:

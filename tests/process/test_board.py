@@ -25,7 +25,7 @@ from torchquorum.jobs.models import MLP, evaluate
 
 task = tq.join()
 torch.manual_seed(0)
-mnist = tq.load_mnist()
+mnist = tq.data.load_mnist()
 model = MLP()
 optimizer = tq.Optimizer(
     torch.optim.SGD(model.parameters(), lr=0.3),
@@ -39,7 +39,7 @@ hooks = [
     tq.SummaryHook(every_steps=20, example=torch.zeros(100, 784)),
 ]
 with (
-    tq.Prefetcher(source) as batches,
+    tq.data.Prefetcher(source) as batches,
     tq.Session(task, model, optimizer, logdir=sys.argv[1], last_step=int(sys.argv[2]), data=batches, hooks=hooks) as session,
 ):
     while not session.should_stop():
@@ -69,7 +69,7 @@ def serving(run: Path) -> Iterator[tuple[str, Started]]:
     """`torchquorum board` on a run; yields its address."""
     started = Started([*TORCHQUORUM, "board", str(run), "--port=0", "--no-open"])
     try:
-        line = started.until("TensorBoard on")
+        line = started.until("TensorBoard for")
         yield line.split(": ")[1].split()[0].rstrip("/"), started
     finally:
         started.end()
@@ -110,8 +110,8 @@ def test_the_board_serves_what_the_run_wrote_and_ends_on_ctrl_c(run: Path) -> No
 def test_a_folder_without_events_gets_a_clear_message(tmp_path: Path) -> None:
     empty, nowhere = torchquorum("board", str(tmp_path)), torchquorum("board", str(tmp_path / "nowhere"))
     assert empty.returncode == nowhere.returncode == 2
-    assert "no TensorBoard events in there" in empty.stderr and "tq.SummaryHook()" in empty.stderr
-    assert "there is no such folder" in nowhere.stderr
+    assert "holds no TensorBoard events" in empty.stderr and "tq.SummaryHook()" in empty.stderr
+    assert "no such folder" in nowhere.stderr
     assert "Traceback" not in empty.stderr + nowhere.stderr
 
 

@@ -219,7 +219,7 @@ def test_a_worker_with_another_model_is_refused_with_the_difference() -> None:
         shown = "\n".join(other.lines)
         assert (
             "- the ps tasks hold count [1000] float32" in shown
-            and "+ /job:worker/task:1 brings count [7] float32" in shown
+            and "+ /job:worker/task:1 has count [7] float32" in shown
         )
         chief.until("started at")  # from then on it ends well by a signal
         chief.process.send_signal(signal.SIGINT)

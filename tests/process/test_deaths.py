@@ -147,7 +147,7 @@ def test_the_launcher_restarts_what_is_killed_and_the_run_ends_well(tmp_path: Pa
         started.until("[ps 0] /job:ps/task:0: saved")
         for job, index in (("worker", 1), ("ps", 0), ("worker", 0)):
             os.kill(_task_pid(started.process.pid, job, index), signal.SIGKILL)
-            started.until(f"torchquorum: /job:{job}/task:{index} was ended by SIGKILL; starting it again (1 of 3)")
+            started.until(f"torchquorum: /job:{job}/task:{index} was ended by SIGKILL; restarting it (1 of 3)")
             started.until(f"[{job} {index}]" if job == "ps" else f"[worker {index}] started at")
             started.until("[worker 1] local")
         enough.touch()

@@ -29,7 +29,7 @@ def test_train_says_where_everything_runs_and_takes_the_cpu_for_a_missing_gpu(tm
     [
         ("--device=/gup:0", "did you mean gpu?"),
         ("--device=meta", "nothing can be trained"),
-        ("--device=/job:worker/task:0/gpu:1", "must name no task; write /device:CUDA:1"),
+        ("--device=/job:worker/task:0/gpu:1", "must not name a task; write /device:CUDA:1"),
         ("--gpu-memory-fraction=1.5", "--gpu-memory-fraction 1.5: must be more than 0 and at most 1"),
     ],
 )

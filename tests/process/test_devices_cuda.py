@@ -13,8 +13,8 @@ from torch import nn
 
 import torchquorum as tq
 from tests.harness import PATIENCE, Cluster
+from torchquorum.devices import inventory as devices
 from torchquorum.session.join import Task
-from torchquorum.worker import devices
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; this machine has none"),
@@ -27,7 +27,7 @@ MISSING = "/gpu:99"
 
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(devices, "_told", set())
+    monkeypatch.setattr(devices, "said_keys", set())
     yield
     if torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(1.0, 0)
@@ -62,19 +62,22 @@ def train(placement: Any, **session: Any) -> list[float]:
 )
 def test_a_gpu_by_any_name(name: str) -> None:
     a = torch.ones(3)
-    with tq.device(name):
+    with tq.devices.device(name):
         made, module, total = torch.zeros(2), nn.Linear(2, 2), a + a
     assert {str(t.device) for t in (made, module.weight, total)} == {"cuda:0"} and total.tolist() == [2.0] * 3
 
 
 def test_a_missing_gpu_lists_the_one_there_is() -> None:
-    with pytest.raises(tq.DeviceError, match=f"operation add: .*CUDA:99.*Available: {CPU}, {CUDA}"), tq.device(MISSING):
+    with (
+        pytest.raises(tq.errors.DeviceError, match=f"operation add: .*CUDA:99.*Available: {CPU}, {CUDA}"),
+        tq.devices.device(MISSING),
+    ):
         torch.ones(2, device="cpu").add(1)
 
 
 def test_running_statistics_come_back_to_the_cpu() -> None:
     norm = nn.BatchNorm1d(2)
-    with tq.device("/gpu:0"):
+    with tq.devices.device("/gpu:0"):
         out = norm(torch.full((4, 2), 3.0, device="cpu"))
     assert out.is_cuda and norm.running_mean is not None and norm.running_mean.tolist() == pytest.approx([0.3, 0.3])
 
@@ -82,7 +85,7 @@ def test_running_statistics_come_back_to_the_cpu() -> None:
 def test_a_model_in_parts_computes_what_it_computes_in_one() -> None:
     model, x = net().eval(), torch.randn(5, 8)
     expected, parameters = model(x).detach(), list(model.parameters())
-    tq.place(model, {"*": "/gpu:0", "3": "/cpu:0"})
+    tq.devices.place(model, {"*": "/gpu:0", "3": "/cpu:0"})
     out = model(x)
     assert out.device.type == "cpu" and torch.allclose(out, expected, atol=1e-5)
     assert model[0].weight.is_cuda and not model[3].weight.is_cuda
@@ -106,16 +109,16 @@ def test_a_session_trains_alike_wherever_the_parts_are(placement: Any, capsys: p
 def test_an_operation_without_a_kernel_or_dtype_on_the_gpu_is_an_error_that_names_it() -> None:
     whole = torch.ones(2, 2, dtype=torch.long)
     expected = rf"cannot run on {CUDA} for dtype Long.*allow_soft_placement=True"
-    with pytest.raises(tq.DeviceError, match=expected), tq.device("/gpu:0"):
+    with pytest.raises(tq.errors.DeviceError, match=expected), tq.devices.device("/gpu:0"):
         torch.mm(whole, whole)
     expected = rf"operation torchquorum_test::cpu_only.*cannot run on {CUDA}"
-    with pytest.raises(tq.DeviceError, match=expected), tq.device("/gpu:0"):
+    with pytest.raises(tq.errors.DeviceError, match=expected), tq.devices.device("/gpu:0"):
         cpu_only()(torch.ones(2))
 
 
 def test_with_soft_placement_the_cpu_runs_it(capfd: pytest.CaptureFixture[str]) -> None:
     whole, weight = torch.ones(2, 2, dtype=torch.long), torch.ones(2, requires_grad=True)
-    with tq.device("/gpu:0", allow_soft_placement=True):
+    with tq.devices.device("/gpu:0", allow_soft_placement=True):
         product, more = whole @ whole, cpu_only()(weight.detach() * 1.0)
         product = whole @ whole
         (weight * 2).sum().backward()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.process.forked import Cluster
-from torchquorum.formats.checkpoint import Reader, newest_good
+from torchquorum.formats.checkpoint import CheckpointReader, newest_good
 from torchquorum.formats.journal import SUFFIX
 from torchquorum.formats.ledger import Entry, read_records
 
@@ -20,7 +20,7 @@ def saved(logdir: Path) -> dict[str, torch.Tensor]:
     """Everything that the last checkpoint holds, by name."""
     found, _ = newest_good(logdir)
     assert found is not None
-    with Reader(found[0]) as reader:
+    with CheckpointReader(found[0]) as reader:
         state = {f"variable {k}": v for k, v in reader.state_dict().items()}
         state |= {f"average {k}": v for k, v in reader.state_dict(averages=True).items()}
         for name in reader.variables():

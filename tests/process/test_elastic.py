@@ -11,7 +11,7 @@ import pytest
 from tests.process.tasks import FORKING, Started, by_hand, run
 from torchquorum.cluster.secret import OPEN
 from torchquorum.formats.ledger import Event, read_records
-from torchquorum.launcher.scale import ask_to_scale
+from torchquorum.launcher.scaling import ask_to_scale
 
 PROGRAM = Path(__file__).parent / "elastic_program.py"
 HELD, ROWS, EPOCHS = 24, 60, 2
@@ -65,7 +65,7 @@ def test_workers_are_added_killed_frozen_and_sent_away_and_no_batch_is_lost_or_d
     ]
     task = Started([*FORKING, "run", "--workers=2:4", str(PROGRAM), *flags], forked=True)
     try:
-        address = re.search(r"scale (\S+) N", task.until("2 workers to begin with, of at most 4"))
+        address = re.search(r"scale (\S+) N", task.until("starting with 2 workers of at most 4"))
         assert address is not None
         pids = wait_for_pids(task, {0, 1})
         wait_for(task, {"holds"})  # under sync the other may be waiting for this one, which may have said so already
@@ -73,7 +73,7 @@ def test_workers_are_added_killed_frozen_and_sent_away_and_no_batch_is_lost_or_d
         pids |= wait_for_pids(task, {2, 3})
         wait_for(task, {"worker 2 holds", "worker 3 holds"})
         os.kill(pids[2], signal.SIGKILL)  # it is started again, and gets other batches
-        task.until("/job:worker/task:2 was ended by SIGKILL; starting it again")
+        task.until("/job:worker/task:2 was ended by SIGKILL; restarting it")
         task.until("worker 2 holds")
         assert ask_to_scale(address[1], 3, OPEN, 30.0).leaving == [3]
         task.until("/job:worker/task:3: asked to leave the run")

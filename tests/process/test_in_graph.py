@@ -130,8 +130,8 @@ def test_join_says_what_is_wrong_with_its_flags_or_its_port() -> None:
         flags = ["--job_name=worker", "--task_id=0", "--ps_hosts=localhost:1", f"--worker_hosts=localhost:{port}"]
         for arguments, says in [
             (["--job_nam=worker"], "did you mean --job_name?"),
-            ([], "who is this task?"),
-            ([*flags, "--steps=3"], "takes only flags that say who the task is"),
+            ([], "no task is named"),
+            ([*flags, "--steps=3"], "takes only the flags that name the task"),
             ([*flags, "--device=cuda:7"], "was put on /job:worker/task:0/device:CUDA:7, but there is no such device"),
             (flags, "the port is in use"),
         ]:

@@ -14,14 +14,14 @@ from torch import nn
 
 import torchquorum as tq
 from torchquorum.errors import ConfigError
-from torchquorum.launcher.functions import _autograd_has_threads
+from torchquorum.launcher.launch import autograd_has_threads
 
 EARLIER = torch.arange(6.0)  # what a notebook's earlier cells have made
 
 
 @pytest.fixture(autouse=True)
 def _may_be_forked() -> None:
-    if _autograd_has_threads():
+    if autograd_has_threads():
         pytest.skip("another test has computed gradients in this process, on a machine with a GPU")
 
 
@@ -61,14 +61,14 @@ def test_a_worker_that_fails_is_named_with_its_last_lines() -> None:
 def test_a_worker_that_is_killed_is_started_again(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first, second = tq.launch(train, 400, workers=2, kill=tmp_path / "killed")
     assert first["step"] == 400 and (second is None or second["step"] == 400)  # the run may end before it is back
-    assert "/job:worker/task:1 was ended by SIGKILL; starting it again (1 of 3)" in capfd.readouterr().out
+    assert "/job:worker/task:1 was ended by SIGKILL; restarting it (1 of 3)" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("given", "keywords", "text"),
     [
         ("train", {}, "give it a function"),
-        (train, {}, "cannot be called like that: missing a required argument: 'steps'"),
+        (train, {}, "cannot be called with these arguments: missing a required argument: 'steps'"),
         (train, {"steps": 1, "workers": 0}, "--workers 0: must be 1 or more"),
     ],
 )
@@ -78,7 +78,7 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(given: Any, keywo
 
 
 def test_only_plain_data_comes_back() -> None:
-    with pytest.raises(tq.LaunchError, match=r"(?s)returned Linear, and only plain data.*state_dict"):
+    with pytest.raises(tq.LaunchError, match=r"(?s)returned Linear; only plain data.*state_dict"):
         tq.launch(lambda: nn.Linear(1, 1) if train(1) else None, workers=1, quiet=True)
 
 
@@ -96,7 +96,7 @@ def test_values_survive_the_way_back() -> None:
 
 
 def test_a_function_that_trains_nothing_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchquorum.launcher.local.PS_GRACE_S", 1.0)
+    monkeypatch.setattr("torchquorum.launcher.launched.PS_GRACE_S", 1.0)
     with pytest.raises(tq.LaunchError, match="no worker began a session"):
         tq.launch(lambda: None, workers=1, quiet=True)
 

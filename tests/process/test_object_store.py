@@ -50,7 +50,7 @@ def test_a_run_on_s3_whose_ps_is_killed_ends_as_one_that_was_left_alone(
             for task in started:
                 task.end()
         text = "\n".join(cut.lines)
-        assert "/job:ps/task:1 was ended by SIGKILL; starting it again" in text
+        assert "/job:ps/task:1 was ended by SIGKILL; restarting it" in text
         assert "restoring s3://bucket/cut/model.ckpt-" in text
         states = []
         for name in ("whole", "cut"):

@@ -96,7 +96,9 @@ def test_a_run_on_ray_has_its_secret_and_a_killed_worker_comes_back(
     ran = started(
         "--gpus-per-worker", "1", *options, str(PROGRAM), "--steps", "100000", "--pause", "0.05", "--until", str(end)
     )
-    status = ran.until("to ask after the run: torchquorum status ", DEADLINE_S).split("torchquorum status ")[1].split()
+    status = (
+        ran.until("for the status of the run: torchquorum status ", DEADLINE_S).split("torchquorum status ")[1].split()
+    )
     ran.until("[worker 1] local 5 ", DEADLINE_S)
     ((victim, variables),) = processes("worker", 1).items()
     assert variables[env.SECRET] == secret.read_text() and env.SECRET_FILE not in variables
@@ -110,7 +112,7 @@ def test_a_run_on_ray_has_its_secret_and_a_killed_worker_comes_back(
     told = machines.told()
     assert "TaskHost" in told and secret.read_text() not in told
     os.kill(victim, signal.SIGKILL)
-    ran.until("/job:worker/task:1 was ended by SIGKILL; starting it again (1 of 3)", DEADLINE_S)
+    ran.until("/job:worker/task:1 was ended by SIGKILL; restarting it (1 of 3)", DEADLINE_S)
     ran.until("/job:worker/task:1 came back", DEADLINE_S)
     end.touch()
     assert ran.wait(DEADLINE_S) == 0, ran.tail()
@@ -189,7 +191,7 @@ def test_a_killed_ps_comes_back_at_its_address_with_its_checkpoint(
     before = ran.until("serving on ", DEADLINE_S).split("serving on ")[1].split()[0]
     ((victim, _),) = processes("ps", 0).items()
     os.kill(victim, signal.SIGKILL)
-    ran.until("/job:ps/task:0 was ended by SIGKILL; starting it again (1 of 3)", DEADLINE_S)
+    ran.until("/job:ps/task:0 was ended by SIGKILL; restarting it (1 of 3)", DEADLINE_S)
     assert ran.until("serving on ", DEADLINE_S).split("serving on ")[1].split()[0] == before
     ran.until("[worker 0] local ", DEADLINE_S)
     ran.process.send_signal(signal.SIGINT)
@@ -294,7 +296,7 @@ def test_a_function_runs_on_a_ray_that_is_started_for_it(tmp_path: Path):
                         model(torch.ones(1, 2)).sum().backward()
                         optimizer.step()
                 print("worker", task.index, "is done", flush=True)
-                return task.index, session.global_step, task.cluster.address(tq.TaskId("ps", 0)).split(":")[0]
+                return task.index, session.global_step, task.cluster.address(tq.types.TaskId("ps", 0)).split(":")[0]
 
             print(tq.launch(train, 20, workers=2, on="ray"))
             """

@@ -8,14 +8,17 @@ from typing import Any, TypeVar
 import torch
 
 import torchquorum as tq
-import torchquorum.transport.messages as m
+import torchquorum.wire.messages as m
 from torchquorum.cluster import ClusterSpec
+from torchquorum.memory.slots import section_views
 from torchquorum.placement.layout import Layout, Variable, place
-from torchquorum.server.me import Me
+from torchquorum.server.checkpoints import Saving
+from torchquorum.server.identity import Identity
+from torchquorum.server.reply import Reply
+from torchquorum.server.run import Following, Leading
 from torchquorum.server.service import Service
-from torchquorum.server.shard import Reply
-from torchquorum.transport import codec
-from torchquorum.transport.slots import section_views
+from torchquorum.server.shard import Shard
+from torchquorum.wire import codec
 
 M = TypeVar("M", bound=m.Message)
 STARTED_AT = 1_000_000.0
@@ -55,7 +58,7 @@ class Ps:
             }
         )
         self.said: list[str] = []
-        me = Me(cluster=cluster, index=index, incarnation=77, host="here", started_at=STARTED_AT)
+        me = Identity(cluster=cluster, index=index, incarnation=77, host="here", started_at=STARTED_AT)
         self.service = Service(me, self.said.append)
         self.now = 100.0
         self.plan = make_plan(num_shards=ps, num_workers=workers)
@@ -63,7 +66,31 @@ class Ps:
     @property
     def index(self) -> int:
         """Which ps task this is."""
-        return self.service.me.index
+        return self.service.life.me.index
+
+    @property
+    def run(self) -> Leading:
+        """The run of shard 0, which the chief has created."""
+        assert isinstance(self.service.run, Leading)
+        return self.service.run
+
+    @property
+    def shard(self) -> Shard:
+        """The variables, which the chief has created."""
+        assert self.service.run is not None
+        return self.service.run.shard
+
+    @property
+    def saving(self) -> Saving:
+        """The checkpoint that is being made."""
+        assert self.run.checkpoints.saving is not None
+        return self.run.checkpoints.saving
+
+    @property
+    def unconfirmed(self) -> m.Part | None:
+        """The part of a checkpoint that a shard other than 0 goes on telling of."""
+        assert isinstance(self.service.run, Following)
+        return self.service.run.unconfirmed
 
     @property
     def wall(self) -> float:
@@ -114,8 +141,7 @@ class Ps:
 
     def values(self) -> torch.Tensor:
         """The elements of the current version, without what pads them."""
-        shard = self.service.shard
-        assert shard is not None
+        shard = self.shard
         sections = shard.versions.slots.sections[shard.versions.current]
         return torch.cat(
             [
@@ -127,20 +153,20 @@ class Ps:
 
     def state(self) -> tuple[Any, ...]:
         """All that a message which makes no sense must leave as it was."""
-        shard, leader = self.service.shard, self.service.leader
+        run = self.service.run
+        shard, leader = (run.shard, run.leader) if isinstance(run, Leading) else (run.shard if run else None, None)
         return (
             self.service.status(),
             dict(self.service.pids),
-            None if shard is None else (shard.version, shard.followed, self.values().tolist(), repr(shard._gradients)),
-            None if leader is None else (repr(leader.quorum), leader.log, leader.log_start, repr(leader._arrivals)),
+            None if shard is None else (shard.version, shard.followed, self.values().tolist(), repr(shard.gradients)),
+            None
+            if leader is None
+            else (repr(leader.quorum), leader.log.entries, leader.log.start, repr(leader.arrivals)),
         )
 
     def close(self) -> None:
         """Gives memory and files up."""
-        if self.service.shard is not None:
-            self.service.shard.close()
-        if self.service.ledger is not None:
-            self.service.ledger.close()
+        self.service.close()
         vars(self.service).clear()  # its parts know each other: without this their memory waits for the collector
 
 

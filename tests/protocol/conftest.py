@@ -35,5 +35,5 @@ def make() -> Iterator[Make]:
 
     yield build
     for ps in made:
-        ps.service.parts.saver.close()
+        ps.service.life.saver.close()
         ps.close()

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torchquorum.transport.messages as m
+import torchquorum.wire.messages as m
 from tests.protocol.by_hand import Ps, name, only
-from torchquorum.server.shard import Reply
+from torchquorum.server.reply import Reply
 
 Make = Callable[..., Ps]
 DEADLINE_S = 60.0
@@ -23,7 +23,7 @@ def start(ps: Ps, logdir: Path, steps: int = 1, **changes: Any) -> None:
     for step in range(1, steps + 1):
         for worker in (0, 1):
             ps.push(worker, step, step - 1)
-    assert ps.service.shard is not None and ps.service.shard.version == steps
+    assert ps.shard.version == steps
 
 
 def save(ps: Ps, number: int, folder: Path, *, keep: int = 5) -> m.SaveState:
@@ -49,6 +49,6 @@ def until(
         assert time.monotonic() < deadline, ps.said
         for worker in alive:
             ps.send(name(worker), m.Beat(worker, 1))
-        replies += ps.later(0.0 if ps.service.parts.saver.busy else pace_s)
+        replies += ps.later(0.0 if ps.service.life.saver.busy else pace_s)
         time.sleep(0.001)
     return replies

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-import torchquorum.transport.messages as m
+import torchquorum.wire.messages as m
 from tests.protocol.by_hand import Ps, make_plan, name, only
-from torchquorum.transport import codec
+from torchquorum.wire import codec
 
 GARBAGE = [
     [],
@@ -50,7 +50,7 @@ def test_random_and_damaged_messages_never_stop_a_ps(running: Ps) -> None:
         header = header[: draw.randrange(1, len(header) + 1)] if draw.random() < 0.3 else header
         running.send_raw(b"stranger", [bytes(header), *[draw.randbytes(draw.choice([0, 7, 192]))] * draw.randrange(3)])
     assert running.service.ended is None
-    assert running.service.shard is not None and running.service.shard.version <= 1
+    assert running.shard.version <= 1
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_plan_that_cannot_be_carried_out_is_refused_and_a_better_one_accepted(
 ) -> None:
     fault = only(ps.send(b"chief", m.Create(make_plan(**changes)), bytes(192), bytes(64)), m.Fault)
     assert said in fault.text
-    assert ps.service.shard is None
+    assert ps.service.run is None
     assert only(ps.create(), m.Created) == m.Created(0, False)
 
 

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-import torchquorum.transport.messages as m
+import torchquorum.wire.messages as m
 from tests.protocol.by_hand import Ps, layout_of, make_plan, name, only
-from torchquorum.server.buffers import ANSWER_S, REMEMBERED_ANSWERS
-from torchquorum.server.shard import Reply
+from torchquorum.server.buffer_home import ANSWER_S, REMEMBERED_ANSWERS
+from torchquorum.server.reply import Reply
+from torchquorum.wire.packing import Packing
 
 SPECS = [m.BufferSpec("mean", (2,), "float32"), m.BufferSpec("count", (), "int64")]
 
@@ -49,9 +50,9 @@ def take(ps: Ps, worker: int, number: int, *, joining: bool = False) -> list[Rep
 
 
 def taken(replies: list[Reply]) -> tuple[float, int, list[int]]:
-    [reply] = [r for r in replies if isinstance(r.message, m.RunBuffers)]
+    [reply] = [r for r in replies if isinstance(r.message, m.SharedBuffers)]
     first, _, count = struct.unpack("<2f56xq56x", bytes(reply.frames[0]))
-    assert isinstance(reply.message, m.RunBuffers)
+    assert isinstance(reply.message, m.SharedBuffers)
     return first, count, reply.message.whose
 
 
@@ -61,7 +62,7 @@ def started(ps: Ps, mode: str) -> None:
         ps.join(worker)
     for worker in range(3):
         ps.push(worker, 1, 0)
-    assert ps.service.shard is not None and ps.service.shard.version == 1
+    assert ps.shard.version == 1
 
 
 def asked(replies: list[Reply]) -> set[bytes]:
@@ -111,7 +112,7 @@ def test_a_worker_that_does_not_answer_is_asked_again_then_left_out_and_named(ps
         for worker in range(3):
             ps.send(b"beat", m.Beat(worker, 1))
         found = ps.later(1.0)
-        if any(isinstance(reply.message, m.RunBuffers) for reply in found):
+        if any(isinstance(reply.message, m.SharedBuffers) for reply in found):
             break
         assert asked(found) == {name(2)}
     assert taken(found) == (2.0, 0, [0, 1])
@@ -165,7 +166,7 @@ def test_what_makes_no_sense_is_refused_and_changes_nothing(ps: Ps) -> None:
         layout = layout_of(wrong)
         sizes = layout.trained[0].size_bytes, layout.constants[0].size_bytes
         only(ps.send(b"chief", m.Create(wrong), *(bytes(s) for s in sizes), frame(0, 0)), m.Fault)
-        assert ps.service.shard is None
+        assert ps.service.run is None
     started(ps, "average")
     before = ps.state()
     for message, frames in (
@@ -190,11 +191,10 @@ def test_the_mean_is_rounded_once() -> None:
         layout = layout_of(plan)
         sizes = layout.trained[0].size_bytes, layout.constants[0].size_bytes
         home.send(b"chief", m.Create(plan), *(bytes(s) for s in sizes), bytes(128))
-        assert home.service.buffers is not None
-        packed = [
-            home.service.buffers._packing.pack({"half": v, "on": torch.tensor([i == 1])}) for i, v in enumerate(values)
-        ]
-        combined = home.service.buffers._packing.views(home.service.buffers._combined(packed))
+        assert home.run.buffers is not None
+        packing = Packing(specs)
+        packed = [packing.pack({"half": v, "on": torch.tensor([i == 1])}) for i, v in enumerate(values)]
+        combined = packing.views(home.run.buffers.combine(packed))
         assert torch.equal(combined["half"], exact) and bool(combined["on"])
     finally:
         home.close()
@@ -204,6 +204,5 @@ def test_buffers_that_nobody_asks_for_are_not_kept_without_end(ps: Ps) -> None:
     started(ps, "chief")
     for number in range(100):
         assert give(ps, 1, 1.0, 1, number=number) == []
-    assert ps.service.buffers is not None and list(ps.service.buffers._early) == list(
-        range(100 - REMEMBERED_ANSWERS, 100)
-    )
+    assert ps.run.buffers is not None
+    assert ps.run.buffers.unclaimed == list(range(100 - REMEMBERED_ANSWERS, 100))

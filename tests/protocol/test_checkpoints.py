@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torchquorum as tq
-import torchquorum.transport.messages as m
+import torchquorum.wire.messages as m
 from tests.protocol.by_hand import Ps, layout_of, make_plan, name, only
 from tests.protocol.saving import Make, save, start, told, until
 from torchquorum.formats.checkpoint import list_checkpoints, load_manifest, verify
@@ -18,8 +18,7 @@ from torchquorum.formats.ledger import Event, read_records
 from torchquorum.placement.layout import Variable
 from torchquorum.server.checkpoints import STAND_IN_S
 from torchquorum.server.followers import SILENCE_S
-from torchquorum.server.service import LEADER
-from torchquorum.server.shard import Reply
+from torchquorum.server.reply import LEADER, Reply
 
 # -- one ps ---------------------------------------------------------------------------------------------------------------
 
@@ -41,7 +40,7 @@ def test_what_was_saved_is_restored_with_the_positions_of_the_workers(make: Make
     assert {w: (body["epoch"], body["version"]) for w, body in workers.items()} == {"0": (0, 2), "1": (1, 2)}
 
     again = make()
-    assert only(again.send(b"chief", m.Create(ps.plan, done.path, reign=7)), m.Created) == m.Created(2, False)
+    assert only(again.send(b"chief", m.Create(ps.plan, done.path, generation=7)), m.Created) == m.Created(2, False)
     assert torch.equal(again.values(), torch.full_like(again.values(), 2.0))
     position = only(again.join(1, 5), m.Variables).position
     assert position is not None and position["epoch"] == 1
@@ -56,15 +55,15 @@ def test_a_ps_whose_neighbour_lost_its_variables_gives_its_own_up_and_restores(m
     for worker in (0, 1):
         ps.push(worker, 2, 1)
     save(ps, 2, tmp_path)  # will never be: it goes with the variables
-    create = m.Create(ps.plan, done.path, reign=7, replace=True)
+    create = m.Create(ps.plan, done.path, generation=7, replace=True)
     assert only(ps.send(b"chief", create), m.Created) == m.Created(1, False)
     assert only(ps.send(b"chief", create), m.Created) == m.Created(
         1, False
     )  # the same once more, if the answer was lost
-    assert only(ps.send(b"chief", m.Create(ps.plan, done.path, reign=8)), m.Created) == m.Created(1, True)
+    assert only(ps.send(b"chief", m.Create(ps.plan, done.path, generation=8)), m.Created) == m.Created(1, True)
     assert torch.equal(ps.values(), torch.full_like(ps.values(), 1.0))
     assert only(ps.push(0, 3, 2), m.Fault).kind == "LostPlaceError"  # everybody joins again
-    until(ps, lambda: not list(tmp_path.glob(".*partial*")) and not ps.service.parts.saver.busy)
+    until(ps, lambda: not list(tmp_path.glob(".*partial*")) and not ps.service.life.saver.busy)
     assert [info.step for info in list_checkpoints(tmp_path)] == [1]
     began = [r for r in read_records(tmp_path) if isinstance(r, Event) and r.event == "began"]
     assert [r.version for r in began] == [0, 1]
@@ -84,7 +83,7 @@ def test_a_creation_that_cannot_be_leaves_the_variables_as_they_are(make: Make, 
     torn.mkdir()
     (torn / "manifest.json").write_text("{")
     frames = bytes(layout_of(ps.plan).trained[0].size_bytes), bytes(layout_of(ps.plan).constants[0].size_bytes)
-    again: dict[str, Any] = {"reign": 7, "replace": True}
+    again: dict[str, Any] = {"generation": 7, "replace": True}
     for create, given in (
         (m.Create(ps.plan, elsewhere.path, **again), ()),  # of another model
         (m.Create(ps.plan, same_names.path, **again), ()),
@@ -118,7 +117,7 @@ def test_parts_that_vanish_before_they_are_published_are_said_and_training_goes_
     ps = make()
     start(ps, tmp_path)
     save(ps, 1, tmp_path)
-    saving = ps.service.checkpoints.saving  # type: ignore[union-attr]
+    saving = ps.run.checkpoints.saving
     assert saving is not None
     until(ps, lambda: saving.parts)
     assert not saving.publishing
@@ -128,7 +127,7 @@ def test_parts_that_vanish_before_they_are_published_are_said_and_training_goes_
     assert any("no checkpoint at step 1: " in line and line.endswith("training goes on") for line in ps.said)
     for worker in (0, 1):
         ps.push(worker, 2, 1)
-    assert ps.service.shard is not None and ps.service.shard.version == 2
+    assert ps.shard.version == 2
     assert told(ps, 2, tmp_path).state == "done"
 
 
@@ -153,7 +152,7 @@ def test_while_the_chief_is_dead_the_ps_saves_in_its_place_now_and_then(make: Ma
     until(ps, lambda: "/job:ps/task:0: saved" in " ".join(ps.said), alive=(1,), pace_s=1.0)
     ps.push(1, 2, 1)
     ps.push(1, 3, 1)  # alone, it fills the quorum
-    assert ps.service.shard is not None and ps.service.shard.version == 2
+    assert ps.shard.version == 2
     half = ps.now + STAND_IN_S / 2
     until(ps, lambda: ps.now > half, alive=(1,), pace_s=1.0)
     assert [info.step for info in list_checkpoints(tmp_path)] == [1]
@@ -167,7 +166,7 @@ def test_the_averages_are_saved_and_restored_and_asked_for_only_where_they_are_k
     done = told(ps, 1, tmp_path)
     again = make()
     again.plan = ps.plan
-    again.send(b"chief", m.Create(ps.plan, done.path, reign=7))
+    again.send(b"chief", m.Create(ps.plan, done.path, generation=7))
     again.join(0)
     [reply] = again.send(name(0), m.Pull(0, 1, 2, True))
     assert torch.frombuffer(bytearray(reply.frames[0]), dtype=torch.float32)[:20].eq(0.5).all()
@@ -194,7 +193,7 @@ def test_an_optimizer_goes_on_from_a_checkpoint_as_if_nothing_had_happened(
     start(ps, tmp_path, steps=2, optimizer=m.OptimizerSpec(optimizer, [{"lr": 0.1, **arguments}]))
     done = told(ps, 1, tmp_path)
     again.plan = ps.plan
-    assert only(again.send(b"chief", m.Create(ps.plan, done.path, reign=7)), m.Created).version == 2
+    assert only(again.send(b"chief", m.Create(ps.plan, done.path, generation=7)), m.Created).version == 2
     for worker in (0, 1):
         again.join(worker)
     for step in (1, 2):
@@ -218,9 +217,9 @@ def test_a_checkpoint_of_another_program_is_refused_and_the_right_one_welcome(
     start(ps, tmp_path)
     path = told(ps, 1, tmp_path).path
     again = make()
-    fault = only(again.send(b"chief", m.Create(make_plan(**changes), path, reign=7)), m.Fault)
-    assert said in fault.text and again.service.shard is None
-    assert only(again.send(b"chief", m.Create(make_plan(), path, reign=7)), m.Created).version == 1
+    fault = only(again.send(b"chief", m.Create(make_plan(**changes), path, generation=7)), m.Fault)
+    assert said in fault.text and again.service.run is None
+    assert only(again.send(b"chief", m.Create(make_plan(), path, generation=7)), m.Created).version == 1
 
 
 # -- several ps -----------------------------------------------------------------------------------------------------------
@@ -254,7 +253,7 @@ def test_each_shard_writes_its_part_and_tells_shard_0_until_it_has_heard(make: M
     first, second = pair(make, tmp_path)
     assert any(isinstance(r.message, m.SaveState) for r in first.send(name(0), m.Save(0, 1, 1, str(tmp_path), 5)))
     hello(first, second)
-    replies = until(second, lambda: second.service.parts.untold is not None)
+    replies = until(second, lambda: second.unconfirmed is not None)
     part = second.later(0.1)[0]
     assert part.peer == LEADER and isinstance(part.message, m.Part) and part.message.shard == 1
     assert second.later(0.1)[0].message == part.message, replies  # until it is heard
@@ -269,13 +268,13 @@ def test_each_shard_writes_its_part_and_tells_shard_0_until_it_has_heard(make: M
 def test_a_part_that_could_not_be_written_fails_the_checkpoint_for_all(make: Make, tmp_path: Path) -> None:
     first, second = pair(make, tmp_path)
     first.send(name(0), m.Save(0, 1, 1, str(tmp_path), 5))
-    saving = first.service.checkpoints.saving  # type: ignore[union-attr]
+    saving = first.run.checkpoints.saving
     assert saving is not None
     until(first, lambda: saving.parts)
     shutil.rmtree(saving.partial)  # type: ignore[arg-type]
     hello(first, second)
-    until(second, lambda: second.service.parts.untold is not None)
-    untold = second.service.parts.untold
+    until(second, lambda: second.unconfirmed is not None)
+    untold = second.unconfirmed
     assert untold is not None and "part-00001-of-00002" in untold.error
     first.send(b"shard/1", untold)
     assert told(first, 1, tmp_path).state == "failed"
@@ -285,7 +284,7 @@ def test_a_part_that_could_not_be_written_fails_the_checkpoint_for_all(make: Mak
 def test_a_shard_that_is_gone_is_not_waited_for_longer_than_half_a_minute(make: Make, tmp_path: Path) -> None:
     first, _ = pair(make, tmp_path)
     first.send(name(0), m.Save(0, 1, 1, str(tmp_path), 5))
-    until(first, lambda: first.service.checkpoints.saving.parts)  # type: ignore[union-attr]
+    until(first, lambda: first.saving.parts)
     begun = first.now
     until(first, lambda: save_state(first, 1, tmp_path).state != "running", pace_s=1.0)
     assert first.now - begun >= SILENCE_S
@@ -313,9 +312,9 @@ def test_the_chief_that_chooses_a_checkpoint_waits_for_one_that_is_as_good_as_ma
         ps.push(worker, 1, 0)
     assert settled(ps)
     save(ps, 1, tmp_path)
-    until(ps, lambda: ps.service.checkpoints.saving.parts, alive=())  # type: ignore[union-attr]
+    until(ps, lambda: ps.saving.parts, alive=())
     for worker in (0, 1) if with_positions else ():
-        ps.send(name(worker), m.Position(worker, 1, ps.service.checkpoints.saving.version, {}))  # type: ignore[union-attr]
+        ps.send(name(worker), m.Position(worker, 1, ps.saving.version, {}))
     assert settled(ps) is not bool(kept) and list_checkpoints(tmp_path) == []
     before = ps.now
     until(ps, lambda: settled(ps), alive=())
@@ -327,11 +326,11 @@ def test_a_checkpoint_without_all_its_parts_is_given_up_when_the_chief_chooses(m
     first, _ = pair(make, tmp_path)
     first.send(name(0), m.Save(0, 1, 1, str(tmp_path), 5))
     first.send(name(0), m.Save(0, 1, 2, str(tmp_path), 5))  # waits for its turn
-    until(first, lambda: first.service.checkpoints.saving.parts)  # type: ignore[union-attr]
+    until(first, lambda: first.saving.parts)
     assert settled(first)
     assert save_state(first, 1, tmp_path).state == "failed"
     first.later(10.0)
-    first.service.parts.saver.close()
+    first.service.life.saver.close()
     assert list(tmp_path.glob("*model.ckpt*")) == []
 
 
@@ -359,7 +358,7 @@ def test_what_only_shard_0_may_be_asked_is_refused_elsewhere_and_strangers_are_r
         assert "only shard 0 takes parts" in only(first.send(b"x", m.Part(shard, 1, 0, "", [], {}, "")), m.Fault).text
     assert only(first.send(b"x", part), m.PartTaken) == m.PartTaken(1)  # of a checkpoint that nobody makes any more
     assert list_checkpoints(tmp_path) == []
-    assert second.send(LEADER, m.Log(99, 0, [m.End(True, "of another reign")])) == []
+    assert second.send(LEADER, m.Log(99, 0, [m.End(True, "of another generation")])) == []
     assert second.service.ended is None
     assert second.send(LEADER, m.Fault("protocol", "another release")) == []
     assert second.service.refused == "another release"
@@ -382,11 +381,11 @@ def test_a_frozen_saver_does_not_keep_the_ps_from_answering(make: Make, tmp_path
     ps = make()
     start(ps, tmp_path)
     thawed = threading.Event()
-    ps.service.parts.saver._submit(lambda: thawed.wait() and None, answered=False)
+    ps.service.life.saver.submit(lambda: thawed.wait() and None, answered=False)
     save(ps, 1, tmp_path)
     for worker in (0, 1):
         ps.push(worker, 2, 1)
-    assert ps.service.shard is not None and ps.service.shard.version == 2
+    assert ps.shard.version == 2
     assert save(ps, 1, tmp_path).state == "running"
     thawed.set()
     assert told(ps, 1, tmp_path).step == 1  # of the version at which it was asked for
@@ -414,4 +413,4 @@ def test_a_chief_that_goes_on_with_live_variables_makes_none_where_they_are_gone
     going_on = m.Create(ps.plan, only_existing=True)
     assert only(ps.send(b"chief", going_on, *frames), m.Created) == m.Created(1, True)
     assert only(restarted.send(b"chief", going_on, *frames), m.Fault).kind == "LostCreationError"
-    assert restarted.service.shard is None
+    assert restarted.service.run is None

@@ -17,9 +17,9 @@ import torchquorum as tq
 from tests.harness import Cluster
 from torchquorum.formats.ledger import Entry, read_ledger
 from torchquorum.session.join import Task
-from torchquorum.transport.channel import Channel
-from torchquorum.transport.faulty import Faults, FaultyChannel
-from torchquorum.worker.client import Patience
+from torchquorum.wire.channel import Channel
+from torchquorum.wire.faulty import Faults, FaultyChannel
+from torchquorum.wire.rpc import Patience
 
 PATIENCE = Patience(start_s=25.0, round_s=25.0, silence_s=20.0, probe_s=0.05, say_s=60.0)
 SIZE = 333
@@ -89,17 +89,17 @@ class Wrap:
 
 def train(
     rule: tq.Rule, workers: int, ps: int, transport: str, wrap: Wrap, logdir: Path
-) -> tuple[Cluster, list[list[tq.Step]], list[str]]:
+) -> tuple[Cluster, list[list[tq.types.Step]], list[str]]:
     """Counts to LAST_STEP; returns the cluster, each worker's steps and what was not one whole version."""
     cluster = Cluster(ps=ps, workers=workers, transport=transport, wrap=wrap)
     all_in = threading.Barrier(workers)
     mixed: list[str] = []
 
-    def work(task: Task) -> list[tq.Step]:
+    def work(task: Task) -> list[tq.types.Step]:
         model = Counting()
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
         optimizer = tq.Optimizer(inner, rule=rule, slice_bytes=100)
-        seen: list[tq.Step] = []
+        seen: list[tq.types.Step] = []
         with tq.Session(
             task, model, optimizer, last_step=LAST_STEP, liveness_s=60.0, logdir=logdir, patience=PATIENCE
         ) as session:
@@ -115,12 +115,11 @@ def train(
     return cluster, cluster.run(*[work] * workers, timeout_s=50.0), mixed
 
 
-def check_books(cluster: Cluster, rule: tq.Rule, steps: list[list[tq.Step]], ledger: list[Entry]) -> None:
+def check_books(cluster: Cluster, rule: tq.Rule, steps: list[list[tq.types.Step]], ledger: list[Entry]) -> None:
     """The updates, the tally, the ledger and what the workers were told are the same story."""
-    leader = cluster.servers[0].service.leader
-    assert leader is not None
+    leader = cluster.leading().leader
     workers = len(steps)
-    tally = cluster.servers[0].service.tally
+    tally = cluster.servers[0].service.life.tally
     assert tally.updates == LAST_STEP == leader.quorum.version
     accepted = [e for e in ledger if e.accepted]
     assert len(accepted) == LAST_STEP * rule.needed(workers) + len(leader.quorum.round)
@@ -147,4 +146,4 @@ def test_training_through_faults_is_exact(preset: str, fault: str, place: str, t
     check_books(cluster, rule, steps, list(read_ledger(tmp_path)))
     for server in cluster.servers:
         assert server.service.ended is not None and server.service.ended.ok
-        assert server.service.shard is not None and server.service.shard.version == LAST_STEP
+        assert server.service.run is not None and server.service.run.shard.version == LAST_STEP

@@ -6,15 +6,15 @@ import pytest
 import torch
 
 import torchquorum as tq
-import torchquorum.transport.messages as m
+import torchquorum.wire.messages as m
 from tests.protocol.by_hand import Ps, name, only
 from tests.protocol.saving import Make, save, start, until
 from torchquorum.errors import TaskLostError
 from torchquorum.placement.layout import Variable
 from torchquorum.rules.quorum import remembered_lives
 from torchquorum.server.saver import Published
-from torchquorum.transport import codec
-from torchquorum.transport.lane import Room
+from torchquorum.wire import codec
+from torchquorum.wire.stream import Room
 
 
 def test_gradients_in_memory_that_a_lane_uses_again_count_each_with_what_was_in_it(ps: Ps) -> None:
@@ -49,8 +49,8 @@ def test_earlier_lives_of_a_worker_are_remembered_up_to_a_number_and_stay_refuse
     most = remembered_lives(running.plan.num_workers)
     for incarnation in range(2, most + 5):
         running.join(1, incarnation=incarnation)
-    shard = running.service.shard
-    assert shard is not None and len(shard._replaced) == most
+    shard = running.shard
+    assert shard.workers.num_replaced == most
     assert only(running.join(1, incarnation=most), m.Fault).kind == "replaced"
     assert running.push(1, 1, 0, incarnation=most) != [] and shard.version == 0
 
@@ -68,7 +68,7 @@ def test_the_end_of_a_checkpoint_of_before_a_restore_is_not_taken_for_the_one_in
     ps = make()
     start(ps, tmp_path, steps=1)
     assert save(ps, 1, tmp_path).state == "running"
-    checkpoints = ps.service.checkpoints
+    checkpoints = ps.run.checkpoints
     assert checkpoints is not None and checkpoints.saving is not None
     checkpoints.published(Published(checkpoints.saving.number + 7, tmp_path / "model.ckpt-9", ""))
     assert checkpoints.saving is not None and not any("model.ckpt-9" in line for line in ps.said)
@@ -96,6 +96,6 @@ def test_an_update_that_fails_ends_the_ps_and_is_not_taken_for_a_strangers_mista
     def no_memory(*_: object) -> None:
         raise MemoryError("no room for the optimizer's state")
 
-    monkeypatch.setattr("torchquorum.server.update.Update.apply", no_memory)
+    monkeypatch.setattr("torchquorum.update.updater.Updater.apply", no_memory)
     with pytest.raises(TaskLostError, match=r"/job:ps/task:0: the update to version 1 failed \(MemoryError: no room"):
         ps.push(0, 1, 0)

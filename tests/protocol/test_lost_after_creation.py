@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import torchquorum as tq
-import torchquorum.transport.messages as m
+import torchquorum.wire.messages as m
 from tests.harness import PATIENCE, Cluster
 from torchquorum.errors import LostVariablesError
 from torchquorum.session.join import Task
-from torchquorum.transport import codec
-from torchquorum.transport.channel import Channel
+from torchquorum.wire import codec
+from torchquorum.wire.channel import Channel
 
 DEADLINE_S = 60.0
 
@@ -38,7 +38,7 @@ class DiesBeforeJoin:
 def dying(cluster: Cluster, at: threading.Event, index: int) -> list[int]:
     """From `at` on, ps `index` dies once between its creation and the chief's join; returns where that is noted."""
     died: list[int] = []
-    connect = cluster._connect
+    connect = cluster.connect
 
     def restart_once() -> None:
         if not died:
@@ -52,7 +52,7 @@ def dying(cluster: Cluster, at: threading.Event, index: int) -> list[int]:
             channel = DiesBeforeJoin(channel, restart_once)
         return channel
 
-    cluster._connect = connect_to_the_dying  # type: ignore[method-assign]
+    cluster.connect = connect_to_the_dying  # type: ignore[method-assign]
     return died
 
 

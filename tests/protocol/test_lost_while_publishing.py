@@ -27,7 +27,7 @@ class SlowDisk:
         publish = saver.publish
 
         def slowly(*args: Any) -> None:
-            saver._submit(self._wait, answered=False)
+            saver.submit(self._wait, answered=False)
             publish(*args)
 
         saver.publish = slowly  # type: ignore[method-assign]
@@ -55,19 +55,18 @@ def test_a_checkpoint_that_is_being_published_when_a_ps_is_lost_is_the_one_to_go
             session.save(wait_s=DEADLINE_S)
             for _ in range(3):
                 optimizer.step()
-            service = cluster.servers[0].service
-            disk = SlowDisk(service.parts.saver)
+            checkpoints = cluster.leading().checkpoints
+            disk = SlowDisk(cluster.servers[0].service.life.saver)
             session.save()
             assert disk.publishes.wait(DEADLINE_S)
-            assert service.checkpoints is not None
-            settle = service.checkpoints.settle
+            settle = checkpoints.settle
 
             def settles() -> bool:  # the disk is done only when the chief has begun to choose
                 done = settle()
                 disk.goes_on.set()
                 return done
 
-            monkeypatch.setattr(service.checkpoints, "settle", settles)
+            monkeypatch.setattr(checkpoints, "settle", settles)
             cluster.restart(1)
             optimizer.step()  # which finds that the ps is lost, and goes on
             found.append(session.global_step)
@@ -89,7 +88,7 @@ def test_a_disk_that_does_not_come_to_an_end_is_waited_for_with_a_word_and_no_lo
         optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), rule=tq.Async())
         patience = replace(PATIENCE, start_s=1.5, say_s=0.2)
         with tq.Session(task, model, optimizer, patience=patience, logdir=str(tmp_path)) as session:
-            disk = SlowDisk(cluster.servers[0].service.parts.saver)
+            disk = SlowDisk(cluster.servers[0].service.life.saver)
             try:
                 for parameter in model.parameters():
                     parameter.grad = -torch.ones_like(parameter)

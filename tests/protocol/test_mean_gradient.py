@@ -9,8 +9,8 @@ from torch import nn
 import torchquorum as tq
 from tests.harness import PATIENCE, Cluster
 from torchquorum.cluster import TaskId
+from torchquorum.session.hooks.summary_asks import Asks, OverConnection
 from torchquorum.session.join import Task
-from torchquorum.session.summary_asks import Asks
 
 
 class Three(nn.Module):
@@ -32,7 +32,7 @@ def test_it_is_the_mean_of_the_round(ps: int, slice_bytes: int | None) -> None:
         )
         with tq.Session(task, model, optimizer, last_step=4, wait_for_workers=2, patience=PATIENCE) as session:
             spec = task.cluster
-            asks = Asks(lambda k: task.connect(spec.address(TaskId("ps", k)), b"asks"), ps)
+            asks = Asks(OverConnection(lambda k: task.connect(spec.address(TaskId("ps", k)), b"asks")), ps)
             while not session.should_stop():
                 model.a.grad = torch.arange(6.0) * (1.0 if task.index == 0 else 3.0)
                 model.b.grad = torch.full((3,), float(task.index), dtype=torch.float64)

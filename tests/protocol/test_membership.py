@@ -4,13 +4,13 @@ import pytest
 import torch
 
 import torchquorum as tq
-import torchquorum.transport.messages as m
+import torchquorum.wire.messages as m
 from tests.protocol.by_hand import VARIABLES, Ps, by_peer, layout_of, make_plan, name, only
+from torchquorum.memory.slots import Slots
 from torchquorum.placement.layout import Variable
 from torchquorum.server.ending import IDLE_S, LATE_S
-from torchquorum.server.shard import Reply
-from torchquorum.server.strangers import LIVES_WATCHED
-from torchquorum.transport.slots import Slots
+from torchquorum.server.processes import LIVES_WATCHED
+from torchquorum.server.reply import Reply
 
 # -- saying hello ---------------------------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ def test_a_schedule_with_other_arguments_is_shown_by_those_that_differ(ps: Ps) -
 def test_a_chief_with_another_cluster_is_refused(ps: Ps, changes: dict) -> None:
     fault = only(ps.send(b"chief", m.Create(make_plan(**changes)), bytes(192), bytes(64)), m.Fault)
     assert "--ps_hosts" in fault.text
-    assert ps.service.shard is None
+    assert ps.service.run is None
 
 
 @pytest.mark.parametrize("worker", [2, -1, 10**12])
@@ -242,7 +242,7 @@ def test_a_gradient_that_comes_again_under_a_later_request_is_answered_under_tha
     [reply] = again(8)  # lost once more, after the round: it is told what it was told before, and nothing is applied
     assert isinstance(reply.message, m.Variables) and reply.message.request == 8 and reply.message.version == 1
     assert reply.message.outcome is not None and reply.message.outcome.accepted
-    assert running.service.tally.updates == 1
+    assert running.service.life.tally.updates == 1
 
 
 def test_a_probe_while_held_names_the_missing_workers(running: Ps) -> None:

@@ -31,10 +31,10 @@ def run(
     dtype: torch.dtype = torch.float32,
     logdir: Path | None = None,
     **options: Any,
-) -> tuple[torch.Tensor, list[tq.Step]]:
+) -> tuple[torch.Tensor, list[tq.types.Step]]:
     """One worker, ten updates; `gradients` has the value of b's gradient at some local steps, else 1."""
 
-    def work(task: Task) -> tuple[torch.Tensor, list[tq.Step]]:
+    def work(task: Task) -> tuple[torch.Tensor, list[tq.types.Step]]:
         model, steps = Two(dtype), []
         optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), rule=rule or tq.Sync(), **options)
         with tq.Session(task, model, optimizer, last_step=10, patience=PATIENCE, logdir=logdir) as session:

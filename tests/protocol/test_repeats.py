@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import torchquorum as tq
-import torchquorum.transport.messages as m
+import torchquorum.wire.messages as m
 from tests.protocol.by_hand import Ps, by_peer, name, only
 
 
@@ -14,7 +14,7 @@ def test_a_duplicate_push_is_answered_again_and_applied_once(running: Ps) -> Non
     again = only(running.push(1, 1, 0), m.Variables, name(1))
     assert again == first[name(1)] and again.outcome == m.Outcome(True, "fresh", 0)
     assert torch.equal(running.values(), torch.ones(25))
-    assert running.service.tally.updates == 1
+    assert running.service.life.tally.updates == 1
 
 
 def test_a_duplicate_push_while_it_is_held_changes_nothing(running: Ps) -> None:

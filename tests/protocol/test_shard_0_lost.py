@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import torchquorum as tq
-import torchquorum.transport.messages as m
+import torchquorum.wire.messages as m
 from tests.harness import PATIENCE, Cluster
 from torchquorum.errors import TorchQuorumError
 from torchquorum.session.join import Task
-from torchquorum.transport import codec
+from torchquorum.wire import codec
 
 DEADLINE_S = 60.0
 
@@ -37,9 +37,8 @@ class HearsNoLog:
 
 def replace_shard_0(cluster: Cluster, decided: int) -> None:
     """Once shard 0 has made so many updates, another process takes its place, as when it is killed and started again."""
-    first = cluster.servers[0]
     deadline = time.monotonic() + DEADLINE_S
-    while first.service.leader is None or first.service.leader.quorum.version < decided:
+    while cluster.servers[0].service.run is None or cluster.leading().leader.quorum.version < decided:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     cluster.restart(0)

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import torchquorum as tq
-import torchquorum.transport.messages as m
+import torchquorum.wire.messages as m
 from tests.protocol.by_hand import Ps, name, only
-from torchquorum.server.service import LEADER
-from torchquorum.server.shard import Reply
+from torchquorum.server.reply import LEADER, Reply
 
 
 class Shards:
@@ -86,13 +85,11 @@ class Shards:
     @property
     def versions(self) -> list[int]:
         """The version of each shard."""
-        return [ps.service.shard.version for ps in self.ps if ps.service.shard is not None]
+        return [ps.shard.version for ps in self.ps]
 
     def log_length(self) -> int:
         """How much of the log shard 0 still keeps."""
-        leader = self.ps[0].service.leader
-        assert leader is not None
-        return len(leader.log)
+        return len(self.ps[0].run.leader.log.entries)
 
 
 @pytest.fixture
@@ -186,7 +183,7 @@ def test_what_a_dead_worker_left_on_some_shards_is_gone_when_its_successor_comes
         shards.settle()
         shards.beat(1)
         shards.settle()
-        assert all(ps.service.shard is not None and not ps.service.shard._gradients for ps in shards.ps)
+        assert all(len(ps.shard.gradients) == 0 for ps in shards.ps)
 
 
 def test_a_lost_log_is_repaired_by_the_next_heartbeat(make: Callable[..., Shards]) -> None:
@@ -227,14 +224,13 @@ def test_a_lost_word_of_a_gradients_arrival_is_repaired_by_a_probe(make: Callabl
 def test_a_log_that_comes_twice_or_too_early_is_followed_once_and_in_order(make: Callable[..., Shards]) -> None:
     shards = make(rule=tq.Async())
     shards.join(0)
-    first_end = shards.ps[1].service.shard
-    assert first_end is not None
+    first_end = shards.ps[1].shard
     followed = first_end.followed
     shards.push(0, 1, 0)
     shards.deliver()
     [(to, sender, log)] = shards.wire
     assert isinstance(log, m.Log)
-    early = m.Log(log.reign, log.first + len(log.entries), [m.Drop([(0, 1, 5)])])
+    early = m.Log(log.generation, log.first + len(log.entries), [m.Drop([(0, 1, 5)])])
     shards.ps[1].send(LEADER, early)
     assert first_end.followed == followed
     shards.wire += [(to, sender, log), (to, sender, log)]
@@ -384,4 +380,4 @@ def test_lost_doubled_and_reordered_messages_between_shards_change_no_outcome(
     assert shards.versions == [8, 8, 8]
     for ps in shards.ps:
         assert torch.equal(ps.values(), torch.full_like(ps.values(), 8.0))
-    assert shards.ps[0].service.tally.updates == 8
+    assert shards.ps[0].service.life.tally.updates == 8

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 import torchquorum as tq
-import torchquorum.transport.messages as m
+import torchquorum.wire.messages as m
 from tests.protocol.by_hand import Ps, by_peer, name, only
 from torchquorum.server.shared_data import MOST_SHARES
 
@@ -29,11 +29,11 @@ def begin(ps: Ps, joined: int = 2, **changes: Any) -> None:
         ps.join(worker)
 
 
-def take(ps: Ps, worker: int, *steps: int, request: int, incarnation: int = 1, **more: Any) -> m.Batches:
+def take(ps: Ps, worker: int, *steps: int, request: int, incarnation: int = 1, **more: Any) -> m.LeasedBatches:
     message = m.TakeBatches(worker, incarnation, request, more.pop("share", SPEC), list(steps), **more)
     answers = by_peer(ps.send(f"share/{worker}".encode(), message))
     answer = answers[f"share/{worker}".encode()]
-    assert isinstance(answer, m.Batches), answer
+    assert isinstance(answer, m.LeasedBatches), answer
     return answer
 
 
@@ -82,7 +82,7 @@ def test_one_who_gets_no_batch_is_not_waited_for(ps: Ps) -> None:
     answer = take(ps, 1, 2, request=2, share=spec, idle=True)
     assert answer.over  # accepted, so nothing will come any more
     ps.leave(1)
-    assert ps.service.leader is not None and not ps.service.leader.quorum.held  # worker 0 is asked for more
+    assert not ps.run.leader.quorum.held  # worker 0 is asked for more
 
 
 def test_one_who_waits_for_a_batch_lets_the_others_fill_the_round(ps: Ps) -> None:
@@ -92,7 +92,7 @@ def test_one_who_waits_for_a_batch_lets_the_others_fill_the_round(ps: Ps) -> Non
     assert take(ps, 0, 2, request=2, share=spec).numbers == [1]
     assert ps.push(0, 1, 0) == []  # worker 1 is alive, so it waits for its gradient
     answers = by_peer(ps.send(b"share/1", m.TakeBatches(1, 1, 1, spec, [1], idle=True)))
-    assert answers[b"share/1"] == m.Batches(1, [], False, False)
+    assert answers[b"share/1"] == m.LeasedBatches(1, [], False, False)
     assert isinstance(answers[name(0)], m.Variables)  # worker 1 has nothing to give: worker 0 gives twice
     status = ps.service.status()["per_worker"]["1"]
     assert status["state"] == "waiting" and "others have those that are left" in status["waits_for"]["what"]
@@ -165,14 +165,12 @@ def test_a_restored_pool_goes_on_where_the_variables_are(ps: Ps) -> None:
     ps.push(0, 1, 0)
     ps.push(1, 1, 0)
     ps.push(0, 2, 1)  # batch 1 is accepted, and in no update yet
-    assert ps.service.leader is not None
-    state = ps.service.leader.data.state()
+    state = ps.run.leader.data.state()
     assert (state["data"]["low"], state["data"]["done"]) == (1, [2])
     again = Ps(workers=3)
     try:
         begin(again, rule=tq.Sync(aggregate=2), joined=1)
-        assert again.service.leader is not None
-        again.service.leader.data.restore(state, [{"data": [3]}])
+        again.run.leader.data.restore(state, [{"data": [3]}])
         assert take(again, 0, 1, 2, 3, request=1).numbers == [1, 4]
         assert any("the data goes on in epoch 1: 3 batches" in line for line in again.said)
     finally:

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torchquorum as tq
-import torchquorum.transport.messages as m
+import torchquorum.wire.messages as m
 from tests.protocol.by_hand import Ps, only
 from torchquorum.formats.ledger import name_life, read_ledger
 

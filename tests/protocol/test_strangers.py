@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-import torchquorum.transport.messages as m
+import torchquorum.wire.messages as m
 from tests.protocol.by_hand import Ps, only
+from torchquorum.fastpath.host import may_change
 from torchquorum.formats.ledger import name_life, read_ledger
-from torchquorum.server.board_host import may_change
-from torchquorum.transport import codec
+from torchquorum.wire import codec
 
 LIVES = (0x2BADC0FFEE15600D, 0x1CEB00DA5EED5EED)
 GUESSED = 0x1234567812345678
@@ -64,8 +64,7 @@ def test_a_life_is_found_where_it_is_written() -> None:
 def test_no_answer_to_a_stranger_names_a_workers_life_and_no_guess_is_believed(
     guarded: Ps, question: m.Message
 ) -> None:
-    quorum = guarded.service.leader.quorum if guarded.service.leader else None
-    assert quorum is not None
+    quorum = guarded.run.leader.quorum
     before = repr(quorum)
     for reply in guarded.send(b"stranger", question):
         assert reply.peer == b"stranger"
@@ -84,7 +83,7 @@ def test_neither_the_ledger_nor_what_is_said_names_a_life(guarded: Ps, tmp_path:
 
 
 def test_the_board_is_not_closed_for_what_will_be_refused(guarded: Ps) -> None:
-    shard = guarded.service.shard
+    shard = guarded.shard
     for life, closes in ((GUESSED, False), (LIVES[1], True)):
         of_a_worker = [
             m.Push(1, life, 3, 2, 1, -1, [], None),

@@ -11,11 +11,11 @@ PROGRAM = """
 import sys
 from torchquorum.lines import write_line
 from torchquorum.session.join import say
-from torchquorum.worker.devices import tell
+from torchquorum.devices.inventory import say_once
 write_line("of standard output")
 say("of standard error")
-tell("once", once="it")
-tell("twice", once="it")
+say_once("once", key="it")
+say_once("twice", key="it")
 write_line("two\\nlines")
 sys.stdout = sys.stderr = None
 write_line("to nobody")

@@ -11,10 +11,10 @@ import torch
 
 import torchquorum
 from torchquorum.errors import TorchQuorumError
-from torchquorum.formats.checkpoint import Reader, load_manifest
+from torchquorum.formats.checkpoint import CheckpointReader, load_manifest
 from torchquorum.formats.tfrecord import read_records
-from torchquorum.transport import codec
-from torchquorum.transport import graph_messages as g
+from torchquorum.graph import graph_messages as g
+from torchquorum.wire import codec
 
 SOURCE = Path(torchquorum.__file__).parent
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "yaml"}
@@ -71,7 +71,7 @@ def test_a_pickle_is_no_checkpoint(mark: Path, bombs: list[bytes], tmp_path: Pat
         folder.mkdir()
         for name in ("manifest.json", "checkpoint.json", "part-00000.safetensors", "shard-0.safetensors"):
             (folder / name).write_bytes(bomb)
-        with pytest.raises(TorchQuorumError), Reader(folder, load_manifest(folder)):
+        with pytest.raises(TorchQuorumError), CheckpointReader(folder, load_manifest(folder)):
             pass
     assert not mark.exists()
 

@@ -1,4 +1,4 @@
-"""`torchquorum checkpoints` and `torchquorum export`: what a run has saved, and a plain state_dict from it."""
+"""`torchquorum checkpoints` and `torchquorum export`: list what a run has saved, and export a plain state_dict."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from torchquorum.cli.shape import Command, option
+from torchquorum.cli.command import Command, option
 from torchquorum.errors import ConfigError
 from torchquorum.formats.storage import Location, is_there, locate
 
 
 @click.command(cls=Command)
 @click.argument("run")
-@option("--verify", is_flag=True, help="read every file and compare its checksum")
+@option("--verify", is_flag=True, help="read every file and verify its checksum")
 def checkpoints(run: str, verify: bool) -> int:
-    """List the checkpoints in the folder RUN, oldest first, and what is wrong with any.
+    """List the checkpoints in the folder RUN, oldest first, with their problems if any.
 
     \b
     Examples:
@@ -50,10 +50,10 @@ def checkpoints(run: str, verify: bool) -> int:
 @click.command(cls=Command)
 @click.argument("run")
 @click.argument("file")
-@option("--averages", is_flag=True, help="the moving averages in place of the variables")
-@option("--step", type=int, metavar="N", help="the checkpoint of this step, not the newest good one")
+@option("--averages", is_flag=True, help="export the moving averages instead of the variables")
+@option("--step", type=int, metavar="N", help="step of the checkpoint; default: the newest good one")
 def export(run: str, file: str, averages: bool, step: int | None) -> int:
-    """Write a plain state_dict, which loads without torchquorum, to FILE (.safetensors or .pt).
+    """Export a plain state_dict, which loads without torchquorum, to FILE (.safetensors or .pt).
 
     \b
     Examples:
@@ -74,7 +74,7 @@ def export(run: str, file: str, averages: bool, step: int | None) -> int:
         for info in skipped:
             click.echo(f"skipping {info.path}: {info.problem}", err=True)
         if found is None:
-            raise ConfigError(f"{folder} has no good checkpoint; `torchquorum checkpoints {run}` lists what is there")
+            raise ConfigError(f"{folder} has no good checkpoint; `torchquorum checkpoints {run}` lists what it has")
         path = found[0]
     target = checkpoint_write.export(path, locate(file), averages=averages)
     click.echo(f"wrote {target} from {path.name}")
@@ -84,5 +84,5 @@ def export(run: str, file: str, averages: bool, step: int | None) -> int:
 def _folder(run: str) -> Location:
     folder = locate(run)
     if not is_there(folder):
-        raise ConfigError(f"{run}: there is no such folder; name a run's folder, such as runs/mnist")
+        raise ConfigError(f"{run}: no such folder; give a run's folder, such as runs/mnist")
     return folder

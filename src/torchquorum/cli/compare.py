@@ -1,4 +1,4 @@
-"""`torchquorum compare`: the built-in job with several rules on the same budget, side by side in one page and one PNG."""
+"""`torchquorum compare`: trains the built-in job with several rules on the same budget, or compares existing runs."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 import click
 from rich.console import Console
 
+from torchquorum.cli.command import Command, Named, option
+from torchquorum.cli.live_view import View
 from torchquorum.cli.run_folder import run_folder_names
-from torchquorum.cli.shape import Command, Named, option
 from torchquorum.cli.train import DEFAULTS, SLOW, check_workers, run_job
-from torchquorum.cli.view import View
 from torchquorum.cluster.flags import TRANSPORTS
 from torchquorum.errors import ConfigError
 from torchquorum.formats.storage import Location, locate
 from torchquorum.jobs.mnist import MODEL_NAMES, MnistOptions
 from torchquorum.jobs.slow import parse_slow
-from torchquorum.launcher.local import Options
+from torchquorum.launcher.launched import LaunchOptions
 from torchquorum.rules import parse_rule
 
 SECONDS = 15.0
@@ -30,26 +30,26 @@ INTERRUPTED = 130
 
 @click.command(cls=Command)
 @click.argument("runs", nargs=-1)
-@option("--rules", metavar="RULES", help="sync,async,bounded:3,sync:2of3 if not given")
-@option("--slow", type=SLOW, metavar="W", help="slowed workers; worker1:3x if not given, none for none")
-@option("--seconds", type=float, metavar="S", help="budget of each rule; 15 unless --steps is given")
+@option("--rules", metavar="RULES", help="rules to compare; default: sync,async,bounded:3,sync:2of3")
+@option("--slow", type=SLOW, metavar="W", help="slow workers down; default: worker1:3x; none for none")
+@option("--seconds", type=float, metavar="S", help="budget of each rule in seconds; 15 unless --steps is given")
 @option("--steps", type=int, metavar="N", help="budget of each rule in updates")
-@option("--rounds", default=1, metavar="N", help="share the budget out over N turns of each rule, for a busy machine")
-@option("--workers", default=3, metavar="N", help="workers")
-@option("--ps", default=1, metavar="N", help="ps tasks")
+@option("--rounds", default=1, metavar="N", help="turns per rule that share its budget")
+@option("--workers", default=3, metavar="N", help="number of workers")
+@option("--ps", default=1, metavar="N", help="number of ps tasks")
 @option("--model", type=Named(*MODEL_NAMES), default=DEFAULTS.model, help="softmax, mlp or cnn")
 @option("--batch-size", default=DEFAULTS.batch_size, metavar="N", help="images per batch and worker")
 @option("--optimizer", default=DEFAULTS.optimizer, metavar="NAME", help="a class of torch.optim")
 @option("--lr", default=DEFAULTS.lr, metavar="X", help="learning rate")
-@option("--seed", default=DEFAULTS.seed, metavar="N", help="of weights and data order")
-@option("--data", metavar="DIR", help="a folder with MNIST's idx files")
+@option("--seed", default=DEFAULTS.seed, metavar="N", help="seed of weights and data order")
+@option("--data", metavar="DIR", help="folder with MNIST's idx files; default: packaged")
 @option("--transport", type=Named(*TRANSPORTS), default="auto", help="auto, shm or tcp")
-@option("--output", "-o", metavar="DIR", help="where to put it; runs/compare-DATE if not given")
+@option("--output", "-o", metavar="DIR", help="output folder; default: runs/compare-DATE")
 @option("--quiet", is_flag=True, help="print only the result")
 def compare(runs: tuple[str, ...], **given: Any) -> int:
-    """Train MNIST with several rules on one budget, one worker slowed: one page and one PNG, side by side.
+    """Train MNIST with several rules on the same budget, with one slowed worker; write a page and a PNG that compare them.
 
-    With RUNS, folders of runs that there are, nothing is trained.
+    With RUNS, the folders of existing runs, it compares these instead of training.
 
     \b
     Examples:
@@ -71,12 +71,12 @@ def compare(runs: tuple[str, ...], **given: Any) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """What to train: the rules, what they have in common, the cluster, and over how many turns the budget is shared out."""
+class ComparePlan:
+    """What to train: the rules, their common options, the cluster, and the number of turns per rule."""
 
     rules: list[str]
     base: MnistOptions
-    cluster: Options
+    cluster: LaunchOptions
     output: Path
     rounds: int = 1
 
@@ -85,7 +85,7 @@ class Plan:
         return self.output / re.sub(r"[^a-z0-9]+", "-", rule.lower()).strip("-")
 
     def options(self, rule: str, turn: int) -> MnistOptions:
-        """Returns the options of a rule's run in a turn, from 1 on; a later turn goes on from the checkpoint of the last."""
+        """Returns the options of a rule's run in a turn, from 1; a later turn continues from the last checkpoint."""
         steps, seconds = self.base.steps, self.base.seconds
         steps = max(1, steps * turn // self.rounds) if steps is not None else None
         seconds = seconds / self.rounds if seconds is not None else None
@@ -93,7 +93,7 @@ class Plan:
 
     @property
     def words(self) -> str:
-        """Returns the plan in a line."""
+        """Returns the plan in one line."""
         base, workers = self.base, self.cluster.range.most
         budget = [f"{base.steps:,} updates"] if base.steps else []
         budget += [f"{base.seconds:g} s"] if base.seconds else []
@@ -102,15 +102,15 @@ class Plan:
         return f"{said}, {' and at most '.join(budget)} each{turns}"
 
 
-def _plan(output: Path, *, rules: str | None, slow: str | None, rounds: int, **given: Any) -> Plan:
+def _plan(output: Path, *, rules: str | None, slow: str | None, rounds: int, **given: Any) -> ComparePlan:
     workers, ps, transport = given.pop("workers"), given.pop("ps"), given.pop("transport")
     if given["seconds"] is None and given["steps"] is None:
         given["seconds"] = SECONDS
     if rounds < 1:
         raise ConfigError(f"--rounds {rounds}: must be 1 or more")
-    cluster = Options(command=[], ps=ps, workers=workers, transport=transport)
+    cluster = LaunchOptions(command=[], ps=ps, workers=workers, transport=transport)
     slow = slow if slow is not None else "worker1:3x" if workers > 1 else ""
-    plan = Plan(
+    plan = ComparePlan(
         rules=_rules(rules, workers),
         base=MnistOptions(**given, slow=slow),
         cluster=cluster,
@@ -121,13 +121,13 @@ def _plan(output: Path, *, rules: str | None, slow: str | None, rounds: int, **g
         check_workers(plan.options(rule, 1), cluster.range)
         if plan.folder(rule).exists():
             raise ConfigError(
-                f"{plan.folder(rule)}: is there already, and would be gone on with; give another --output"
+                f"{plan.folder(rule)}: already exists, and its run would be continued; give another --output"
             )
     return plan
 
 
-def _train(console: Console, plan: Plan, *, quiet: bool) -> int:
-    """Trains every rule, turn by turn, and compares what came to its end."""
+def _train(console: Console, plan: ComparePlan, *, quiet: bool) -> int:
+    """Trains every rule, turn by turn, and compares the runs that succeeded."""
     failed: dict[str, int] = {}
     for turn in range(1, plan.rounds + 1):
         for number, rule in enumerate(plan.rules, 1):
@@ -142,7 +142,7 @@ def _train(console: Console, plan: Plan, *, quiet: bool) -> int:
                 return code
             if code != 0:
                 failed[rule] = code
-                console.print(f"torchquorum: {rule} did not end well (exit code {code}); the others go on")
+                console.print(f"torchquorum: {rule} failed (exit code {code}); the other rules continue")
     done = [(rule, plan.folder(rule)) for rule in plan.rules if rule not in failed]
     if done:
         _draw(console, done, plan.output, plan.words, quiet=quiet)
@@ -169,14 +169,14 @@ def _slow_words(slow: str) -> str:
 
 
 def _draw(console: Console, found: Sequence[tuple[str, Location]], output: Path, below: str, *, quiet: bool) -> None:
-    """Makes the page, the PNG and the figures of runs that there are."""
-    from torchquorum.pictures.compare_page import as_json, compare_page, compare_picture, compared
-    from torchquorum.pictures.history import read_history
-    from torchquorum.pictures.page import write_page
-    from torchquorum.pictures.png import write_png
-    from torchquorum.pictures.reading import read_comparison
+    """Writes the page, the PNG and the JSON of existing runs."""
+    from torchquorum.report.compare_page import as_json, compare_page, compare_picture
+    from torchquorum.report.comparison import compare_runs, describe_comparison
+    from torchquorum.report.history import read_history
+    from torchquorum.report.html_page import write_page
+    from torchquorum.report.png import write_png
 
-    runs = compared([(name, read_history(folder)) for name, folder in found])
+    runs = compare_runs([(name, read_history(folder)) for name, folder in found])
     title = " and ".join([", ".join(r.name for r in runs[:-1]), runs[-1].name]) if len(runs) > 1 else runs[0].name
     if len(title) > 70:
         title = f"{len(runs)} runs side by side"
@@ -184,7 +184,7 @@ def _draw(console: Console, found: Sequence[tuple[str, Location]], output: Path,
     write_png(compare_picture(runs, title, below), output / "compare.png")
     (output / "compare.json").write_text(json.dumps(as_json(runs), indent=2) + "\n")
     if not quiet:
-        for line in read_comparison(runs):
+        for line in describe_comparison(runs):
             console.print(f"- {line}", soft_wrap=True)
     console.print(f"page          {output / 'compare.html'}", soft_wrap=True)
-    console.print(f"picture       {output / 'compare.png'}", soft_wrap=True)
+    console.print(f"PNG           {output / 'compare.png'}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`torchquorum data`: MNIST as TFRecord files, and what a TFRecord file holds."""
+"""`torchquorum data`: writes MNIST as TFRecord files, and inspects TFRecord files."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+from torchquorum.cli.command import Command, Named, option
 from torchquorum.errors import ConfigError, TorchQuorumError
 
 if TYPE_CHECKING:
@@ -22,9 +23,9 @@ SPLITS = ("train", "validation", "test")
 _SHOWN_VALUES = 8
 
 
-@click.group(short_help="Convert MNIST to TFRecord files; look into TFRecord files.")
+@click.group()
 def data() -> None:
-    """Convert MNIST to TFRecord files, and look into TFRecord files.
+    """Write MNIST as TFRecord files, and inspect TFRecord files.
 
     \b
     Examples:
@@ -33,24 +34,18 @@ def data() -> None:
     """
 
 
-@data.command(short_help="Write MNIST as TFRecord files of tf.train.Example.")
-@click.option("--output", help="The file, or with --shards the folder. [default: mnist-SPLIT.tfrecords, mnist]")
-@click.option(
-    "--shards", type=click.IntRange(1, 1000), help="Write so many files, SPLIT-00000-of-0000N. [default: one file]"
-)
-@click.option("--split", type=click.Choice(SPLITS), default="train", show_default=True, help="Which part of MNIST.")
-@click.option(
-    "--compression",
-    type=click.Choice(["none", "gzip", "zlib"], case_sensitive=False),
-    default="none",
-    show_default=True,
-    help="How to pack the files.",
-)
-@click.option("--limit", type=click.IntRange(min=1), help="Only the first so many images.")
-@click.option("--data", "folder", help="Folder with MNIST's idx files, plain or gzip; the packaged ones by default.")
-@click.option("--force", is_flag=True, help="Replace files that are there.")
+@data.command(cls=Command, short_help="Write MNIST as TFRecord files of tf.train.Example.")
+@option("--output", metavar="PATH", help="output file; with --shards, output folder")
+@option("--shards", type=click.IntRange(1, 1000), metavar="N", help="number of files; default: one file")
+@option("--split", type=Named(*SPLITS), default="train", help="train, validation or test")
+@option("--compression", type=Named("none", "gzip", "zlib"), default="none", help="none, gzip or zlib")
+@option("--limit", type=click.IntRange(min=1), metavar="N", help="write only the first N images")
+@option("--data", "folder", metavar="DIR", help="folder with MNIST's idx files; default: packaged")
+@option("--force", is_flag=True, help="replace existing files")
 def tfrecord(**given: Any) -> int:
-    """Write MNIST as TFRecord files, each image a tf.train.Example with pixels, label and image_raw.
+    """Write MNIST as TFRecord files: each image is a tf.train.Example with pixels, label and image_raw.
+
+    The default output is mnist-SPLIT.tfrecords; with --shards, the folder mnist.
 
     \b
     Examples:
@@ -61,30 +56,32 @@ def tfrecord(**given: Any) -> int:
     from torchquorum.data.convert import write_split
 
     paths = _targets(given["output"], given["split"], given["shards"])
-    stale = _clear_the_way(paths, given["split"], given["force"])
+    stale = _find_stale(paths, given["split"], given["force"])
     split = _load(given["folder"], given["split"], given["limit"])
     if len(paths) > len(split):
-        raise ConfigError(f"--shards {len(paths)}: there are only {len(split)} images; have at most as many shards")
+        raise ConfigError(f"--shards {len(paths)}: there are only {len(split)} images; use at most as many shards")
     try:
         paths[0].parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"{paths[0].parent}: the folder cannot be made: {error.strerror}; name another one") from None
+        raise ConfigError(
+            f"{paths[0].parent}: the folder cannot be created: {error.strerror}; give another one"
+        ) from None
     console = Console(highlight=False, soft_wrap=True)
     with _progress(console, f"writing {given['split']}", len(split)) as advance:
         write_split(split, paths, given["compression"], advance)
     for path in stale:
         path.unlink(missing_ok=True)
-    _say_what_was_written(console, paths, len(split), given["shards"] is not None, given["split"])
+    _print_written(console, paths, len(split), given["shards"] is not None, given["split"])
     return 0
 
 
-@data.command(short_help="Count the records of TFRecord files, show one, verify checksums.")
+@data.command(cls=Command, short_help="Count records, verify checksums, show the first example.")
 @click.argument("files", nargs=-1, required=True)
-@click.option("--compression", default="auto", show_default=True, help="auto, none, gzip or zlib.")
+@option("--compression", default="auto", metavar="NAME", help="auto, none, gzip or zlib")
 def inspect(files: tuple[str, ...], compression: str) -> int:
-    """Read FILES (names or quoted patterns), count records, compare checksums, and show the first example.
+    """Read FILES (names or quoted patterns): count records, verify checksums, and show the first example.
 
-    Damage is named by file and offset, and makes the exit code 1.
+    Damage is reported with file and offset; the exit code is then 1.
 
     \b
     Examples:
@@ -101,7 +98,7 @@ def inspect(files: tuple[str, ...], compression: str) -> int:
     for path in paths:
         with _progress(console, f"reading {path.name}", None) as advance:
             found = inspect_file(path, compression, advance)
-        _say_what_was_found(console, found)
+        _print_inspection(console, found)
         bad += bool(found.damage)
         records += found.records
         first = found.first if first is None else first
@@ -121,24 +118,24 @@ def _targets(output: str | None, split: str, shards: int | None) -> list[Path]:
         return [path / f"{split}.tfrecords" if in_folder else path]
     folder = Path(output or "mnist")
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--output {folder}: is a file, and --shards wants a folder; name one, or leave --shards out")
+        raise ConfigError(f"--output {folder}: is a file, and --shards needs a folder; give one, or leave --shards out")
     return shard_paths(folder, split, shards)
 
 
-def _clear_the_way(paths: list[Path], split: str, force: bool) -> list[Path]:
-    """Returns shards of an earlier, other division, which are to be removed in the end."""
+def _find_stale(paths: list[Path], split: str, force: bool) -> list[Path]:
+    """Returns shards of an earlier run with another number of shards, to be removed at the end."""
     there = [path for path in paths if path.exists()]
     if there and not force:
         more = f" and {len(there) - 1} more" if len(there) > 1 else ""
-        raise ConfigError(f"{there[0]}{more}: there already; --force replaces it, --output names another place")
+        raise ConfigError(f"{there[0]}{more}: already exists; --force replaces it, --output chooses another path")
     pattern = re.compile(rf"{re.escape(split)}-\d{{5}}-of-\d{{5}}")
     if not pattern.fullmatch(paths[0].name) or not paths[0].parent.is_dir():
         return []
     stale = [p for p in sorted(paths[0].parent.iterdir()) if pattern.fullmatch(p.name) and p not in paths]
     if stale and not force:
         raise ConfigError(
-            f"{stale[0]}: is one of another number of shards, and {split}-* would read both; --force removes it, "
-            "--output names another place"
+            f"{stale[0]}: belongs to another number of shards, and {split}-* would match both; --force removes it, "
+            "--output chooses another path"
         )
     return stale
 
@@ -152,20 +149,20 @@ def _load(folder: str | None, name: str, limit: int | None) -> Split:
 
 @contextmanager
 def _progress(console: Console, what: str, total: int | None) -> Iterator[Any]:
-    """Yields a function to be told of progress; a bar in a terminal, nothing elsewhere."""
+    """Yields a function that reports progress: a bar in a terminal, nothing elsewhere."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task(what, total=total)
         yield lambda count: progress.advance(task, count)
 
 
-def _say_what_was_written(console: Console, paths: list[Path], examples: int, sharded: bool, split: str) -> None:
+def _print_written(console: Console, paths: list[Path], examples: int, sharded: bool, split: str) -> None:
     size = sum(path.stat().st_size for path in paths)
     files = f"{paths[0]} to {paths[-1].name}, {len(paths)} files" if len(paths) > 1 else str(paths[0])
     pattern = f"{paths[0].parent / split}-*" if sharded else str(paths[0])
     console.print(f"wrote         {files}: {examples:,} examples, {size / 1e6:.1f} MB", markup=False)
     console.print("each example  pixels (int64), label (int64), image_raw (784 bytes)", markup=False)
-    console.print(f"in a program  tq.TFRecordDataset({pattern!r}, features=..., batch_size=100)", markup=False)
+    console.print(f"in a program  tq.data.TFRecordDataset({pattern!r}, features=..., batch_size=100)", markup=False)
     console.print(f"try next      torchquorum data inspect {_quoted(pattern)}", markup=False)
 
 
@@ -175,7 +172,7 @@ def _quoted(pattern: str) -> str:
     return shlex.quote(pattern)
 
 
-def _say_what_was_found(console: Console, found: Inspection) -> None:
+def _print_inspection(console: Console, found: Inspection) -> None:
     packed = ", packed" if found.packed else ""
     state = "all checksums good" if not found.damage else "DAMAGED"
     console.print(

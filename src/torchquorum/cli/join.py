@@ -1,23 +1,23 @@
-"""`torchquorum join`: be a task of a cluster without a program of your own."""
+"""`torchquorum join`: joins a cluster as a task without a program."""
 
 from __future__ import annotations
 
 import click
 
-from torchquorum.cli.shape import Command, option
+from torchquorum.cli.command import Command, option
 
 
 @click.command(
     cls=Command,
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "allow_interspersed_args": True},
 )
-@option("--device", default="cpu", metavar="NAME", help="where a compute task computes: cpu, cuda, cuda:1")
+@option("--device", default="cpu", metavar="NAME", help="device of a compute task: cpu, cuda, cuda:1")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def join(flags: tuple[str, ...], device: str) -> int:
-    """Join a cluster: as a ps, or as a worker that computes what a client hands to it (in-graph training).
+    """Join a cluster as a ps, or as a worker that runs the graphs of a client (in-graph training).
 
-    It needs none of the client's code. It serves until the run is over. Who it is comes from FLAGS, as for every task, or
-    from the environment: TF_CONFIG, CLUSTER_SPEC, torchrun's variables, SLURM_*.
+    It needs none of the client's code and serves until the run is over. FLAGS name the task, as for every program, or the
+    environment does: TF_CONFIG, CLUSTER_SPEC, torchrun's variables, SLURM_*.
 
     \b
     Examples:
@@ -29,18 +29,18 @@ def join(flags: tuple[str, ...], device: str) -> int:
     from torchquorum.cluster.spec import EVALUATOR
     from torchquorum.errors import FlagError
     from torchquorum.session.join import say
-    from torchquorum.session.meeting import meet
+    from torchquorum.session.rendezvous import exchange_addresses
 
-    found = resolve(list(flags), meet=lambda meeting: meet(meeting, say=say))
+    found = resolve(list(flags), meet=lambda rendezvous: exchange_addresses(rendezvous, say=say))
     if found is None:
-        raise FlagError(f"who is this task? Give it flags, such as {EXAMPLE}, or set TF_CONFIG")
+        raise FlagError(f"no task is named; give flags, such as {EXAMPLE}, or set TF_CONFIG")
     if found.task.job == EVALUATOR:
         raise FlagError(
-            f"{found.task}: an evaluator needs the program whose model it evaluates; start that, not torchquorum join"
+            f"{found.task}: an evaluator needs the program whose model it evaluates; start that program instead of torchquorum join"
         )
     if found.remaining:
-        raise FlagError(f"{found.remaining[0]}: torchquorum join takes only flags that say who the task is: {EXAMPLE}")
+        raise FlagError(f"{found.remaining[0]}: torchquorum join takes only the flags that name the task: {EXAMPLE}")
     say(f"{found.task}: {found.why}")
-    from torchquorum.session.graph_server import serve_task
+    from torchquorum.graph.graph_server import serve_task
 
     return serve_task(found, device)

@@ -1,7 +1,7 @@
-"""`torchquorum ...`: the commands, and how their errors look.
+"""`torchquorum ...`: the list of commands, and how errors are printed.
 
-Imports no torch, and no command before it is called, so that help comes at once. A mistake of the user ends with a message
-and exit code 2, never a traceback.
+Imports no torch, and a command's module only when it is called, so that help appears at once. A user's mistake ends with a
+message and exit code 2, never a traceback.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from typing import Any
 import click
 
 import torchquorum
-from torchquorum.cli.shape import Group
+from torchquorum.cli.command import Group
 from torchquorum.errors import TorchQuorumError
 
-# In the order in which people need them: what it does on the right, its module on the left.
+# By name, in the order in which users need them: the module, and the line in the list.
 COMMANDS = {
     "train": ("torchquorum.cli.train", "Train MNIST on a local cluster, with live progress."),
-    "run": ("torchquorum.cli.run", "Start a local cluster of your own script."),
-    "join": ("torchquorum.cli.join", "Be one task of a cluster, without a program of your own."),
-    "hello": ("torchquorum.cli.hello", "Greet from the two smallest clusters."),
-    "secret": ("torchquorum.cli.secret", "Make the secret that keeps strangers out of a cluster."),
-    "status": ("torchquorum.cli.status", "Show how a running cluster is doing."),
-    "scale": ("torchquorum.cli.scale", "Say how many workers a run shall have, while it goes on."),
-    "report": ("torchquorum.cli.report", "Write a page with the pictures of a run."),
-    "compare": ("torchquorum.cli.compare", "Train with several rules and put them side by side."),
-    "board": ("torchquorum.cli.board", "Show a run in TensorBoard."),
+    "run": ("torchquorum.cli.run", "Run your own script on a local cluster, or on Ray."),
+    "join": ("torchquorum.cli.join", "Join a cluster as a ps or compute task, without a script."),
+    "hello": ("torchquorum.cli.hello", "Run the two smallest clusters, as a demo."),
+    "secret": ("torchquorum.cli.secret", "Create the secret that protects a cluster."),
+    "status": ("torchquorum.cli.status", "Show the status of a running cluster."),
+    "scale": ("torchquorum.cli.scale", "Change the number of workers of a running job."),
+    "report": ("torchquorum.cli.report", "Write an HTML page with the charts of a run."),
+    "compare": ("torchquorum.cli.compare", "Train MNIST with several rules and compare them."),
+    "board": ("torchquorum.cli.tensorboard", "Show a run in TensorBoard."),
     "checkpoints": ("torchquorum.cli.checkpoints", "List the checkpoints of a run."),
-    "export": ("torchquorum.cli.checkpoints", "Write a plain state_dict from a run's newest checkpoint."),
-    "data": ("torchquorum.cli.data", "Write MNIST as TFRecord files, and look into such files."),
-    "doctor": ("torchquorum.cli.doctor", "Check this machine, and the way to a cluster's hosts."),
+    "export": ("torchquorum.cli.checkpoints", "Export a plain state_dict from a checkpoint."),
+    "data": ("torchquorum.cli.data", "Write MNIST as TFRecord files, and inspect such files."),
+    "doctor": ("torchquorum.cli.doctor", "Check this machine and the connections to a cluster."),
 }
 
 
 def _normalise(name: str) -> str:
-    """--ps_hosts is --ps-hosts."""
+    """Makes --ps_hosts the same as --ps-hosts."""
     return name.replace("_", "-")
 
 
@@ -47,7 +47,7 @@ SETTINGS: dict[str, Any] = {
 
 
 HELP = """\b
-A parameter server for PyTorch. `torchquorum COMMAND --help` says more. Examples:
+A parameter server for PyTorch. See also `torchquorum COMMAND --help`. Examples:
   torchquorum train                MNIST on 1 ps and 2 workers of this machine
   torchquorum run script.py --my-flag 3
 """
@@ -73,7 +73,7 @@ def main() -> None:
         click.echo("interrupted", err=True)
         sys.exit(130)
     except BrokenPipeError:
-        sys.stderr.close()  # `torchquorum ... | head`: nobody reads on, and that is no mistake
+        sys.stderr.close()  # `torchquorum ... | head`: the reader has gone, which is no error
         sys.exit(141)
     sys.exit(code if isinstance(code, int) else 0)
 

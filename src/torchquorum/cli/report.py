@@ -1,4 +1,4 @@
-"""`torchquorum report`: one page with the pictures of a run."""
+"""`torchquorum report`: an HTML page with the charts of a run."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from pathlib import Path
 
 import click
 
-from torchquorum.cli.shape import Command, option
+from torchquorum.cli.command import Command, option
 
 NAME = "report.html"
 
 
 @click.command(cls=Command)
 @click.argument("run")
-@option("--output", "-o", metavar="FILE", help="where to write it; RUN/report.html if not given")
+@option("--output", "-o", metavar="FILE", help="file to write; default: RUN/report.html")
 def report(run: str, output: str | None) -> int:
-    """Write one self-contained HTML page about RUN, a run's folder; of a run that goes on, as it stands.
+    """Write a self-contained HTML page about RUN, a run's folder; the run may still be running.
 
     \b
     Examples:
@@ -23,9 +23,9 @@ def report(run: str, output: str | None) -> int:
       torchquorum report runs/mnist --output mnist.html
     """
     from torchquorum.formats.storage import locate
-    from torchquorum.pictures.history import read_history
-    from torchquorum.pictures.page import write_page
-    from torchquorum.pictures.run_page import run_page
+    from torchquorum.report.history import read_history
+    from torchquorum.report.html_page import write_page
+    from torchquorum.report.run_page import run_page
 
     history = read_history(locate(run))
     target = locate(output) if output else locate(run) / NAME

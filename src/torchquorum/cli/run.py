@@ -1,8 +1,7 @@
-"""`torchquorum run`: a cluster of anybody's script, on this machine or on Ray."""
+"""`torchquorum run`: runs a script on a cluster, on this machine or on Ray."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,17 @@ import click
 from rich.console import Console
 from rich.text import Text
 
-from torchquorum.cli.shape import Command, Named, Workers, durable_option, option
-from torchquorum.cli.view import View
+from torchquorum.cli.command import Command, Named, Workers, durable_option, option
+from torchquorum.cli.live_view import View
 from torchquorum.cluster import TaskId
 from torchquorum.cluster.flags import TRANSPORTS
 from torchquorum.errors import ConfigError
-from torchquorum.launcher.local import LaunchedCluster, LocalCluster, Options, python_command
+from torchquorum.launcher.launched import LaunchedCluster, LaunchOptions, Note, TaskOutput
+from torchquorum.launcher.local import LocalCluster, python_command
 from torchquorum.launcher.watch import RunWatcher
 
-RAY = "Where"
-PLACE = {  # the options about Ray, by what they are called there
+RAY = "Where to run"
+PLACE = {  # the options for Ray, and their names in `Ray`
     "address": "address",
     "cpus_per_worker": "cpus_per_worker",
     "gpus_per_worker": "gpus_per_worker",
@@ -32,26 +32,38 @@ COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
     cls=Command,
     context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False},
 )
-@option("--ps", default=1, metavar="N", help="ps tasks")
-@option("--workers", type=Workers(), default=2, help="workers; MIN:MAX lets them come and go")
+@option("--ps", default=1, metavar="N", help="number of ps tasks")
+@option("--workers", type=Workers(), default=2, help="number of workers, or a range MIN:MAX")
 @option("--transport", type=Named(*TRANSPORTS), default="auto", help="auto, shm or tcp")
-@option("--threads", type=int, metavar="N", help="of an operation, per task; the cores are shared out if not given")
-@option("--logdir", metavar="DIR", help="the run's folder, for scripts that name none")
+@option("--threads", type=int, metavar="N", help="threads per operation; default: cores / workers")
+@option("--logdir", metavar="DIR", help="run folder, for scripts that set none")
 @durable_option("--durable")
-@option("--report", metavar="FILE", help="write the report as JSON to this file")
-@option("--secret-file", metavar="FILE", help="the tasks talk encrypted, with the secret in this file")
-@option("--max-restarts", default=3, metavar="N", help="times a task that a signal ended is started again")
-@option("--view", is_flag=True, help="show the live table of the workers below the output")
+@option("--report", metavar="FILE", help="write the final report to this file, as JSON")
+@option("--secret-file", metavar="FILE", help="encrypt connections with the secret in this file")
+@option("--max-restarts", default=3, metavar="N", help="restarts of each task that a signal ended")
+@option("--view", is_flag=True, help="show a live table of the workers below the output")
 @option("--quiet", is_flag=True, help="do not print the tasks' output")
-@option("--on", type=Named("local", "ray"), default="local", section=RAY, help="local, or ray: on Ray's machines")
-@option("--address", metavar="A", section=RAY, help="the Ray cluster: auto, host:port; without, Ray is started here")
-@option("--cpus-per-worker", type=float, metavar="N", section=RAY, help="that each worker reserves; 1 if not given")
-@option("--gpus-per-worker", type=float, metavar="N", section=RAY, help="likewise, on its machine; none if not given")
-@option("--placement-timeout", type=float, metavar="S", section=RAY, help="to wait for the first machines; 300 s")
+@option(
+    "--on",
+    type=Named("local", "ray"),
+    default="local",
+    section=RAY,
+    help="local, or ray: machines of a Ray cluster",
+)
+@option("--address", metavar="A", section=RAY, help="Ray cluster: auto, host:port; default: start Ray")
+@option("--cpus-per-worker", type=float, metavar="N", section=RAY, help="CPUs that each worker reserves; default: 1")
+@option("--gpus-per-worker", type=float, metavar="N", section=RAY, help="GPUs that each worker reserves; default: 0")
+@option(
+    "--placement-timeout",
+    type=float,
+    metavar="S",
+    section=RAY,
+    help="seconds to wait for the first machines; default: 300",
+)
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def run(script: str, arguments: tuple[str, ...], quiet: bool, view: bool, on: str, **given: Any) -> int:
-    """Start a cluster of your own script: a process per task, which learns from `tq.join()` who it is.
+    """Run your own script on a cluster, one process per task; `tq.join()` tells each which task it is.
 
     \b
     Examples:
@@ -71,7 +83,7 @@ def run(script: str, arguments: tuple[str, ...], quiet: bool, view: bool, on: st
             console.print(Text.assemble((f"[{task.job} {task.index}]", colour), " ", line), soft_wrap=True)
 
     place = {name: given.pop(key) for key, name in PLACE.items()}
-    options = Options(command=python_command(script, arguments), **given)
+    options = LaunchOptions(command=python_command(script, arguments), **given)
     cluster = _cluster(on, place, options, output, lambda line: console.print(f"torchquorum: {line}", soft_wrap=True))
     try:
         if not view:
@@ -88,13 +100,7 @@ def run(script: str, arguments: tuple[str, ...], quiet: bool, view: bool, on: st
         cluster.close()
 
 
-def _cluster(
-    on: str,
-    place: dict[str, Any],
-    options: Options,
-    output: Callable[[TaskId, str], None],
-    note: Callable[[str], None],
-) -> LaunchedCluster:
+def _cluster(on: str, place: dict[str, Any], options: LaunchOptions, output: TaskOutput, note: Note) -> LaunchedCluster:
     chosen = {name: value for name, value in place.items() if value is not None}
     if on == "ray":
         from torchquorum.launcher.on_ray import RayCluster
@@ -104,5 +110,5 @@ def _cluster(
     for key, name in PLACE.items():
         if name in chosen:
             value = f"{chosen[name]:g}" if isinstance(chosen[name], float) else chosen[name]
-            raise ConfigError(f"--{key.replace('_', '-')} {value}: is about Ray's machines; say --on ray, too")
+            raise ConfigError(f"--{key.replace('_', '-')} {value}: applies only to Ray; add --on ray")
     return LocalCluster(options, output, note)

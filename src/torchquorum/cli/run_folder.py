@@ -1,6 +1,6 @@
-"""Where a command puts a run that was given no folder: runs/mnist-20261116-103402, of this run alone.
+"""The default folder of a run, such as runs/mnist-20261116-103402.
 
-What always holds: two runs never get the same one, whenever and by whomever they are started.
+What always holds: two runs never get the same folder, even if they start in the same second.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def new_run_folder(kind: str) -> str:
-    """Makes a folder for a run of a kind and returns its name; where none can be made, whoever writes there says why."""
+    """Creates a folder for a run and returns its name; if it cannot be created, the first write there reports why."""
     for name in run_folder_names(kind):
         try:
             Path(name).mkdir(parents=True)
@@ -21,11 +21,11 @@ def new_run_folder(kind: str) -> str:
         except OSError:
             pass
         return name
-    raise AssertionError("there is always another number")
+    raise AssertionError("unreachable: the names never end")
 
 
 def run_folder_names(kind: str) -> Iterator[str]:
-    """Yields names for a run that begins now, the best first."""
+    """Yields names for a run that starts now, the preferred one first."""
     name = f"runs/{kind}-{time.strftime('%Y%m%d-%H%M%S')}"
     yield name
     for number in itertools.count(2):

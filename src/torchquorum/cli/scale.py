@@ -1,25 +1,25 @@
-"""`torchquorum scale`: says how many workers a run shall have, while it goes on."""
+"""`torchquorum scale`: changes the number of workers of a running job."""
 
 from __future__ import annotations
 
 import click
 
-from torchquorum.cli.shape import Command, option
+from torchquorum.cli.command import Command, option
 from torchquorum.cluster.secret import read_access
 from torchquorum.cluster.spec import parse_address
 from torchquorum.errors import ConfigError
-from torchquorum.launcher.scale import ask_to_scale
+from torchquorum.launcher.scaling import ask_to_scale
 
 
 @click.command(cls=Command)
 @click.argument("address")
 @click.argument("workers", type=int)
-@option("--secret-file", metavar="FILE", help="with the cluster's secret, if it has one")
+@option("--secret-file", metavar="FILE", help="file with the cluster's secret")
 @option("--timeout", default=5.0, metavar="S", show_default=True, help="seconds to wait for an answer")
 def scale(address: str, workers: int, secret_file: str | None, timeout: float) -> int:
-    """Say how many workers a run shall have, within the MIN:MAX that it was started with. ADDRESS is host:port of ps task 0.
+    """Change the number of WORKERS of a running job, within its MIN:MAX. ADDRESS is host:port of ps task 0.
 
-    The launcher starts those that are missing; those that are too many finish their batch and leave.
+    The launcher starts missing workers; surplus workers finish their batch and leave.
 
     \b
     Examples:
@@ -38,8 +38,8 @@ def scale(address: str, workers: int, secret_file: str | None, timeout: float) -
 
 def _what(wanted: int, live: list[int], leaving: list[int]) -> str:
     if leaving:
-        return f"{', '.join(f'/job:worker/task:{i}' for i in leaving)} will leave after the batch at hand"
+        return f"{', '.join(f'/job:worker/task:{i}' for i in leaving)} will leave after their current batch"
     missing = wanted - len(live)
     if missing <= 0:
-        return "nothing changes"
-    return f"the launcher starts {missing} more; where tasks are started by hand, start as many with a free index"
+        return "no change"
+    return f"the launcher starts {missing} more; if you start tasks by hand, start them with a free index"

@@ -1,4 +1,4 @@
-"""`torchquorum secret`: makes the secret of a cluster."""
+"""`torchquorum secret`: creates the secret of a cluster."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from pathlib import Path
 
 import click
 
-from torchquorum.cli.shape import Command, option
+from torchquorum.cli.command import Command, option
 from torchquorum.cluster.secret import make_secret, write_secret
 
 
 @click.command(cls=Command)
-@option("--out", metavar="FILE", help="write it into this new file, which only you can read, instead of printing it")
+@option("--out", metavar="FILE", help="write it to this new file, readable only by you; default: print it")
 def secret(out: str | None) -> int:
-    """Make the secret that keeps strangers out of a cluster: whoever knows it may join, nobody else.
+    """Create the secret that protects a cluster: only tasks that have it may join.
 
-    Copy the file to every host. Tasks on more than one host need it; they then talk encrypted.
+    Copy the file to every host. Tasks on more than one host need it; their connections are then encrypted.
 
     \b
     Examples:
@@ -28,5 +28,5 @@ def secret(out: str | None) -> int:
         return 0
     path = Path(out).expanduser()
     write_secret(path)
-    click.echo(f"a new secret is in {path}; copy it to every host and give every task --secret-file={path}")
+    click.echo(f"wrote a new secret to {path}; copy it to every host and start every task with --secret-file={path}")
     return 0

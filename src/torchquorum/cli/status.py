@@ -1,35 +1,34 @@
-"""`torchquorum status`: how a running cluster is doing, asked from outside."""
+"""`torchquorum status`: shows the status of a running cluster."""
 
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import click
 from rich.console import Console
 from rich.text import Text
 
-from torchquorum.cli.shape import Command, option
-from torchquorum.cli.table import Bar, Progress, StatusTable, headline, rows_of, turned_away
-from torchquorum.cli.view import View
+from torchquorum.cli.command import Command, option
+from torchquorum.cli.live_view import View
+from torchquorum.cli.status_table import RunBar, RunProgress, StatusTable, headline, refused_connections, rows_of
 from torchquorum.cluster.secret import read_access
 from torchquorum.cluster.spec import parse_address
-from torchquorum.errors import ConfigError, DeadlineError
+from torchquorum.errors import ConfigError
 from torchquorum.launcher.watch import Watcher
 
 
 @click.command(cls=Command)
 @click.argument("address", nargs=-1, required=True)
-@option("--json", "as_json", is_flag=True, help="print everything as JSON, with --watch a line each time")
-@option("--watch", is_flag=True, help="go on until the run is over, or Ctrl-C")
-@option("--every", default=1.0, metavar="S", show_default=True, help="seconds between two looks, with --watch")
-@option("--secret-file", metavar="FILE", help="with the cluster's secret, if it has one")
+@option("--json", "as_json", is_flag=True, help="print everything as JSON; with --watch, one line each time")
+@option("--watch", is_flag=True, help="repeat until the run is over, or Ctrl-C")
+@option("--every", default=1.0, metavar="S", show_default=True, help="seconds between two updates, with --watch")
+@option("--secret-file", metavar="FILE", help="file with the cluster's secret")
 @option("--timeout", default=5.0, metavar="S", show_default=True, help="seconds to wait for an answer")
 def status(
     address: tuple[str, ...], as_json: bool, watch: bool, every: float, timeout: float, secret_file: str | None
 ) -> int:
-    """Show how a running cluster is doing. ADDRESS is host:port of ps task 0.
+    """Show the status of a running cluster. ADDRESS is host:port of ps task 0.
 
     \b
     Examples:
@@ -45,7 +44,7 @@ def status(
     where = str(parse_address(first, label="ADDRESS"))
     watcher = Watcher(where, every_s=every if watch else 0.5, access=read_access(secret_file))
     try:
-        body = _ask(watcher, where, timeout)
+        body = watcher.ask(timeout)
         if watch:
             return _watch(watcher, timeout, as_json=as_json)
     finally:
@@ -57,15 +56,6 @@ def status(
     return 0
 
 
-def _ask(watcher: Watcher, where: str, timeout: float) -> dict[str, Any]:
-    if not watcher.wait(timeout):
-        raise DeadlineError(
-            f"no answer from {where} within {timeout:g} s; is a ps task of torchquorum running there? "
-            f"Give the address of ps task 0, as in --ps_hosts. `torchquorum doctor --ps_hosts={where}` looks closer"
-        )
-    return watcher.status
-
-
 def _is_ready(body: dict[str, Any]) -> bool:
     return bool(body.get("ready")) and "per_worker" in body
 
@@ -73,16 +63,18 @@ def _is_ready(body: dict[str, Any]) -> bool:
 def _show(console: Console, body: dict[str, Any]) -> None:
     if not _is_ready(body):
         if body.get("ready"):
-            console.print(f"{body['task']} holds a shard, and only /job:ps/task:0 knows the run: ask that one")
+            console.print(
+                f"{body['task']} holds a shard; only /job:ps/task:0 knows the status of the run: give its address"
+            )
         else:
             console.print(f"{body['task']}: waiting for the chief to create the variables")
-        if away := turned_away(body):
+        if away := refused_connections(body):
             console.print(Text(away, "dim"))
         return
     step, last, seconds = body["global_step"], body["last_step"], float(body.get("seconds") or 0.0)
     speed = body["updates"] / seconds if seconds > 0 else 0.0
     left = (last - step) / speed if last and speed and not body["stopped"] else None
-    console.print(Bar(Progress("global step", step, last, left), f"{speed:.0f} updates/s" if speed else ""))
+    console.print(RunBar(RunProgress("global step", step, last, left), f"{speed:.0f} updates/s" if speed else ""))
     console.print(Text(headline(body), "dim"))
     console.print(StatusTable(rows_of(body)))
 
@@ -90,7 +82,6 @@ def _show(console: Console, body: dict[str, Any]) -> None:
 def _watch(watcher: Watcher, timeout: float, *, as_json: bool) -> int:
     console = Console(highlight=False)
     view = View(console, plain_every_s=0.0)
-    heard_at = time.monotonic()
     with view if not as_json else View(console, quiet=True):
         while True:
             if as_json:
@@ -98,8 +89,7 @@ def _watch(watcher: Watcher, timeout: float, *, as_json: bool) -> int:
             else:
                 view.show(watcher.status)
             while not watcher.poll(0.2):
-                if time.monotonic() - heard_at > max(timeout, 3 * watcher.every_s):
+                if watcher.silent_s > max(timeout, 3 * watcher.every_s):
                     over = bool(watcher.status.get("stopped"))
-                    view.note("the run is over" if over else f"no answer for {timeout:g} s: the ps task is gone")
+                    view.note("the run is over" if over else f"no answer for {timeout:g} s: ps task 0 is gone")
                     return 0 if over else 1
-            heard_at = time.monotonic()

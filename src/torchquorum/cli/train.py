@@ -1,4 +1,4 @@
-"""`torchquorum train`: the built-in MNIST job, on a local cluster or as one task of a cluster started by hand."""
+"""`torchquorum train`: the built-in MNIST job, on a local cluster or as one task of a cluster that is started by hand."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import click
 from rich.console import Console
 
+from torchquorum.cli.command import Checked, ClusterCommand, Named, Workers, durable_option, option
+from torchquorum.cli.live_view import View
 from torchquorum.cli.run_folder import new_run_folder
-from torchquorum.cli.shape import Checked, ClusterCommand, Named, Workers, durable_option, option
-from torchquorum.cli.view import View
 from torchquorum.cluster import TaskId, WorkerRange
 from torchquorum.cluster.flags import TRANSPORTS
 from torchquorum.cluster.secret import read_access
@@ -22,7 +22,8 @@ from torchquorum.errors import ConfigError
 from torchquorum.formats.scratch import scratch_folder
 from torchquorum.jobs.mnist import MODEL_NAMES, MnistOptions
 from torchquorum.jobs.slow import parse_slow
-from torchquorum.launcher.local import LocalCluster, Options
+from torchquorum.launcher.launched import LaunchOptions
+from torchquorum.launcher.local import LocalCluster
 from torchquorum.launcher.watch import Watcher
 from torchquorum.placement.layout import STRATEGIES
 from torchquorum.rules import parse_rule
@@ -32,7 +33,7 @@ RULE, SLOW = Checked(parse_rule), Checked(parse_slow)
 TRAINING, CLUSTER = "Training [default]", "Cluster and run [default]"
 # One paragraph, so that the long list of options still fits a screen.
 HELP = """\b
-Train MNIST on a local cluster, or be one task of a cluster started by hand.
+Train MNIST on a local cluster, or as one task of a cluster started by hand.
 Examples:
   torchquorum train --model cnn --rule async --workers 4
   torchquorum train --job_name=ps --task_id=0 --ps_hosts=a:22 --worker_hosts=b:22
@@ -42,7 +43,7 @@ HAND = "One task of a cluster started by hand"
 
 @click.command(cls=ClusterCommand, help=HELP)
 @option("--model", type=Named(*MODEL_NAMES), default=DEFAULTS.model, section=TRAINING, help="softmax, mlp or cnn")
-@option("--data", metavar="DIR", section=TRAINING, help="a folder with MNIST's idx files")
+@option("--data", metavar="DIR", section=TRAINING, help="folder with MNIST's idx files; default: packaged")
 @option(
     "--rule",
     type=RULE,
@@ -51,9 +52,9 @@ HAND = "One task of a cluster started by hand"
     section=TRAINING,
     help="sync, sync:2of3, async, bounded:3, buffered:2",
 )
-@option("--steps", type=int, metavar="N", section=TRAINING, help="last global step; 3000 if nothing else ends it")
-@option("--epochs", type=int, metavar="N", section=TRAINING, help="end when the images were gone through so often")
-@option("--seconds", type=float, metavar="S", section=TRAINING, help="end after so many seconds")
+@option("--steps", type=int, metavar="N", section=TRAINING, help="stop at this global step; 3000 if no limit is given")
+@option("--epochs", type=int, metavar="N", section=TRAINING, help="stop after this many epochs")
+@option("--seconds", type=float, metavar="S", section=TRAINING, help="stop after this many seconds")
 @option("--batch-size", default=DEFAULTS.batch_size, metavar="N", section=TRAINING, help="images per batch and worker")
 @option(
     "--optimizer",
@@ -65,38 +66,62 @@ HAND = "One task of a cluster started by hand"
 @option("--lr", default=DEFAULTS.lr, metavar="X", section=TRAINING, help="learning rate")
 @option("--momentum", default=DEFAULTS.momentum, metavar="X", section=TRAINING, help="for SGD and RMSprop")
 @option(
-    "--decay-rate", default=DEFAULTS.decay_rate, metavar="X", section=TRAINING, help="of the learning rate, 1 for none"
+    "--decay-rate",
+    default=DEFAULTS.decay_rate,
+    metavar="X",
+    section=TRAINING,
+    help="decay factor of the learning rate; 1 for none",
 )
 @option("--decay-steps", default=DEFAULTS.decay_steps, metavar="X", section=TRAINING, help="global steps per decay")
-@option("--staircase", is_flag=True, section=TRAINING, help="decay in steps instead of smoothly")
-@option("--l2", default=DEFAULTS.l2, metavar="X", section=TRAINING, help="adds l2 * sum(w^2) / 2 over the weights")
-@option("--average", default=DEFAULTS.average, metavar="X", section=TRAINING, help="decay of moving averages, as 0.99")
-@option("--seed", default=DEFAULTS.seed, metavar="N", section=TRAINING, help="of weights and data order")
-@option("--ps", default=1, metavar="N", section=CLUSTER, help="ps tasks")
-@option("--workers", type=Workers(), default=2, section=CLUSTER, help="workers; MIN:MAX lets them come and go")
+@option("--staircase", is_flag=True, section=TRAINING, help="decay in steps instead of continuously")
+@option("--l2", default=DEFAULTS.l2, metavar="X", section=TRAINING, help="add l2 * sum(w^2) / 2 to the loss")
+@option(
+    "--average",
+    default=DEFAULTS.average,
+    metavar="X",
+    section=TRAINING,
+    help="decay of moving averages, e.g. 0.99; 0: none",
+)
+@option("--seed", default=DEFAULTS.seed, metavar="N", section=TRAINING, help="seed of weights and data order")
+@option("--ps", default=1, metavar="N", section=CLUSTER, help="number of ps tasks")
+@option("--workers", type=Workers(), default=2, section=CLUSTER, help="number of workers, or a range MIN:MAX")
 @option("--slow", type=SLOW, default="", metavar="W", section=CLUSTER, help="slow workers down: worker1:3x,worker2:2x")
 @option(
     "--placement", type=Named(*STRATEGIES), default=DEFAULTS.placement, section=CLUSTER, help="round_robin or greedy"
 )
-@option("--slice-bytes", type=int, metavar="N", section=CLUSTER, help="slice larger variables over all ps tasks")
-@option("--device", metavar="NAME", section=CLUSTER, help="where workers compute: cuda:0, /gpu:0; else the CPU")
-@option("--log-device-placement", is_flag=True, section=CLUSTER, help="print where variables and operations are")
-@option("--allow-soft-placement", is_flag=True, section=CLUSTER, help="the CPU for a device that is missing")
-@option("--gpu-memory-fraction", type=float, metavar="X", section=CLUSTER, help="share of a GPU per worker, as 0.4")
+@option("--slice-bytes", type=int, metavar="N", section=CLUSTER, help="split larger variables over all ps tasks")
+@option("--device", metavar="NAME", section=CLUSTER, help="device of the workers: cuda:0, /gpu:0; default: cpu")
+@option("--log-device-placement", is_flag=True, section=CLUSTER, help="print the device of variables and operations")
+@option("--allow-soft-placement", is_flag=True, section=CLUSTER, help="use the CPU if a device is missing")
+@option(
+    "--gpu-memory-fraction", type=float, metavar="X", section=CLUSTER, help="share of GPU memory per worker, e.g. 0.4"
+)
 @option("--transport", type=Named(*TRANSPORTS), default="auto", section=CLUSTER, help="auto, shm or tcp")
-@option("--secret-file", metavar="FILE", section=CLUSTER, help="talk encrypted, with the secret in this file")
-@option("--insecure", is_flag=True, section=HAND, help="a ps may listen for other hosts without a secret")
-@option("--logdir", metavar="DIR", section=CLUSTER, help="the run's folder; runs/mnist-DATE if not given")
+@option("--secret-file", metavar="FILE", section=CLUSTER, help="encrypt connections with the secret in this file")
+@option("--insecure", is_flag=True, section=HAND, help="let a ps listen for other hosts without a secret")
+@option("--logdir", metavar="DIR", section=CLUSTER, help="run folder; default: runs/mnist-DATE")
 @durable_option("--durable", section=CLUSTER)
-@option("--report", metavar="FILE", section=CLUSTER, help="write the report as JSON to this file")
+@option("--report", metavar="FILE", section=CLUSTER, help="write the final report to this file, as JSON")
 @option("--quiet", is_flag=True, section=CLUSTER, help="print only the result")
 @option("--job-name", metavar="JOB", section=HAND, help="ps or worker")
 @option(
-    "--task-id", "--task-index", "task_id", metavar="N", section=HAND, help="which task of that job (or --task-index)"
+    "--task-id",
+    "--task-index",
+    "task_id",
+    metavar="N",
+    section=HAND,
+    help="index of the task in its job (or --task-index)",
 )
 @option("--ps-hosts", "--ps-host", "ps_hosts", metavar="HOSTS", section=HAND, help="host:port,... of the ps tasks")
-@option("--worker-hosts", "--worker-host", "worker_hosts", metavar="HOSTS", section=HAND, help="and of the workers")
-@option("--min-workers", metavar="N", section=HAND, hidden=True, help="as MIN of --workers MIN:MAX")
+@option(
+    "--worker-hosts",
+    "--worker-host",
+    "worker_hosts",
+    metavar="HOSTS",
+    section=HAND,
+    help="host:port,... of the workers",
+)
+@option("--min-workers", metavar="N", section=HAND, hidden=True, help="MIN of --workers MIN:MAX")
 def train(**given: Any) -> int:
     """Trains MNIST."""
     place = {k: given.pop(k) for k in ("job_name", "task_id", "ps_hosts", "worker_hosts", "min_workers")}
@@ -107,7 +132,7 @@ def train(**given: Any) -> int:
         given["steps"] = DEFAULTS.steps
     options = MnistOptions(**given)
     if options.data is not None and not Path(options.data).is_dir():
-        raise ConfigError(f"--data {options.data}: there is no such folder; give one with MNIST's idx files")
+        raise ConfigError(f"--data {options.data}: no such folder; give one with MNIST's idx files")
     if any(value is not None for value in place.values()):
         if workers.elastic and place["min_workers"] is None:
             place["min_workers"] = str(workers.least)
@@ -115,15 +140,15 @@ def train(**given: Any) -> int:
         return _one_task(options, place, transport, report)
     check_workers(options, workers)
     options.logdir = options.logdir or new_run_folder("mnist")
-    cluster = Options(command=[], ps=ps, workers=workers, transport=transport, secret_file=secret_file)
+    cluster = LaunchOptions(command=[], ps=ps, workers=workers, transport=transport, secret_file=secret_file)
     return _cluster(options, cluster, report, quiet)
 
 
 def check_workers(options: MnistOptions, workers: WorkerRange) -> None:
-    """Checks what depends on how many workers there are.
+    """Checks the options that depend on the number of workers.
 
     Raises:
-        ConfigError: The rule or a slowed worker does not fit.
+        ConfigError: The rule or a slowed worker does not fit that number.
     """
     parse_rule(options.rule, workers.most)
     parse_slow(options.slow, workers.most)
@@ -137,7 +162,7 @@ def _one_task(options: MnistOptions, place: dict[str, Any], transport: str, repo
     return 0
 
 
-def run_job(options: MnistOptions, cluster: Options, view: View) -> int:
+def run_job(options: MnistOptions, cluster: LaunchOptions, view: View) -> int:
     """Runs the built-in job on a local cluster, with its progress in `view`; returns its exit code."""
     cluster.command = [sys.executable, "-m", "torchquorum.jobs.mnist", options.to_json()]
     local = LocalCluster(
@@ -154,7 +179,7 @@ def run_job(options: MnistOptions, cluster: Options, view: View) -> int:
             watcher.close()
 
 
-def _cluster(options: MnistOptions, cluster: Options, report: str | None, quiet: bool) -> int:
+def _cluster(options: MnistOptions, cluster: LaunchOptions, report: str | None, quiet: bool) -> int:
     console = Console(highlight=False)
     with scratch_folder() as folder:
         where = Path(report) if report else Path(folder) / "report.json"
@@ -190,21 +215,21 @@ def _summary(console: Console, result: dict[str, Any], options: MnistOptions) ->
         there = sum(w["batches"] > 0 for w in result["per_worker"].values())
         console.print(f"{there} workers took part, of at most {result['workers']}")
     for data in (result.get("data") or {}).values():
-        again = f", {data['again']} given out again" if data["again"] else ""
+        again = f", {data['again']} assigned again" if data["again"] else ""
         epochs = (
             f"{data['used']} of {data['of']} batches of {data['epochs']} epochs"
             if data["of"]
             else f"{data['used']} batches"
         )
-        console.print(f"{epochs} are in the variables{again}")
+        console.print(f"{epochs} are part of the variables{again}")
     console.print(f"run folder    {options.logdir}", soft_wrap=True)
     other = "sync" if options.rule.startswith("async") else "async"
-    console.print(f"its pictures  {_program()} report {options.logdir}", soft_wrap=True)
+    console.print(f"charts        {_program()} report {options.logdir}", soft_wrap=True)
     console.print(f"try next      {_program()} train --rule {other}", soft_wrap=True)
 
 
 def _program() -> str:
-    """How to call torchquorum from here: by its name if the shell finds it, else as it was called now."""
+    """Returns how to call torchquorum from here: by its name if the shell finds it, else by its path."""
     called = Path(sys.argv[0])
     if shutil.which("torchquorum") or called.name != "torchquorum":
         return "torchquorum"

@@ -1,7 +1,7 @@
-"""Who exists: the cluster's tasks, their addresses, and where a task learns them."""
+"""The cluster: its tasks, their addresses, and how a process finds out which task it is."""
 
 from torchquorum.cluster.flags import ClusterFlags, parse_flags
-from torchquorum.cluster.sources import Resolved, launcher_task, resolve
+from torchquorum.cluster.sources import Resolved, TaskArguments, launcher_task, resolve
 from torchquorum.cluster.spec import ClusterSpec, TaskId
 from torchquorum.cluster.worker_range import WorkerRange
 
@@ -9,6 +9,7 @@ __all__ = [
     "ClusterFlags",
     "ClusterSpec",
     "Resolved",
+    "TaskArguments",
     "TaskId",
     "WorkerRange",
     "launcher_task",

@@ -1,6 +1,6 @@
-"""The tasks of a small cluster that only executes graphs: any names of jobs, and no ps.
+"""The addresses of a cluster that only runs graphs: jobs with any names, and no ps.
 
-`tq.Server` reads it. What trains has a `ClusterSpec`, with the jobs ps and worker.
+Used by `tq.graph.Server`. A cluster that trains is a `ClusterSpec`, with the jobs ps and worker.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def read_addresses(cluster: Mapping[str, Any]) -> dict[str, list[str]]:
     taken: dict[str, TaskId] = {}
     for job, given in cluster.items():
         if not isinstance(job, str) or not _JOB.fullmatch(job):
-            raise ClusterError(f"job {job!r}: a job's name is letters, digits and underscores, such as 'worker'")
+            raise ClusterError(f"job {job!r}: a job's name must be letters, digits and underscores, such as 'worker'")
         entries = split_addresses(given) if isinstance(given, str) else list(given)
         if not entries:
             raise ClusterError(f"job {job!r} with no address: must have at least one host:port")
@@ -38,7 +38,9 @@ def read_addresses(cluster: Mapping[str, Any]) -> dict[str, list[str]]:
             task = TaskId(job, index)
             address = parse_address(str(entry), label=str(task))
             if address in taken:
-                raise ClusterError(f"address {address!r} of {taken[address]} and {task}: every task needs its own")
+                raise ClusterError(
+                    f"address {address!r} of {taken[address]} and {task}: each task needs its own address"
+                )
             taken[address] = task
             found[job].append(address)
     return found

@@ -1,7 +1,7 @@
-"""The environment's sources of a cluster, in the order in which they win: the launcher, TF_CONFIG, CLUSTER_SPEC, torchrun, Slurm.
+"""Sources of a cluster in the environment, by precedence: the launcher, TF_CONFIG, CLUSTER_SPEC, torchrun, Slurm.
 
-`sources` asks it where flags and arguments do not say it all. What always holds: the first source that is set wins and is
-the only one that is read; the others are only named, so that it can be said that they were not used, and why.
+`sources` calls it where arguments and flags do not describe the task. What always holds: the first source that is set wins and
+is the only one that is read; the others are only named, to report that they were not used.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ WHY = {
     LAUNCHER: "torchquorum's launcher started this task",
     env.TF_CONFIG: "TF_CONFIG names every task",
     env.CLUSTER_SPEC: "CLUSTER_SPEC names every task",
-    TORCHRUN: "torchrun started this very process",
-    SLURM: "srun started this very process",
+    TORCHRUN: "torchrun started this process",
+    SLURM: "srun started this process",
 }
 
 
@@ -48,7 +48,7 @@ class Environment:
     """What the environment says.
 
     Attributes:
-        finding: What the winning source says; None where none is set, or it says that this process is alone.
+        finding: What the winning source says; None if no source is set, or this process is alone.
         winner: Its name.
         unused: The names of the sources that are set and were not read.
     """
@@ -59,7 +59,7 @@ class Environment:
 
 
 def sources_set() -> dict[str, Callable[[int | None], Finding | None]]:
-    """Returns the sources that are set, in their order, each with what reads it; that takes the number of `--ps`."""
+    """Returns the sources that are set, by precedence, each with its reader, which takes the value of `--ps`."""
     found: dict[str, Callable[[int | None], Finding | None]] = {}
     launcher, config, spec = env.task(), env.tf_config(), env.variables(env.CLUSTER_SPEC)
     torchrun, slurm = env.variables(*NAMES), env.variables("ENVIRONMENT", prefix="SLURM")
@@ -77,7 +77,7 @@ def sources_set() -> dict[str, Callable[[int | None], Finding | None]]:
 
 
 def takes_ps() -> bool:
-    """Whether `--ps N` is a flag of ours here: torchrun or srun has started this process and says only how many there are."""
+    """Whether `--ps N` is our flag here: torchrun or srun started this process, and gives only the number of processes."""
     return next(iter(sources_set()), None) in (TORCHRUN, SLURM)
 
 
@@ -85,10 +85,10 @@ def read_environment(given_ps: int | None) -> Environment:
     """Reads the source that wins.
 
     Args:
-        given_ps: What `--ps` said: how many of the processes of torchrun or srun are ps.
+        given_ps: The value of `--ps`: how many of the processes of torchrun or srun are ps.
 
     Raises:
-        ClusterError: It is not what it has to be, or does not go with `--ps`.
+        ClusterError: It is not valid, or contradicts `--ps`.
     """
     found = sources_set()
     if not found:
@@ -98,11 +98,11 @@ def read_environment(given_ps: int | None) -> Environment:
 
 
 def explain_alone() -> str:
-    """Returns why a process has no cluster: nobody names one, or its launcher has started one process only."""
+    """Returns why a process has no cluster: no source names one, or the launcher started a single process."""
     winner = next(iter(sources_set()), None)
     if winner is None:
         return "no cluster given (by flags, launcher, TF_CONFIG, CLUSTER_SPEC, torchrun or srun)"
-    return f"{winner} has started one process only, which can be no cluster of ps and worker"
+    return f"{winner} started a single process, which cannot be a cluster of ps and worker"
 
 
 def _read_launcher(text: str) -> Finding:

@@ -1,6 +1,6 @@
-"""What one source of the environment says of the cluster, and the small checks that all of them share.
+"""What one source in the environment says about the cluster, and the checks that all sources share.
 
-Made by `tf_config`, `slurm` and `torchrun`, read by `sources`. What always holds: a number that came as a text was checked,
+Made by `tf_config`, `slurm` and `torchrun`, read by `sources`. What always holds: every number that came as text was checked,
 and an error names its variable.
 """
 
@@ -16,18 +16,18 @@ from torchquorum.errors import ClusterError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Meeting:
+class Rendezvous:
     """Where tasks that do not know each other's addresses exchange them: a store of torch.distributed.
 
     Attributes:
         host: The store's host.
         port: The store's port.
-        prefix: What the keys of this start of this job begin with.
+        prefix: The prefix of the keys; different for every start of a job.
         rank: This process's number, from 0; the first are ps.
-        size: How many processes there are.
+        size: Number of processes.
         num_ps: How many of them are ps.
-        one_host: Whether all of them are on this host.
-        hosted: Whether somebody else, torchrun's agent, keeps the store; otherwise rank 0 does.
+        one_host: Whether all processes are on this host.
+        hosted: Whether torchrun's agent runs the store; otherwise rank 0 does.
     """
 
     host: str
@@ -47,11 +47,11 @@ class Finding:
     Attributes:
         source: Its name, such as `TF_CONFIG`.
         task: This task.
-        cluster: All tasks; None where the addresses have to be exchanged first, at `meeting`.
-        transport: `auto`, `shm` or `tcp`, where the source chooses.
+        cluster: All tasks; None where the addresses must be exchanged first, at `rendezvous`.
+        transport: `auto`, `shm` or `tcp`, if the source chooses one.
         listen_fd: An open listening socket for this task's address.
-        about: What the source says of the job beside its tasks, such as `job 42`.
-        meeting: Where the addresses are exchanged.
+        about: What the source says about the job besides its tasks, such as `job 42`.
+        rendezvous: Where the addresses are exchanged.
     """
 
     source: str
@@ -60,14 +60,14 @@ class Finding:
     transport: str | None = None
     listen_fd: int | None = None
     about: str = ""
-    meeting: Meeting | None = None
+    rendezvous: Rendezvous | None = None
 
 
 def read_number(variables: Mapping[str, str], name: str, *, low: int = 0, high: int = 2**31 - 1) -> int:
     """Returns the number in a variable.
 
     Raises:
-        ClusterError: It is missing, or is not a whole number from low to high.
+        ClusterError: It is missing, or not a whole number from low to high.
     """
     text = variables.get(name)
     allowed = (
@@ -83,12 +83,12 @@ def read_number(variables: Mapping[str, str], name: str, *, low: int = 0, high: 
 
 
 def count_ps(given: int | None, size: int, *, whole: str) -> int:
-    """Returns how many of a launcher's processes are ps tasks: as `--ps` or TORCHQUORUM_PS say, otherwise 1.
+    """Returns how many of a launcher's processes are ps tasks: the value of `--ps` or TORCHQUORUM_PS, otherwise 1.
 
     Args:
-        given: What `--ps` said.
-        size: How many processes there are.
-        whole: What says so, for the message, such as `WORLD_SIZE=3`.
+        given: The value of `--ps`.
+        size: Number of processes.
+        whole: Its source, for the message, such as `WORLD_SIZE=3`.
 
     Raises:
         ClusterError: There would be no ps, or no worker.
@@ -106,5 +106,5 @@ def count_ps(given: int | None, size: int, *, whole: str) -> int:
 
 
 def task_of(rank: int, num_ps: int) -> TaskId:
-    """Returns which task a launcher's process is: the first are ps, the next is worker 0, the chief."""
+    """Returns the task of a launcher's process: the first processes are ps, the next is worker 0, the chief."""
     return TaskId(PS, rank) if rank < num_ps else TaskId(WORKER, rank - num_ps)

@@ -1,10 +1,9 @@
-"""The flags that say who a task is, and whom it lets in.
+"""The flags that name a task and its cluster.
 
 They are `--job_name`, `--task_index`, `--ps_hosts`, `--worker_hosts`, `--min_workers`, `--transport`, `--secret_file` and
-`--insecure`.
-`sources` calls it with a program's arguments. What always holds: arguments that are not ours come back untouched and in
-order, for the program's own parser, and one that is a misspelling of ours never passes in silence: it would make the
-process another task than the user meant.
+`--insecure`. `sources` calls it with a program's arguments. What always holds: other arguments are returned unchanged and in order, for the
+program's own parser; a misspelling of one of our flags is an error, because the process would otherwise be another task than
+the user meant.
 """
 
 import difflib
@@ -58,18 +57,18 @@ _FLAG = re.compile(rf"{_DASH}{{1,2}}(?P<name>[A-Za-z][\w-]*)(?:=(?P<value>.*))?"
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterFlags:
-    """What the flags said; a flag that was not given is None.
+    """The values of the flags; None for a flag that was not given.
 
     Attributes:
         job_name: As given, without quotes.
         task_index: 0 or more.
         ps_hosts: The entries of the list; ClusterSpec checks them.
-        worker_hosts: Likewise.
+        worker_hosts: The entries of the list, likewise.
         ps: How many of the processes that torchrun or srun has started are ps tasks.
-        min_workers: How many workers must be there for the run to begin, where the others may come and go.
+        min_workers: How many workers the run needs to begin; the others may join and leave.
         transport: One of `TRANSPORTS`.
-        secret_file: Where the cluster's secret is; read by `torchquorum.cluster.secret`.
-        insecure: Whether this task may listen for other hosts without one.
+        secret_file: The file with the cluster's secret; read by `torchquorum.cluster.secret`.
+        insecure: Whether this task may listen for other hosts without a secret.
     """
 
     job_name: str | None = None
@@ -84,20 +83,20 @@ class ClusterFlags:
 
 
 def parse_flags(argv: Sequence[str], *, own: Sequence[str] = ("ps",)) -> tuple[ClusterFlags, list[str]]:
-    """Take the flags of torchquorum out of a program's arguments.
+    """Takes the flags of torchquorum out of a program's arguments.
 
-    Hyphens or underscores, one dash or two, `--flag value` or `--flag=value`; quotes that reached us are forgiven. What
-    follows a bare `--` is left alone.
+    Accepts hyphens or underscores, one dash or two, `--flag value` or `--flag=value`, and stray quotes. Arguments after a
+    bare `--` are left alone.
 
     Args:
         argv: The arguments, without the program's name.
-        own: Names that are not ours here, but the program's; `--ps` is ours only where torchrun or srun leaves it open.
+        own: Names that belong to the program here; `--ps` is ours only under torchrun or srun.
 
     Returns:
-        What the flags said, and the remaining arguments in order.
+        The values of the flags, and the remaining arguments in order.
 
     Raises:
-        FlagError: A flag is misspelt, has no value or one that is not allowed, or is given twice with different values.
+        FlagError: A flag is misspelt, has no value or a wrong one, or is given twice with different values.
     """
     found: dict[str, tuple[Any, str]] = {}
     remaining: list[str] = []
@@ -120,18 +119,18 @@ def parse_flags(argv: Sequence[str], *, own: Sequence[str] = ("ps",)) -> tuple[C
 
 
 def check_transport(text: str, *, label: str) -> str:
-    """Return a transport's name without quotes.
+    """Returns a transport's name without quotes.
 
     Args:
-        text: What was given.
-        label: Who gave it, for the message.
+        text: The given name.
+        label: Its source, for the message.
 
     Raises:
         FlagError: There is no such transport.
     """
     clean = strip_quotes(text)
     if clean not in TRANSPORTS:
-        change = suggest(clean, TRANSPORTS) or "leave it out to have it chosen"
+        change = suggest(clean, TRANSPORTS) or "leave it out to choose it automatically"
         raise FlagError(f"{label}={clean}: must be one of {', '.join(TRANSPORTS)}; {change}")
     return clean
 
@@ -140,30 +139,30 @@ def _refuse_misspelling(token: str, name: str) -> None:
     def similarity(known: str) -> float:
         return difflib.SequenceMatcher(None, name.lower(), known).ratio()
 
-    # `--ps_host` is understood but not recommended.
+    # `--ps_host` is accepted but not recommended.
     best = max((known for known in FIELDS if not known.endswith("_host")), key=similarity)
     if similarity(best) >= _RESEMBLES:
         given = token.partition("=")[0]
         known = ", ".join(f"--{field}" for field in _EXAMPLES)
-        raise FlagError(f"{given}: no such flag, the cluster is given by {known}; did you mean --{best}?")
+        raise FlagError(f"{given}: no such flag; the flags of the cluster are {known}; did you mean --{best}?")
 
 
 def _take_value(name: str, value: str | None, waiting: list[str]) -> str:
-    """Return the value of a flag, taking from `waiting` what belongs to it."""
+    """Returns the value of a flag, taking its parts from `waiting`."""
     if value is None:
         if not waiting or _FLAG.fullmatch(waiting[0]) or waiting[0] == "--":
             came = f"followed by {waiting[0]}" if waiting else "at the end"
             raise FlagError(f"--{name} {came}: must have a value; write for example {_EXAMPLES[FIELDS[name]]}")
         value = waiting.pop(0)
-    # Where single quotes quote nothing (cmd.exe), or nothing was quoted, spaces have cut the value into several.
-    while waiting and not _FLAG.fullmatch(waiting[0]) and _goes_on(name, value, waiting[0]):
+    # cmd.exe does not know single quotes, and some users do not quote: spaces then split the value into several arguments.
+    while waiting and not _FLAG.fullmatch(waiting[0]) and _continues(name, value, waiting[0]):
         value = f"{value} {waiting.pop(0)}"
     if not strip_quotes(value):
         raise FlagError(f"--{name}={value}: must have a value; write for example {_EXAMPLES[FIELDS[name]]}")
     return value
 
 
-def _goes_on(name: str, value: str, following: str) -> bool:
+def _continues(name: str, value: str, following: str) -> bool:
     if value[:1] in tuple(QUOTES) and not (len(value) > 1 and value[-1] in QUOTES):
         return following[-1:] in tuple(QUOTES) or following.endswith((",", ":"))
     if not FIELDS[name].endswith("_hosts"):
@@ -176,15 +175,15 @@ def _goes_on(name: str, value: str, following: str) -> bool:
 def _store(found: dict[str, tuple[Any, str]], name: str, value: object, given: str) -> None:
     earlier, earlier_given = found.setdefault(FIELDS[name], (value, given))
     if earlier != value:
-        raise FlagError(f"{earlier_given} and {given}: must agree, because they say the same thing; keep one of them")
+        raise FlagError(f"{earlier_given} and {given}: must agree; keep one of them")
 
 
 def _read_index(name: str, text: str) -> int:
     clean = strip_quotes(text)
-    # Markdown's bold around a number is how it looks when copied from a page: --task_index=**0**
+    # A number that was copied from a web page may keep Markdown's bold: --task_index=**0**
     if not re.fullmatch(r"[0-9]{1,9}", clean.strip("*")):
         raise FlagError(
-            f"--{name}={clean}: must be a whole number, 0 or more; write the task's place in its job's list of hosts, "
+            f"--{name}={clean}: must be a whole number, 0 or more; give the task's index in its job's list of hosts, "
             f"for example --{name}=0"
         )
     return int(clean.strip("*"))

@@ -1,8 +1,8 @@
-"""The flags of a user's program, beside those that say who a task is.
+"""The flags of a user's program, besides those that name the task.
 
-`tq.join(parser=...)` calls it with the program's own argparse parser, which may declare the cluster's flags too: then they
-are in its `--help`, and their defaults describe a cluster where nobody else does. What always holds: the values that come
-back are those the task really has, whoever gave them, and a flag that nobody knows is an error with a suggestion.
+`tq.join(parser=...)` calls it with the program's own argparse parser, which may declare the cluster's flags too: they then
+appear in its `--help`, and their defaults describe a cluster where no other source does. What always holds: the returned values
+are those of the task, whatever their source; an unknown flag is an error with a suggestion.
 """
 
 import argparse
@@ -19,7 +19,7 @@ _LISTED = 12
 
 
 def own_flags(parser: argparse.ArgumentParser | None) -> list[str]:
-    """Returns the names of ours that are not ours here: `--ps`, if the parser declares it, or nobody would read it."""
+    """Returns the flags that belong to the program here: `--ps`, if its parser declares it, or outside torchrun and srun."""
     declared = [action.dest for action in parser._actions if action.dest == "ps"] if parser is not None else []
     return declared if takes_ps() else ["ps"]
 
@@ -27,23 +27,23 @@ def own_flags(parser: argparse.ArgumentParser | None) -> list[str]:
 def read_program_flags(
     parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[argparse.Namespace, ClusterFlags | None]:
-    """Reads a program's own flags; `--help` prints the parser's help and ends the program, as always.
+    """Reads a program's own flags; `--help` prints the parser's help and ends the program, as usual.
 
     Args:
         parser: The program's parser.
         argv: The program's arguments, without its name.
 
     Returns:
-        The values, and what the parser's defaults say of the cluster, None if they say nothing.
+        The values, and the cluster of the parser's defaults; None if they name none.
 
     Raises:
-        FlagError: A flag is not known, or a default of the parser is not allowed.
+        FlagError: A flag is unknown, or a default of the parser is not allowed.
     """
     own = own_flags(parser)
     names = [name for name in FIELDS if name not in own]
     for action in parser._actions:
         if action.dest in names:
-            action.required = False  # these are read by `parse_flags`, and argparse does not see them
+            action.required = False  # `parse_flags` reads these, so argparse does not see them
     values, unknown = parser.parse_known_args(parse_flags(argv, own=own)[1])
     if unknown:
         raise FlagError(_explain_unknown(parser, unknown[0]))
@@ -52,7 +52,7 @@ def read_program_flags(
 
 
 def fill_in(values: argparse.Namespace, found: Resolved | None) -> None:
-    """Makes the values say who the task is, whether flags, the launcher, TF_CONFIG or the defaults have said it."""
+    """Sets the values of the cluster's flags to those of the task, whatever their source."""
     truth: dict[str, Any] = {"job_name": "worker", "task_index": 0, "ps_hosts": "", "worker_hosts": ""}
     if found is not None:
         cluster = found.cluster.as_dict()
@@ -69,5 +69,5 @@ def _explain_unknown(parser: argparse.ArgumentParser, token: str) -> str:
     if not token.startswith("-"):
         return f"{token}: the program takes no argument without a flag; its flags are {listed}"
     hint = suggest(token.partition("=")[0].lstrip("-"), known)
-    change = hint.replace("mean ", "mean --") if hint else "python program.py --help says what each is for"
-    return f"{token.partition('=')[0]}: no such flag, this program has {listed}; {change}"
+    change = hint.replace("mean ", "mean --") if hint else "python program.py --help explains them"
+    return f"{token.partition('=')[0]}: no such flag; this program has {listed}; {change}"

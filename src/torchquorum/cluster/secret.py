@@ -1,8 +1,8 @@
-"""The secret of a cluster, and whether tasks may do without one.
+"""The secret of a cluster, and whether tasks may run without one.
 
-`sources` reads it for a task, the commands for themselves; `transport` makes keys of it. What always holds: a secret comes
-from a file or from the environment, never from the command line, where every user of the host could read it; no text that
-this module makes, a message or a repr, holds a secret or a part of one.
+Read by `sources` for a task and by the commands; `wire` derives keys from it. What always holds: a secret comes from a file or
+from the environment, never from the command line, where every user of the host could read it; no message and no repr contains
+a secret or a part of it.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from torchquorum.errors import SecretError
 LEAST_CHARACTERS = 32
 MOST_CHARACTERS = 4096
 KEY_BYTES = 32
-MAKE_ONE = "`torchquorum secret --out FILE` makes one"
+MAKE_ONE = "`torchquorum secret --out FILE` creates one"
 ADVICE = (
     f"{MAKE_ONE}; copy the file to every host and give every task --secret-file=FILE (or set {env.SECRET_FILE}), "
-    f"or say --insecure (or {env.INSECURE}=1) on a network where you trust everybody"
+    f"or use --insecure (or {env.INSECURE}=1) on a network where you trust every host"
 )
 
 
 class Secret:
-    """What all tasks of a cluster know and nobody else does; it does not show itself.
+    """The text that only the tasks of a cluster know; never shown.
 
     Args:
         text: The secret.
-        label: Where it comes from, for messages.
+        label: Its source, for messages.
 
     Raises:
-        SecretError: It is too short to be one, or has spaces inside.
+        SecretError: It is too short or too long, or contains spaces.
     """
 
     __slots__ = ("_text",)
@@ -46,15 +46,15 @@ class Secret:
         clean = text.strip()
         if not LEAST_CHARACTERS <= len(clean) <= MOST_CHARACTERS:
             raise SecretError(
-                f"{label} has {len(clean)} characters: a secret has {LEAST_CHARACTERS} to {MOST_CHARACTERS}, so that nobody "
-                f"can guess it; {MAKE_ONE}"
+                f"{label} has {len(clean)} characters: must be {LEAST_CHARACTERS} to {MOST_CHARACTERS}, so that it cannot "
+                f"be guessed; {MAKE_ONE}"
             )
         if re.search(r"\s", clean):
-            raise SecretError(f"{label} has spaces or several lines: a secret is one word; {MAKE_ONE}")
+            raise SecretError(f"{label} has spaces or several lines: must be one word; {MAKE_ONE}")
         self._text = clean
 
     def derive(self, purpose: str) -> bytes:
-        """Returns 32 bytes that only those who know the secret can make; others for every purpose."""
+        """Returns a key of 32 bytes, different for every purpose, that only tasks with the secret can derive."""
         whole = hashlib.blake2b(self._text.encode(), key=b"torchquorum secret", digest_size=64).digest()
         return hashlib.blake2b(purpose.encode(), key=whole, digest_size=KEY_BYTES).digest()
 
@@ -68,17 +68,17 @@ class Secret:
         return "Secret(hidden)"
 
     def __reduce__(self) -> str:
-        raise TypeError("a secret does not travel")
+        raise TypeError("a secret cannot be pickled")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """Who may talk to a task.
+    """Who may connect to a task.
 
     Attributes:
-        secret: Only those who know it; None for everybody who reaches the port.
-        insecure: Whether everybody may come from other hosts, too.
-        note: A line for people: what is odd about where the secret was found, or nothing.
+        secret: Required of every peer; None lets in every peer that reaches the port.
+        insecure: Whether peers without a secret may come from other hosts too.
+        note: A warning about where the secret was found, or empty.
     """
 
     secret: Secret | None = None
@@ -95,32 +95,32 @@ def make_secret() -> str:
 
 
 def write_secret(path: Path) -> None:
-    """Writes a new secret into a new file that only its owner can read.
+    """Writes a new secret to a new file that only its owner can read.
 
     Raises:
-        SecretError: The file is there already, or cannot be written.
+        SecretError: The file exists, or cannot be written.
     """
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:
-        raise SecretError(
-            f"{path}: is there already, and a secret in use is not overwritten; give another name or delete it first"
-        ) from None
+        raise SecretError(f"{path}: already exists, and may be in use; give another name, or delete it first") from None
     except OSError as error:
-        raise SecretError(f"{path}: cannot be written ({error.strerror}); give a file in a folder of yours") from None
+        raise SecretError(
+            f"{path}: cannot be written ({error.strerror}); choose a folder that you can write to"
+        ) from None
     with os.fdopen(fd, "w") as file:
         file.write(make_secret() + "\n")
 
 
 def read_access(secret_file: str | None = None, insecure: bool | None = None) -> Access:
-    """Returns who may talk to the tasks of this process.
+    """Returns who may connect to the tasks of this process.
 
     Args:
-        secret_file: The file with the secret, if a flag or an argument names one; otherwise the environment is asked.
-        insecure: Whether tasks may do without, likewise.
+        secret_file: The file with the secret, if a flag or an argument names one; otherwise the environment is read.
+        insecure: Whether tasks may run without a secret, likewise.
 
     Raises:
-        SecretError: The file cannot be read, or what is in it is no secret.
+        SecretError: The file cannot be read, or holds no valid secret.
     """
     open_to_all = env.insecure() if insecure is None else insecure
     text, path = env.secret(), secret_file or env.secret_file()
@@ -144,7 +144,7 @@ def _read(path: Path) -> tuple[Secret, str]:
             f"the secret file {path} cannot be read ({error.strerror}); {MAKE_ONE}, or copy it from another host"
         ) from None
     try:
-        text = raw.decode("utf-8-sig")  # some editors put a mark in front
+        text = raw.decode("utf-8-sig")  # some editors write a byte order mark
     except UnicodeDecodeError:
         raise SecretError(f"the secret file {path} does not hold text; {MAKE_ONE}") from None
     open_to_others = stat.S_ISREG(about.st_mode) and about.st_mode & (stat.S_IROTH | stat.S_IWOTH)

@@ -1,6 +1,6 @@
-"""Ctrl-C and SIGTERM during a run: the first asks for a good end, the second ends at once.
+"""Ctrl-C and SIGTERM during a run: the first requests a clean end, the second ends the process at once.
 
-Installed by a session or a ps task on the main thread, and taken out again when that ends.
+Installed by a session or a ps task on the main thread, and removed when it ends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 
 class Signals:
-    """Whether a signal has asked to stop. `say` prints a line for people, with what is going to happen."""
+    """Records whether a signal has asked to stop; `say` then prints `what` will happen."""
 
     def __init__(self, say: Callable[[str], None], what: str) -> None:
         self._say, self._what = say, what
@@ -21,13 +21,13 @@ class Signals:
         self.asked = False
 
     def install(self) -> None:
-        """Takes SIGINT and SIGTERM over; elsewhere than on the main thread it does nothing."""
+        """Handles SIGINT and SIGTERM from now on; does nothing on other threads than the main one."""
         if threading.current_thread() is threading.main_thread():
             for name in (signal.SIGINT, signal.SIGTERM):
                 self._before[name] = signal.signal(name, self._handle)
 
     def remove(self) -> None:
-        """Gives them back."""
+        """Restores the earlier handlers."""
         for name, handler in self._before.items():
             signal.signal(name, handler)
         self._before.clear()
@@ -36,4 +36,4 @@ class Signals:
         if self.asked:
             raise KeyboardInterrupt
         self.asked = True
-        self._say(f"{signal.Signals(number).name}: {self._what}; once more ends at once")
+        self._say(f"{signal.Signals(number).name}: {self._what}; a second signal ends at once")

@@ -1,8 +1,8 @@
-"""Slurm: a cluster from the variables that `srun` gives to each of its tasks.
+"""Slurm: the cluster from the variables that `srun` sets for each of its tasks.
 
-Called by `sources`. What always holds: the first tasks are ps and the next is worker 0, the chief; every task computes the
-same addresses from the same variables, without asking anybody; two steps on one host have different ports unless there
-are hundreds of them; and a variable that contradicts another is an error that names both.
+Called by `environment`. What always holds: the first tasks are ps and the next is worker 0, the chief; every task computes the
+same addresses from the same variables, without communication; two steps on one host have different ports unless there are
+hundreds of them; a variable that contradicts another is an error that names both.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from torchquorum.errors import ClusterError
 
 SOURCE = "SLURM_*"
 MAX_HOSTS = 65536
-# Below the ports that systems hand out by themselves, and above the well-known ones: 190 jobs of 64 ports.
+# Below the ephemeral ports and above the well-known ones: 190 jobs of 64 ports.
 FIRST_PORT, JOBS, STRIDE = 20000, 190, 64
 _NODELIST = "must be a list of hosts as Slurm writes it, such as n[1-3,07],gpu-a"
 
 
 def is_step(variables: Mapping[str, str]) -> bool:
-    """Whether the variables are those of a task of srun, and not of a batch script or a shell, which are no task."""
+    """Whether the variables are those of a task of srun, not of a batch script or a shell."""
     if "SLURM_PROCID" not in variables:
         return False
     return any(name.startswith("SLURM_STEP_") for name in variables) or variables.get("ENVIRONMENT") != "BATCH"
 
 
 def read_slurm(variables: Mapping[str, str], given_ps: int | None) -> Finding | None:
-    """Returns the cluster of a step of srun, or None where the step has one task, which trains alone.
+    """Returns the cluster of a step of srun, or None for a step with a single task, which trains alone.
 
     Args:
-        variables: Those whose names begin with SLURM.
-        given_ps: What `--ps` said.
+        variables: The variables whose names begin with SLURM.
+        given_ps: The value of `--ps`.
 
     Raises:
-        ClusterError: A variable is missing, or broken, or contradicts another.
+        ClusterError: A variable is missing or not valid, or contradicts another.
     """
     counted = next(
         (n for n in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS") if n in variables), "SLURM_NTASKS"
@@ -50,9 +50,9 @@ def read_slurm(variables: Mapping[str, str], given_ps: int | None) -> Finding | 
         return None
     num_ps = count_ps(given_ps, size, whole=f"{counted}={size}")
     nodes, places = _places(variables, size, counted)
-    _check_own_place(variables, rank, nodes, places)
+    _check_own_position(variables, rank, nodes, places)
     base = _base_port(variables)
-    # Tasks of one host need no name service, nor a way through the host's firewall.
+    # On a single host, loopback needs no name service and no open firewall.
     hosts = [nodes[node] if len(nodes) > 1 else "127.0.0.1" for node, _ in places]
     addresses = [f"{host}:{base + local}" for host, (_, local) in zip(hosts, places, strict=True)]
     job = variables.get("SLURM_JOB_ID") or variables.get("SLURM_JOBID")
@@ -81,7 +81,7 @@ def expand_hosts(text: str, *, label: str) -> list[str]:
 
 
 def _split(text: str, label: str) -> list[str]:
-    """Splits at the commas that stand outside of brackets."""
+    """Splits at the commas outside of brackets."""
     parts, depth, start = [], 0, 0
     for position, letter in enumerate(text):
         depth += (letter == "[") - (letter == "]")
@@ -105,7 +105,7 @@ def _expand(part: str, text: str, label: str) -> list[str]:
         match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", item.strip())
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
         if match is None or not 0 <= last - first < MAX_HOSTS:
-            raise ClusterError(f"{label}={text[:80]}: {_NODELIST}; {item!r} is no number and no range of numbers")
+            raise ClusterError(f"{label}={text[:80]}: {_NODELIST}; {item!r} is neither a number nor a range of numbers")
         numbers += [f"{number:0{len(match[1])}d}" for number in range(first, last + 1)]
     found = [before + number + end for number in numbers for end in _expand(after, text, label)]
     if len(found) > MAX_HOSTS:
@@ -131,7 +131,7 @@ def expand_counts(text: str, *, label: str) -> list[int]:
 
 
 def _places(variables: Mapping[str, str], size: int, counted: str) -> tuple[list[str], list[tuple[int, int]]]:
-    """Returns the nodes, and for each task its node's number and its own number there."""
+    """Returns the nodes, and for each task the index of its node and its index there."""
     names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
     listed = next((name for name in names if name in variables), None)
     if listed is None:
@@ -145,7 +145,7 @@ def _places(variables: Mapping[str, str], size: int, counted: str) -> tuple[list
     counts = expand_counts(variables[spread], label=spread) if spread is not None else [size]
     if len(counts) != len(nodes):
         raise ClusterError(
-            f"{spread}={variables.get(spread or '', '')} is about {len(counts)} nodes and {listed}={variables[listed]} has "
+            f"{spread}={variables.get(spread or '', '')} describes {len(counts)} nodes and {listed}={variables[listed]} has "
             f"{len(nodes)}: they must agree; unset both outside srun"
         )
     if sum(counts) != size:
@@ -156,7 +156,7 @@ def _places(variables: Mapping[str, str], size: int, counted: str) -> tuple[list
 
 
 def _distribute(how: str, counts: list[int]) -> list[tuple[int, int]]:
-    """Returns each task's node and its number there, for Slurm's `block` and `cyclic` ways to deal out tasks."""
+    """Returns each task's node and its index there, for Slurm's distributions `block` and `cyclic`."""
     kind = re.split(r"[:,]", how.lower())[0]
     if kind == "cyclic":
         return [(node, local) for local in range(max(counts)) for node, count in enumerate(counts) if local < count]
@@ -164,24 +164,26 @@ def _distribute(how: str, counts: list[int]) -> list[tuple[int, int]]:
         return [(node, local) for node, count in enumerate(counts) for local in range(count)]
     raise ClusterError(
         f"SLURM_DISTRIBUTION={how}: must be block or cyclic, because addresses are computed from it; "
-        "give srun --distribution=block, or name the cluster by TF_CONFIG"
+        "give srun --distribution=block, or describe the cluster in TF_CONFIG"
     )
 
 
-def _check_own_place(variables: Mapping[str, str], rank: int, nodes: list[str], places: list[tuple[int, int]]) -> None:
-    """Refuses variables that put this very task elsewhere than computed: then the others would be elsewhere too."""
+def _check_own_position(
+    variables: Mapping[str, str], rank: int, nodes: list[str], places: list[tuple[int, int]]
+) -> None:
+    """Refuses variables that contradict the computed position of this task: then the others would be wrong too."""
     node, local = places[rank]
     for name, due in (("SLURM_LOCALID", local), ("SLURM_NODEID", node)):
         if name in variables and read_number(variables, name) != due:
             raise ClusterError(
                 f"{name}={variables[name]}: must be {due} for SLURM_PROCID={rank} by the other variables of Slurm; "
-                "give srun --distribution=block, or name the cluster by TF_CONFIG"
+                "give srun --distribution=block, or describe the cluster in TF_CONFIG"
             )
     own = variables.get("SLURMD_NODENAME")
     if own is not None and own != nodes[node]:
         raise ClusterError(
             f"SLURMD_NODENAME={own}: must be {nodes[node]} for SLURM_PROCID={rank} by the other variables of Slurm; "
-            "give srun --distribution=block, or name the cluster by TF_CONFIG"
+            "give srun --distribution=block, or describe the cluster in TF_CONFIG"
         )
 
 

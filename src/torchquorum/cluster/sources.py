@@ -1,9 +1,9 @@
-"""Where a task learns who it is: the program's arguments, flags, the environment, the program's defaults.
+"""Finds out which task this process is: from the program's arguments, flags, the environment, or the program's defaults.
 
-`tq.join` and the CLI call `resolve`; the launcher calls `launcher_task` for each task it starts. `environment` has the
-sources of the environment. What always holds: an earlier source wins, the cluster and the task are each taken from one
-source whole, a source that is not needed is not read, a task that is half described is an error, never a guess, and
-`Resolved.why` says who won and who was passed over.
+`tq.join` and the CLI call `resolve`; the launcher calls `launcher_task` for each task it starts. `environment` reads the
+sources in the environment. What always holds: an earlier source wins; the cluster comes whole from one source, and so does the
+task; a source that is not needed is not read; a half described task is an error, never a guess; `Resolved.why` names the source
+that won and those that were not used.
 """
 
 import sys
@@ -14,30 +14,30 @@ import msgspec
 
 from torchquorum import env
 from torchquorum.cluster.environment import WHY, Environment, LauncherTask, read_environment, sources_set, takes_ps
-from torchquorum.cluster.finding import Finding, Meeting
+from torchquorum.cluster.finding import Finding, Rendezvous
 from torchquorum.cluster.flags import EXAMPLE, IDENTITY, ClusterFlags, check_transport, parse_flags
 from torchquorum.cluster.secret import OPEN, Access, read_access
 from torchquorum.cluster.spec import EVALUATOR, ClusterSpec, JobAddresses, TaskId
 from torchquorum.errors import ClusterError, FlagError
 
-# Exchanges addresses where tasks do not know each other's: the cluster, and a listening socket for this task's address.
-Meet = Callable[[Meeting], tuple[ClusterSpec, int]]
+# Exchanges the tasks' addresses; returns the cluster, and a listening socket for this task's address.
+Meet = Callable[[Rendezvous], tuple[ClusterSpec, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Resolved:
-    """Who this task is, and who the others are.
+    """This task and its cluster.
 
     Attributes:
         cluster: All tasks.
         task: This one.
         transport: `auto`, `shm` or `tcp`.
-        source: Where it was found: `arguments`, `flags`, `launcher`, `TF_CONFIG`, `CLUSTER_SPEC`, `torchrun`, `SLURM_*`,
+        source: Where it comes from: `arguments`, `flags`, `launcher`, `TF_CONFIG`, `CLUSTER_SPEC`, `torchrun`, `SLURM_*`,
             `defaults`, or two joined by `and`.
         remaining: The program's arguments without our flags, in order.
-        listen_fd: An open listening socket for this task's address, of the launcher or of the exchange, or None.
-        access: Who may talk to this task, and the secret with which it talks to others.
-        why: One line that says where the cluster is from, and which sources were set and not used.
+        listen_fd: An open listening socket for this task's address, from the launcher or the exchange, or None.
+        access: The cluster's secret, if it has one.
+        why: One line: where the cluster comes from, and which sources were set and not used.
     """
 
     cluster: ClusterSpec
@@ -50,96 +50,123 @@ class Resolved:
     why: str = field(default="", compare=False)
 
 
+@dataclass(frozen=True, kw_only=True)
+class TaskArguments:
+    """What the program itself says about its task; None leaves it to the other sources.
+
+    Attributes:
+        cluster: All tasks.
+        job_name: This task's job.
+        task_index: This task's index.
+        transport: `auto`, `shm` or `tcp`.
+        secret_file: The file with the cluster's secret.
+        insecure: Whether the task may listen for other hosts without a secret.
+        min_workers: How many workers the run needs to begin; the others may join and leave.
+    """
+
+    cluster: ClusterSpec | Mapping[str, JobAddresses] | None = None
+    job_name: str | None = None
+    task_index: int | None = None
+    transport: str | None = None
+    secret_file: str | None = None
+    insecure: bool | None = None
+    min_workers: int | None = None
+
+    def names_all(self, flags: ClusterFlags) -> bool:
+        """Whether arguments and flags together describe the task, so that no other source is needed."""
+        filled = self.filled_from(flags)
+        hosts = self.cluster is not None or (flags.ps_hosts is not None and flags.worker_hosts is not None)
+        return hosts and filled.job_name is not None and filled.task_index is not None
+
+    def filled_from(self, flags: ClusterFlags) -> "TaskArguments":
+        """Returns the arguments, with the flags' values where the program says nothing."""
+        names = [f.name for f in fields(self) if f.name != "cluster" and getattr(self, f.name) is None]
+        return replace(self, **{name: getattr(flags, name) for name in names})
+
+
 def resolve(
     argv: Sequence[str] | None = None,
-    cluster: ClusterSpec | Mapping[str, JobAddresses] | None = None,
-    job_name: str | None = None,
-    task_index: int | None = None,
-    transport: str | None = None,
-    defaults: ClusterFlags | None = None,
-    secret_file: str | None = None,
-    insecure: bool | None = None,
+    arguments: TaskArguments | None = None,
     *,
+    defaults: ClusterFlags | None = None,
     meet: Meet | None = None,
     own: Sequence[str] = (),
-    min_workers: int | None = None,
 ) -> Resolved | None:
-    """Find out who this task is.
+    """Finds out which task this process is.
 
     Args:
         argv: The program's arguments without its name; None takes those of this process.
-        cluster: The tasks, where the program knows them.
-        job_name: This task's job, likewise.
-        task_index: This task's index, likewise.
-        transport: `auto`, `shm` or `tcp`, likewise.
-        defaults: What a flag says that was not given, where the environment says nothing.
-        secret_file: Where the secret is, where the program knows it.
-        insecure: Whether the task may do without one, likewise.
-        meet: Exchanges the addresses of tasks that torchrun has started.
+        arguments: What the program itself says; it wins over every other source.
+        defaults: Values for missing flags, used where the environment names no cluster.
+        meet: Exchanges the addresses of tasks that torchrun or srun has started.
         own: Flags that belong to the program although they have the name of one of ours.
-        min_workers: How many workers must be there for the run to begin, where the others may come and go.
 
     Returns:
         The task and its cluster, or None where no source names one.
 
     Raises:
         FlagError: A flag is misspelt or not allowed, or the task is only half described.
-        ClusterError: The cluster or the task is not what it has to be.
-        SecretError: There is no secret where one was said to be.
+        ClusterError: The cluster or the task is not valid.
+        SecretError: The secret cannot be read.
     """
-    own = own if takes_ps() else (*own, "ps")  # elsewhere `--ps` is the program's own, or nobody's
-    given, remaining = parse_flags(sys.argv[1:] if argv is None else argv, own=own)
-    whole = {"job_name": job_name, "task_index": task_index, "ps_hosts": cluster, "worker_hosts": cluster}
-    complete = all(value is not None or getattr(given, name) is not None for name, value in whole.items())
-    seen = Environment(unused=tuple(sources_set())) if complete else read_environment(given.ps)
+    arguments = TaskArguments() if arguments is None else arguments
+    own = own if takes_ps() else (*own, "ps")  # elsewhere `--ps` belongs to the program
+    flags, remaining = parse_flags(sys.argv[1:] if argv is None else argv, own=own)
+    seen = _read_environment(arguments, flags)
     finding = seen.finding
-    if complete and given.ps is not None:
-        raise FlagError(f"--ps={given.ps}: says how many tasks of torchrun or srun are ps; --ps_hosts says it here")
-    flags, by_flags = (given, "flags") if finding is not None else _fill_in(given, defaults)
-    job = flags.job_name if job_name is None else job_name
-    index = flags.task_index if task_index is None else task_index
-    spec = _read_cluster(cluster, flags, flags.min_workers if min_workers is None else min_workers)
-    _refuse_half(flags, spec=spec, job=job, index=index, finding=finding)
+    flags, by_flags = (flags, "flags") if finding is not None else _fill_in(flags, defaults)
+    asked = arguments.filled_from(flags)
+    spec = _read_cluster(asked.cluster, flags, asked.min_workers)
+    _refuse_half(flags, asked, has_cluster=spec is not None, finding=finding)
 
-    sources: list[str] = []
-    listen_fd = finding.listen_fd if finding is not None else None
+    # The cluster comes whole from one source.
+    listen_fd: int | None = None
     if spec is not None:
-        sources.append(by_flags if cluster is None else "arguments")
+        cluster_source = by_flags if asked.cluster is None else "arguments"
     elif finding is not None:
         spec, listen_fd = _cluster_of(finding, meet)
-        if flags.min_workers is not None or min_workers is not None:
-            spec = ClusterSpec(spec.as_dict(), min_workers=flags.min_workers if min_workers is None else min_workers)
-        sources.append(finding.source)
+        if asked.min_workers is not None:
+            spec = ClusterSpec(spec.as_dict(), min_workers=asked.min_workers)
+        cluster_source = finding.source
     else:
         return None
-    if job is not None and index is not None:
-        task = spec.find_task(job, check_index(index))
-        sources.append("arguments" if job_name is not None or task_index is not None else by_flags)
+    # So does the task; both may come from different sources.
+    if asked.job_name is not None and asked.task_index is not None:
+        task = spec.find_task(asked.job_name, check_index(asked.task_index))
+        named = arguments.job_name is not None or arguments.task_index is not None
+        task_source = "arguments" if named else by_flags
     else:
         assert finding is not None
-        task = finding.task
+        task, task_source = finding.task, finding.source
         if task.job != EVALUATOR:
             spec.check_task(task)
-        sources.append(finding.source)
-    inherited = finding is not None and set(sources) == {finding.source}
-    source = " and ".join(dict.fromkeys(sources))
+    inherited = finding is not None and cluster_source == task_source == finding.source
+    source = " and ".join(dict.fromkeys((cluster_source, task_source)))
     return Resolved(
         cluster=spec,
         task=task,
-        transport=_choose_transport(transport, flags, finding),
+        transport=_choose_transport(arguments.transport, flags, finding),
         source=source,
         remaining=remaining,
         listen_fd=listen_fd if inherited else None,
         why=explain(source, spec, seen, about=finding.about if inherited and finding is not None else ""),
-        access=read_access(
-            flags.secret_file if secret_file is None else secret_file,
-            flags.insecure if insecure is None else insecure,
-        ),
+        access=read_access(asked.secret_file, asked.insecure),
     )
 
 
+def _read_environment(arguments: TaskArguments, flags: ClusterFlags) -> Environment:
+    """Reads the environment, unless arguments and flags already describe the task."""
+    if not arguments.names_all(flags):
+        return read_environment(flags.ps)
+    if flags.ps is not None:
+        raise FlagError(
+            f"--ps={flags.ps}: is the number of ps tasks among those of torchrun or srun; here --ps_hosts lists them"
+        )
+    return Environment(unused=tuple(sources_set()))
+
+
 def explain(source: str, cluster: ClusterSpec, seen: Environment, *, about: str = "") -> str:
-    """Returns the line that says where the cluster is from, and what was set in the environment and not used."""
+    """Returns one line: where the cluster comes from, and which sources of the environment were not used."""
     ps, workers = cluster.num_tasks("ps"), cluster.num_tasks("worker")
     counts = f"{ps + workers} tasks: {ps} ps, {workers} worker{'s' if workers > 1 else ''}"
     line = f"cluster from {source} ({', '.join(filter(None, (about, counts)))})"
@@ -155,28 +182,28 @@ def explain(source: str, cluster: ClusterSpec, seen: Environment, *, about: str 
 
 
 def _cluster_of(finding: Finding, meet: Meet | None) -> tuple[ClusterSpec, int | None]:
-    """Returns the cluster of a source, where need be by meeting the other tasks, and the socket of this task."""
+    """Returns the cluster of a source, exchanging addresses if needed, and the socket of this task."""
     if finding.cluster is not None:
         return finding.cluster, finding.listen_fd
-    assert finding.meeting is not None
+    assert finding.rendezvous is not None
     if meet is None:
         raise ClusterError(
-            f"{finding.source} started this process, and its tasks exchange their addresses when they join: ask one of them"
+            f"{finding.source} started this process; its tasks know each other's addresses only after they have joined"
         )
-    return meet(finding.meeting)
+    return meet(finding.rendezvous)
 
 
 def launcher_task(cluster: ClusterSpec, task: TaskId, transport: str = "auto", listen_fd: int | None = None) -> str:
-    """Return what the launcher puts into TORCHQUORUM_TASK for the task it starts.
+    """Returns the value of TORCHQUORUM_TASK for a task that the launcher starts.
 
     Args:
         cluster: All tasks.
-        task: The one that is started.
+        task: The task that is started.
         transport: `auto`, `shm` or `tcp`.
         listen_fd: A listening socket that the task inherits, bound to its address.
 
     Raises:
-        ClusterError: The task is not one of the cluster.
+        ClusterError: The cluster has no such task.
         FlagError: There is no such transport.
     """
     cluster.check_task(task)
@@ -192,18 +219,18 @@ def launcher_task(cluster: ClusterSpec, task: TaskId, transport: str = "auto", l
 
 
 def check_index(index: int) -> int:
-    """Return a task's index as it is.
+    """Returns a task's index, unchanged.
 
     Raises:
         ClusterError: It is not a whole number.
     """
     if isinstance(index, bool) or not isinstance(index, int):
-        raise ClusterError(f"task_index={index!r}: must be a whole number, 0 or more; give the task's place in its job")
+        raise ClusterError(f"task_index={index!r}: must be a whole number, 0 or more; give the task's index in its job")
     return index
 
 
 def _fill_in(given: ClusterFlags, defaults: ClusterFlags | None) -> tuple[ClusterFlags, str]:
-    """Return the flags with the program's defaults for what is missing, and who has spoken."""
+    """Returns the flags with the program's defaults for missing ones, and the name of this source."""
     if defaults is None:
         return given, "flags"
     missing = {f.name: getattr(defaults, f.name) for f in fields(given) if getattr(given, f.name) is None}
@@ -228,15 +255,13 @@ def _read_cluster(
     return ClusterSpec({"ps": flags.ps_hosts, "worker": flags.worker_hosts}, min_workers=min_workers)
 
 
-def _refuse_half(
-    flags: ClusterFlags, *, spec: ClusterSpec | None, job: str | None, index: int | None, finding: Finding | None
-) -> None:
-    """Refuse a task that is named in part, where no other source completes it."""
-    hosts_missing = [name for name in ("ps_hosts", "worker_hosts") if spec is None and getattr(flags, name) is None]
-    task_missing = [name for name, value in (("job_name", job), ("task_index", index)) if value is None]
+def _refuse_half(flags: ClusterFlags, asked: TaskArguments, *, has_cluster: bool, finding: Finding | None) -> None:
+    """Refuses a task that is named in part, where no other source completes it."""
+    hosts_missing = [n for n in ("ps_hosts", "worker_hosts") if not has_cluster and getattr(flags, n) is None]
+    task_missing = [n for n in ("job_name", "task_index") if getattr(asked, n) is None]
     if len(hosts_missing) == len(task_missing) == 2:
         return
-    # Two sources never share the description of one thing: half a task from flags and half from TF_CONFIG is nobody.
+    # Two sources never share one description: half a task from flags and half from TF_CONFIG is an error.
     missing = [name for half in (task_missing, hosts_missing) if len(half) == 1 or finding is None for name in half]
     if not missing:
         return
@@ -256,7 +281,7 @@ def _choose_transport(explicit: str | None, flags: ClusterFlags, finding: Findin
         return check_transport(explicit, label="transport")
     if flags.transport is not None:
         return flags.transport
-    # `auto` of the launcher is no choice, so it leaves room for the environment's.
+    # The launcher's `auto` is no choice, so the environment variable may still choose.
     if finding is not None and finding.transport not in (None, "auto"):
         return finding.transport
     chosen = env.transport()

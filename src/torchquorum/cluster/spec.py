@@ -1,8 +1,8 @@
-"""Who exists: the tasks of a cluster and their addresses.
+"""The tasks of a cluster and their addresses.
 
-`sources` builds a `ClusterSpec` from what a user gave; everything above reads it. What always holds for it: its jobs
-are `ps` and `worker`, each with at least one task, indices run from 0 without gaps, every address is a clean
-`host:port` and no two tasks share one. A `chief` (or `master`) job has become worker 0; an `evaluator` job is left out.
+`sources` builds a `ClusterSpec` from the user's description; all layers above read it. What always holds for it: its jobs are
+`ps` and `worker`, each with at least one task; indices run from 0 without gaps; every address is a clean `host:port`, and no
+two tasks share one. A `chief` (or `master`) job becomes worker 0; an `evaluator` job is left out.
 """
 
 import difflib
@@ -23,7 +23,7 @@ JobAddresses = str | Sequence[str] | Mapping[int, str] | Mapping[str, str]
 _CHIEF_JOBS = ("chief", "master")
 _JOBS_ACCEPTED = (*JOBS, *_CHIEF_JOBS, EVALUATOR)
 
-# Straight and typographic quotes, back quotes and guillemets: what shells, blogs and word processors leave behind.
+# Straight and typographic quotes, back quotes and guillemets: left by shells, web pages and word processors.
 QUOTES = "'\"`\u2018\u2019\u201a\u201b\u201c\u201d\u201e\u201f\u00b4\u00ab\u00bb\u2039\u203a"
 
 _TASK_NAME = re.compile(r"/?job:(?P<job>[A-Za-z][A-Za-z0-9_]*)(?:/replica:[0-9]+)?/task:(?P<index>[0-9]{1,9})/?")
@@ -37,7 +37,7 @@ class TaskId:
     """One process of the cluster; `str()` gives its name, `/job:ps/task:0`.
 
     Attributes:
-        job: `ps` or `worker`; or `evaluator`, which stands outside of the cluster.
+        job: `ps` or `worker`; or `evaluator`, which is not part of the cluster.
         index: Which task of the job, from 0.
     """
 
@@ -58,7 +58,7 @@ class TaskId:
 
     @classmethod
     def parse(cls, name: str) -> "TaskId":
-        """Read a task's name, `/job:worker/task:1` or `/job:worker/replica:0/task:1`.
+        """Reads a task's name, `/job:worker/task:1` or `/job:worker/replica:0/task:1`.
 
         Raises:
             ClusterError: The text is not a task's name.
@@ -66,20 +66,20 @@ class TaskId:
         match = _TASK_NAME.fullmatch(strip_quotes(name))
         if match is None:
             raise ClusterError(
-                f"task name {name!r}: must look like /job:worker/task:1; write the job and the index that way"
+                f"task name {name!r}: must look like /job:worker/task:1; give the job and the index in this form"
             )
         return cls(match["job"], int(match["index"]))
 
 
 class ClusterSpec:
-    """The tasks of a cluster and their addresses; it does not change and can be compared and hashed.
+    """The tasks of a cluster and their addresses; immutable, comparable and hashable.
 
     Args:
-        cluster: For each job its addresses: a sequence, a mapping from index to address, or one text with commas.
+        cluster: The addresses of each job: a sequence, a mapping from index to address, or one text with commas.
             Besides `ps` and `worker` it may have `chief` or `master`, one task that becomes worker 0 and moves the
             others up by one, and `evaluator`, which is left out.
-        min_workers: How many of the workers must be there for a run to begin, where the others may come and go; None
-            where all of them belong to the run.
+        min_workers: How many workers a run needs to begin; the others may join and leave. None if all of them belong to
+            the run.
 
     Raises:
         ClusterError: A job, an index or an address is not allowed, or there is no ps or no worker.
@@ -113,12 +113,12 @@ class ClusterSpec:
 
     @property
     def min_workers(self) -> int:
-        """How many workers must be there for a run to begin; fewer than there are where workers may come and go."""
+        """How many workers a run needs to begin; fewer than the cluster has if workers may join and leave."""
         return self._min_workers
 
     @property
     def elastic(self) -> bool:
-        """Whether workers may come and go: then one that is absent is nobody's concern."""
+        """Whether workers may join and leave."""
         return self._min_workers < len(self._addresses[WORKER])
 
     @property
@@ -137,7 +137,7 @@ class ClusterSpec:
         return self.tasks(WORKER)
 
     def num_tasks(self, job: str) -> int:
-        """Return how many tasks a job has.
+        """Returns the number of tasks of a job.
 
         Raises:
             ClusterError: There is no such job.
@@ -145,7 +145,7 @@ class ClusterSpec:
         return len(self._addresses[self._check_job(job)])
 
     def tasks(self, job: str) -> tuple[TaskId, ...]:
-        """Return the tasks of a job in order.
+        """Returns the tasks of a job in order.
 
         Raises:
             ClusterError: There is no such job.
@@ -153,7 +153,7 @@ class ClusterSpec:
         return tuple(TaskId(job, index) for index in range(self.num_tasks(job)))
 
     def address(self, task: TaskId) -> str:
-        """Return the address of a task, `host:port`; an IPv6 host stands in brackets.
+        """Returns the address of a task, `host:port`; an IPv6 host is in brackets.
 
         Raises:
             ClusterError: There is no such task.
@@ -162,7 +162,7 @@ class ClusterSpec:
         return self._addresses[task.job][task.index]
 
     def check_task(self, task: TaskId) -> None:
-        """Make sure that a task is one of this cluster.
+        """Checks that a task belongs to this cluster.
 
         Raises:
             ClusterError: There is no such task.
@@ -172,10 +172,10 @@ class ClusterSpec:
             raise ClusterError(_explain_index(task.job, task.index, count))
 
     def find_task(self, job: str, index: int) -> TaskId:
-        """Return the task that a user means by a job and an index of the cluster as it was given.
+        """Returns the task for a job and an index as the user numbers them.
 
-        They are the same as here unless the cluster was given with a chief: that one is worker 0 and worker i is i + 1. An
-        evaluator is no task of the cluster, which need not list it: it follows the run from outside.
+        They are the same as here unless the cluster was given with a chief: the chief is worker 0 and worker i is i + 1. An
+        evaluator is not part of the cluster, which need not list it: it follows the run from outside.
 
         Raises:
             ClusterError: There is no such task.
@@ -197,17 +197,15 @@ class ClusterSpec:
         return TaskId(job, index + shift)
 
     def as_dict(self) -> dict[str, list[str]]:
-        """Return the addresses of each job, a chief as worker 0; `ClusterSpec` of it has the same tasks."""
+        """Returns the addresses of each job, a chief as worker 0; `ClusterSpec` of the result has the same tasks."""
         return {job: list(addresses) for job, addresses in self._addresses.items()}
 
     def _check_job(self, job: str) -> str:
         if job in self._addresses:
             return job
         allowed = [*JOBS, self._chief_job] if self._chief_job else [*JOBS]
-        if job in _CHIEF_JOBS:
-            change = "the chief is worker 0: say job 'worker' and index 0"
-        else:
-            change = suggest(job, allowed) or "name one of them"
+        chief = "the chief is worker 0: use job 'worker' and index 0"
+        change = chief if job in _CHIEF_JOBS else suggest(job, allowed) or "use one of them"
         raise ClusterError(f"job {job!r}: this cluster has the jobs {join_words(allowed)}; {change}")
 
     def __eq__(self, other: object) -> bool:
@@ -224,9 +222,9 @@ class ClusterSpec:
 
 
 def split_addresses(text: str) -> list[str]:
-    """Split a list of addresses, `host:port,host:port`, into its entries, which are cleaned but not checked.
+    """Splits a list of addresses, `host:port,host:port`, into its entries, cleaned but not checked.
 
-    Quotes around the list or an entry, brackets around the list, spaces and a last comma are forgiven.
+    Quotes around the list or an entry, brackets around the list, spaces and a trailing comma are accepted.
     """
     text = _strip_list_brackets(strip_quotes(text))
     entries = [strip_quotes(entry) for entry in text.split(",")]
@@ -236,12 +234,12 @@ def split_addresses(text: str) -> list[str]:
 
 
 def parse_address(text: str, *, label: str) -> str:
-    """Return an address as a clean `host:port`.
+    """Returns an address as a clean `host:port`.
 
-    Quotes, spaces around the parts and a `grpc://` or `tcp://` in front are forgiven.
+    Quotes, spaces around the parts and a prefix `grpc://` or `tcp://` are accepted.
 
     Args:
-        text: What was given.
+        text: The given address.
         label: Whose address it is, for the message.
 
     Raises:
@@ -264,18 +262,18 @@ def parse_address(text: str, *, label: str) -> str:
 
 
 def strip_quotes(text: str) -> str:
-    """Take spaces and quotes of any kind, straight or typographic, from both ends of a text."""
+    """Removes spaces and quotes of any kind, straight or typographic, from both ends of a text."""
     return text.strip(QUOTES + " \t\r\n\u00a0")
 
 
 def suggest(word: str, known: Iterable[str]) -> str | None:
-    """Return `did you mean ...?` with the known word that a misspelt one resembles, or None."""
+    """Returns `did you mean ...?` with the known word that resembles a misspelt one, or None."""
     close = difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=0.5)
     return f"did you mean {close[0]}?" if close else None
 
 
 def join_words(words: Sequence[str]) -> str:
-    """Join words as a sentence does: `ps, worker and chief`."""
+    """Joins words: `ps, worker and chief`."""
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
@@ -317,7 +315,7 @@ def _list_addresses(job: str, addresses: JobAddresses) -> list[str]:
         entries = _list_by_index(job, addresses)
     elif isinstance(addresses, Sequence):
         entries = list(addresses)
-        # A one-element list that holds the whole text is what `[FLAGS.worker_hosts]` gives.
+        # `[FLAGS.worker_hosts]` is a list with one element that holds the whole text.
         if len(entries) == 1 and isinstance(entries[0], str):
             entries = split_addresses(entries[0])
     else:
@@ -350,7 +348,7 @@ def _list_by_index(job: str, addresses: Mapping[int, str] | Mapping[str, str]) -
     if sorted(by_index) != list(range(len(by_index))):
         raise ClusterError(
             f"indices {sorted(by_index)} of job {job!r}: must run from 0 without gaps, "
-            f"because the rule counts every task; list all {max(by_index) + 1} tasks"
+            f"because every task counts; list all {max(by_index) + 1} tasks"
         )
     return [by_index[index] for index in range(len(by_index))]
 
@@ -382,7 +380,7 @@ def _is_ipv6(text: str) -> bool:
         ipaddress.IPv6Address(text)
     except ValueError:
         return False
-    return "]" not in text  # which the standard library would take for a part of the scope, after a %
+    return "]" not in text  # the standard library takes it as part of the scope, after a %
 
 
 def _parse_host(host: str, port: str, given: str) -> str:
@@ -390,7 +388,7 @@ def _parse_host(host: str, port: str, given: str) -> str:
     if host.startswith("[") and host.endswith("]") and _is_ipv6(host[1:-1]):
         return host
     if _is_ipv6(host):
-        raise ClusterError(f"{given}: an IPv6 host must stand in brackets; write [{host}]:{port}")
+        raise ClusterError(f"{given}: an IPv6 host must be in brackets; write [{host}]:{port}")
     if not host:
         raise ClusterError(f"{given}: must be host:port and has no host; write for example localhost:{port}")
     if not _HOST.fullmatch(host):
@@ -413,11 +411,9 @@ def _parse_port(host: str, port: str, given: str) -> int:
 
 def _explain_index(job: str, index: int, count: int) -> str:
     if count == 0:
-        return f"task {index} of job {job!r}: this cluster has none besides the chief; say job 'chief' and index 0"
+        return f"task {index} of job {job!r}: this cluster has none besides the chief; use job 'chief' and index 0"
     allowed = "one task, index 0" if count == 1 else f"{count} tasks, index 0 to {count - 1}"
-    return (
-        f"task {index} of job {job!r}: the job has {allowed}; choose one of these, or add the address of task {index}"
-    )
+    return f"task {index} of job {job!r}: the job has {allowed}; use one of these, or add the address of task {index}"
 
 
 def _explain_missing_job(job: str, given: Mapping[str, tuple[str, ...]]) -> str:

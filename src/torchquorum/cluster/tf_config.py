@@ -1,7 +1,7 @@
-"""Clusters that a variable spells out: TF_CONFIG, and CLUSTER_SPEC with JOB_NAME and TASK_INDEX.
+"""Clusters described in a variable: TF_CONFIG, and CLUSTER_SPEC with JOB_NAME and TASK_INDEX.
 
-Called by `sources`. What always holds: what is not as it should be is an error that quotes the part and shows the shape;
-a task of the job `evaluator` stands outside of the cluster, whether that lists it or not.
+Called by `environment`. What always holds: an error quotes the wrong part and shows the expected form; a task of the job
+`evaluator` is not part of the cluster, whether the cluster lists it or not.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ TASK_NAMES = ("JOB_NAME", "TASK_INDEX", "TASK_ID")
 
 
 def is_tf_config(text: str) -> bool:
-    """Whether the text of TF_CONFIG says anything; TensorFlow writes {} for no cluster."""
+    """Whether TF_CONFIG describes a cluster; TensorFlow writes {} for none."""
     return re.sub(r"\s", "", strip_quotes(text)) != "{}"
 
 
 def read_tf_config(text: str) -> Finding:
-    """Returns what TF_CONFIG says.
+    """Reads TF_CONFIG.
 
     Raises:
-        ClusterError: It is not what it has to be.
+        ClusterError: It is not valid.
     """
-    # Quotes around the whole are what `set TF_CONFIG='{...}'` leaves on Windows.
+    # On Windows, `set TF_CONFIG='{...}'` keeps the quotes.
     text = strip_quotes(text)
     try:
         config = json.loads(text)
@@ -55,13 +55,13 @@ def read_tf_config(text: str) -> Finding:
 
 
 def read_cluster_spec(text: str, variables: Mapping[str, str]) -> Finding:
-    """Returns what CLUSTER_SPEC, JOB_NAME and TASK_INDEX (or TASK_ID) say.
+    """Reads CLUSTER_SPEC, JOB_NAME and TASK_INDEX (or TASK_ID).
 
-    The first is JSON, or `ps|host:port;host:port,worker|host:port` as TensorFlow's first servers took it. The index may be
-    a pod's name, `ps-0`: its last number counts, so that Kubernetes can give it without a shell.
+    CLUSTER_SPEC is JSON, or `ps|host:port;host:port,worker|host:port` as in TensorFlow's first servers. The index may be a
+    pod's name, `ps-0`: its last number counts, so that Kubernetes can set it without a shell.
 
     Raises:
-        ClusterError: It is not what it has to be.
+        ClusterError: One of them is not valid.
     """
     cluster = ClusterSpec(_read_jobs(text))
     job = variables.get("JOB_NAME")
@@ -79,7 +79,7 @@ def _read_jobs(text: str) -> dict[str, Any]:
         found = json.loads(text)
     except (ValueError, RecursionError):
         try:
-            found = ast.literal_eval(text)  # a dict as Python writes it, in single quotes
+            found = ast.literal_eval(text)  # a Python dict, in single quotes
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             found = None
     if isinstance(found, dict) and isinstance(found.get("cluster"), dict):
@@ -95,29 +95,29 @@ def _read_index(variables: Mapping[str, str]) -> int:
     given = {name: variables[name] for name in ("TASK_INDEX", "TASK_ID") if name in variables}
     if not given:
         raise ClusterError(
-            "CLUSTER_SPEC is set and TASK_INDEX is not: must be the task's place in its job, from 0; set it"
+            "CLUSTER_SPEC is set and TASK_INDEX is not: must be the task's index in its job, from 0; set it"
         )
     found = set[int]()
     for name, text in given.items():
         match = re.fullmatch(r"(?:[A-Za-z0-9][A-Za-z0-9.-]*-)?([0-9]{1,9})", strip_quotes(text))
         if match is None:
             raise ClusterError(
-                f"{name}={shorten(text)}: must be a whole number, 0 or more, or a pod's name that ends in one, such as ps-0"
+                f"{name}={shorten(text)}: must be a whole number, 0 or more, or a pod's name that ends in a number, such as ps-0"
             )
         found.add(int(match[1]))
     if len(found) > 1:
         told = " and ".join(f"{name}={text}" for name, text in given.items())
-        raise ClusterError(f"{told}: must agree, because they say the same thing; keep one of them")
+        raise ClusterError(f"{told}: must agree; keep one of them")
     return found.pop()
 
 
 def _take(part: object, label: str, key: str, kind: type[Any]) -> Any:
-    """Return an entry of a part of TF_CONFIG, or say what the part is and what it should be."""
+    """Returns an entry of a part of TF_CONFIG; raises ClusterError if it is missing or of the wrong type."""
     if not isinstance(part, dict) or key not in part:
         came = f"{label} is {shorten(json.dumps(part))} and has no {key!r}"
         raise ClusterError(f"{came}: must look like {_TF_CONFIG_SHAPE}; add {key!r}")
     value = part[key]
-    # Some operators write the index as a text.
+    # Some operators write the index as text.
     if kind is int and isinstance(value, str) and re.fullmatch(r"\s*[0-9]{1,9}\s*", value):
         return int(value)
     if not isinstance(value, kind) or isinstance(value, bool):
@@ -128,5 +128,5 @@ def _take(part: object, label: str, key: str, kind: type[Any]) -> Any:
 
 
 def shorten(text: str) -> str:
-    """Returns a text, cut where it is too long for a message."""
+    """Returns a text, shortened for a message."""
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,8 +1,8 @@
-"""torchrun: a task from the variables that torchrun, and launchers like it, give to each process.
+"""torchrun: the task from the variables that torchrun, and launchers like it, set for each process.
 
-Called by `sources`. The variables say how many processes there are and where a store is, not where the others listen: that
-is exchanged at the `Meeting` which is returned here, by `torchquorum.session.meeting`. What always holds: the first ranks
-are ps and the next is worker 0, the chief; the keys of one start of a job are never those of another.
+Called by `environment`. The variables give the number of processes and the address of a store, but not the tasks' addresses:
+`torchquorum.session.rendezvous` exchanges these at the `Rendezvous` that is returned here. What always holds: the first ranks
+are ps and the next is worker 0, the chief; two starts of a job never share keys.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Mapping
 
-from torchquorum.cluster.finding import Finding, Meeting, count_ps, read_number, task_of
+from torchquorum.cluster.finding import Finding, Rendezvous, count_ps, read_number, task_of
 from torchquorum.errors import ClusterError
 
 SOURCE = "torchrun"
@@ -28,16 +28,16 @@ NAMES = (
 
 
 def is_torchrun(variables: Mapping[str, str]) -> bool:
-    """Whether torchrun, or somebody who does as it does, has started this process."""
+    """Whether torchrun, or a launcher that sets the same variables, has started this process."""
     known = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name in variables]
     return "TORCHELASTIC_RUN_ID" in variables or {"RANK", "WORLD_SIZE"} <= {*known} or len(known) >= 3
 
 
 def read_torchrun(variables: Mapping[str, str], given_ps: int | None) -> Finding | None:
-    """Returns which task this is and where to meet the others, or None where there is one process, which trains alone.
+    """Returns this task and the rendezvous, or None for a single process, which trains alone.
 
     Raises:
-        ClusterError: A variable is missing, or broken, or contradicts another.
+        ClusterError: A variable is missing or not valid, or contradicts another.
     """
     size, rank = read_number(variables, "WORLD_SIZE", low=1), read_number(variables, "RANK")
     if rank >= size:
@@ -52,13 +52,13 @@ def read_torchrun(variables: Mapping[str, str], given_ps: int | None) -> Finding
     host = variables.get("MASTER_ADDR")
     if host is None:
         raise ClusterError(
-            f"MASTER_ADDR is not set, and RANK={rank} and WORLD_SIZE={size} are: must be the host where the processes meet; "
+            f"MASTER_ADDR is not set, and RANK={rank} and WORLD_SIZE={size} are: must be the host of the store; "
             "start the program with torchrun, which sets it"
         )
     port = read_number(variables, "MASTER_PORT", low=1, high=65535)
     num_ps = count_ps(given_ps, size, whole=f"WORLD_SIZE={size}")
     run, restart = variables.get("TORCHELASTIC_RUN_ID", "none"), variables.get("TORCHELASTIC_RESTART_COUNT", "0")
-    meeting = Meeting(
+    rendezvous = Rendezvous(
         host=host,
         port=port,
         prefix=f"torchquorum/{run}/{restart}/",
@@ -69,7 +69,7 @@ def read_torchrun(variables: Mapping[str, str], given_ps: int | None) -> Finding
         hosted=variables.get("TORCHELASTIC_USE_AGENT_STORE", "").lower() in ("1", "true"),
     )
     about = f"run {run}" if run != "none" else ""
-    return Finding(source=SOURCE, task=task_of(rank, num_ps), about=about, meeting=meeting)
+    return Finding(source=SOURCE, task=task_of(rank, num_ps), about=about, rendezvous=rendezvous)
 
 
 def _is_loopback(host: str) -> bool:

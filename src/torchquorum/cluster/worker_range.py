@@ -1,7 +1,7 @@
-"""How many workers a run has: a number, or, where they come and go, from the least to the most.
+"""The number of workers of a run: fixed, or a range within which workers join and leave.
 
-Read by the command line, the launchers and `tq.launch`. What always holds: 1 <= least <= most, so the chief, worker 0, is
-always one of the least.
+Used by the command line, the launchers and `tq.launch`. What always holds: 1 <= least <= most, so the chief, worker 0, is always
+among the first `least` workers.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torchquorum.cluster.spec import strip_quotes
 from torchquorum.errors import ConfigError
 
 MOST_WORKERS = 10_000
-_ALLOWED = "must be a number, such as 4, or the least and the most that come and go, such as 2:8"
+_ALLOWED = "must be a number, such as 4, or a range MIN:MAX, such as 2:8"
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerRange:
-    """From how many workers to how many.
+    """A range of worker counts.
 
     Attributes:
-        least: So many must be there for the run to begin; worker 0, the chief, is one of them.
-        most: So many places the cluster has.
+        least: How many workers the run needs to begin; the chief, worker 0, is one of them.
+        most: How many workers the cluster can have.
     """
 
     least: int
@@ -31,7 +31,7 @@ class WorkerRange:
 
     @property
     def elastic(self) -> bool:
-        """Whether workers may come and go."""
+        """Whether workers may join and leave."""
         return self.least < self.most
 
     def __str__(self) -> str:
@@ -39,14 +39,14 @@ class WorkerRange:
 
     @classmethod
     def read(cls, given: object, *, label: str = "--workers ") -> WorkerRange:
-        """Reads what a user gave: 4, "4", "2:8" or (2, 8).
+        """Reads a user's value: 4, "4", "2:8" or (2, 8).
 
         Args:
             given: A number, a text, a pair of numbers, or a range.
-            label: What to put in front of the value in a message.
+            label: Put in front of the value in a message.
 
         Raises:
-            ConfigError: It is none of these, or the numbers make no sense.
+            ConfigError: It is none of these, or out of range.
         """
         if isinstance(given, WorkerRange):
             return given
@@ -64,13 +64,11 @@ class WorkerRange:
             raise ConfigError(f"{shown}: {_ALLOWED}; in Python the pair (2, 8)")
         if least < 1:
             what = (
-                "must be 1 or more"
-                if least == most
-                else "the least must be 1 or more: the chief, worker 0, is one of them"
+                "must be 1 or more" if least == most else "MIN must be 1 or more: the chief, worker 0, is one of them"
             )
             raise ConfigError(f"{shown}: {what}")
         if least > most:
-            raise ConfigError(f"{shown}: the least comes first and the most after it; write {most}:{least}")
+            raise ConfigError(f"{shown}: MIN comes first, then MAX; write {most}:{least}")
         if most > MOST_WORKERS:
             raise ConfigError(f"{shown}: must be at most {MOST_WORKERS}")
         return cls(least, most)

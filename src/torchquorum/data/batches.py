@@ -1,8 +1,8 @@
 """Each worker's endless stream of mini-batches.
 
-Owns the order in which rows are visited. Called by training loops, one `Batches` per worker and from one thread. The
-order is a pure function of (seed, epoch, worker, workers), so the workers agree on their shares without exchanging a
-message, and a position is two numbers: the epoch and the step in it.
+Owns the order in which rows are visited. Called by training loops, one `Batches` per worker and from one thread. What always
+holds: the order is a pure function of (seed, epoch, worker, workers), so the workers agree on their shares without a message,
+and a position is two numbers: the epoch and the step in it.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ import torch
 from torchquorum.data.mnist import Split
 from torchquorum.errors import ConfigError
 
-Share = Literal["split", "own"]
+Sharing = Literal["split", "own"]
 
 
 class Batches:
@@ -23,12 +23,12 @@ class Batches:
     With `share="split"` all workers follow one permutation and step s of an epoch uses its rows
     [s * workers * batch_size, (s + 1) * workers * batch_size), worker w the w-th block of `batch_size` of them. So no
     row is used twice in an epoch, and N workers in a sync round see what one process would see in a batch N times as
-    large. With `share="own"` each worker permutes the whole set with a seed of its own and the others do not matter.
+    large. With `share="own"` each worker permutes the whole set with its own seed, independently of the others.
 
     Attributes:
         epoch: The epoch of the next batch, from 0.
         step_in_epoch: The step of the next batch in that epoch, from 0 up to `steps_per_epoch - 1`.
-        steps_per_epoch: How many batches every worker takes from one epoch; the same number for all workers.
+        steps_per_epoch: How many batches each worker takes from one epoch; the same for all workers.
     """
 
     def __init__(
@@ -39,10 +39,10 @@ class Batches:
         worker: int = 0,
         workers: int = 1,
         seed: int = 0,
-        share: Share = "split",
+        share: Sharing = "split",
         drop_last: bool = True,
     ) -> None:
-        """Prepares the stream; no row is read before the first batch.
+        """Prepares the stream; reads no row before the first batch.
 
         Args:
             source: A `Split`, whose images come out as float32 in 0..1, or a pair (inputs, labels) of tensors of the
@@ -53,8 +53,8 @@ class Batches:
             seed: The same for all workers.
             share: "split" for disjoint shares of one permutation, "own" for a permutation per worker.
             drop_last: Whether the rows at an epoch's end that do not fill a batch for every worker are left out. If
-                not, they make one more, smaller step, dealt out as evenly as they go; only when there are fewer of
-                them than workers they are left out all the same, since nobody can train on an empty batch.
+                not, they make one more, smaller step, split as evenly as possible; they are still left out if there
+                are fewer of them than workers, since a batch must not be empty.
 
         Raises:
             ConfigError: An argument is out of range, or the batch is larger than this worker's share.
@@ -65,14 +65,14 @@ class Batches:
         self._labels: torch.Tensor = labels
         rows = len(self._labels)
         if len(self._inputs) != rows:
-            raise ConfigError(f"source: {len(self._inputs):,} inputs and {rows:,} labels: must be as many of each")
+            raise ConfigError(f"source: {len(self._inputs):,} inputs and {rows:,} labels: must be the same number")
         _check_arguments(rows, batch_size, worker, workers, seed, share)
         self._rows = rows
         self._batch_size = batch_size
         self._worker = worker
         self._seed = seed
-        self._share: Share = share
-        # A worker with a share of its own is alone on its permutation.
+        self._share: Sharing = share
+        # With share="own" a worker is alone on its permutation.
         self._sharers, self._block = (workers, worker) if share == "split" else (1, 0)
         self.steps_per_epoch = rows // (batch_size * self._sharers)
         if not drop_last and rows % (batch_size * self._sharers) >= self._sharers:
@@ -95,19 +95,19 @@ class Batches:
         return inputs, self._labels.index_select(0, rows)
 
     def state_dict(self) -> dict[str, int | str]:
-        """Returns the position, and what must be equal for it to mean the same rows again; JSON can hold it."""
+        """Returns the position, and the settings that must be equal for it to mean the same rows; JSON-compatible."""
         return {"epoch": self.epoch, "step_in_epoch": self.step_in_epoch, **self._identity()}
 
     def load_state_dict(self, state: Mapping[str, int | str]) -> None:
-        """Goes to a saved position: the next batch is the one that would have come next where it was saved.
+        """Goes to a saved position: the next batch is the one that would have followed where it was saved.
 
         Raises:
-            ConfigError: The state has no valid position, or comes from batches that visit the rows in another order.
+            ConfigError: The position is not valid, or belongs to batches that visit the rows in another order.
         """
         for name, value in self._identity().items():
             if name in state and state[name] != value:
                 raise ConfigError(
-                    f"{name}={value!r}: the saved position is of batches with {name}={state[name]!r}, and does not "
+                    f"{name}={value!r}: the saved position belongs to batches with {name}={state[name]!r}, and does not "
                     f"lead to the same rows; use {name}={state[name]!r}, or start the data from the beginning"
                 )
         epoch, step = state.get("epoch"), state.get("step_in_epoch")
@@ -143,14 +143,14 @@ class Batches:
 
 
 def permute(rows: int, seed: int, epoch: int, stream: int = 0) -> torch.Tensor:
-    """Returns the order of the rows in an epoch, the same wherever it is asked for."""
+    """Returns the order of the rows in an epoch, the same on every worker."""
     # SeedSequence keeps neighbouring (seed, epoch) apart, where a sum would give (0, 1) and (1, 0) the same order.
     mixed = np.random.SeedSequence((seed, epoch, stream)).generate_state(1, np.uint64)[0]
     return torch.randperm(rows, generator=torch.Generator().manual_seed(int(mixed)))
 
 
 def _check_arguments(rows: int, batch_size: int, worker: int, workers: int, seed: int, share: str) -> None:
-    if share not in get_args(Share):
+    if share not in get_args(Sharing):
         raise ConfigError(f"share={share!r}: must be 'split' (disjoint shares) or 'own' (each worker the whole set)")
     if workers < 1:
         raise ConfigError(f"workers={workers}: must be 1 or more")

@@ -1,7 +1,7 @@
-"""One feature of a whole batch: filled from rows of bytes that look alike, or from places found one by one.
+"""One feature of a whole batch: filled from many similar rows of bytes at once, or from single rows.
 
-Called by the parser. Each kind of specification has its column. What always holds: every row is filled exactly once, from
-either side, and a row whose values are not what the specification says raises `RowError` with its number.
+Called by `parsing`. Each kind of specification has its column class. What always holds: every row is filled exactly once, in
+one of the two ways; a row whose values do not match the specification raises `RowError` with its number.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 
 from torchquorum.data.features import FixedLenFeature, RawFeature, Spec, VarLenFeature
 from torchquorum.formats.example import KINDS, Kind, Scanned
-from torchquorum.formats.wire import ExampleError, decode_varints
+from torchquorum.formats.protobuf import ExampleError, decode_varints
 
 Bytes = npt.NDArray[np.uint8]
 _CALLED = {"bytes_list": "strings", "float_list": "floats", "int64_list": "int64s"}
 
 
 class RowError(ExampleError):
-    """A row of a batch is not what was expected.
+    """A row of a batch does not match the specification.
 
     Attributes:
         row: Its number in the batch.
@@ -38,14 +38,14 @@ class RowError(ExampleError):
 
 
 class Column(Protocol):
-    """What the parser needs of a column."""
+    """What the parser needs from a column."""
 
     def fill(self, rows: Any, matrix: Bytes, found: Scanned, ints: Ints | None) -> None:
-        """Fills rows that all look like the first one, in which the values were `found`."""
+        """Fills rows that have the layout of the first one, in which the values were `found`."""
         ...
 
     def put(self, row: int, record: bytes, found: Scanned | None) -> None:
-        """Notes where in its record a row's values are, or that it has none."""
+        """Fills a single row from its record; `found` is None if the row has no such feature."""
         ...
 
     def finish(self) -> Any:
@@ -54,10 +54,10 @@ class Column(Protocol):
 
 
 class Ints:
-    """Where the varints of a row stand, which is the same for all rows that look alike."""
+    """The positions of the varints in a row, equal for all rows of one layout."""
 
     def __init__(self, packed: Bytes) -> None:
-        decode_varints(packed)  # raises where they are none
+        decode_varints(packed)  # raises if they are not valid
         ends = np.flatnonzero(packed < 128)
         starts = np.concatenate(([0], ends[:-1] + 1)) if len(ends) else ends
         lengths = ends - starts + 1
@@ -91,7 +91,7 @@ def join_columns(matrix: Bytes, pieces: Sequence[tuple[int, int]]) -> Bytes:
 
 
 def make_column(name: str, spec: Spec, rows: int) -> Column:
-    """Returns an empty column for a batch of so many rows."""
+    """Returns an empty column for a batch of `rows` rows."""
     if isinstance(spec, RawFeature):
         return _RawColumn(name, spec, rows)
     if isinstance(spec, VarLenFeature):
@@ -110,14 +110,14 @@ def _check_kind(name: str, wanted: Kind, found: Kind | None, row: int) -> None:
 
 
 def _missing(name: str, row: int) -> RowError:
-    return RowError(row, f"feature {name!r} is not there, and has no default_value")
+    return RowError(row, f"feature {name!r} is missing, and has no default_value")
 
 
 def _wrong_count(name: str, row: int, there: int, kind: Kind, spec: FixedLenFeature) -> RowError:
     return RowError(
         row,
         f"feature {name!r} has {there} {_CALLED[kind]}, expected {math.prod(spec.shape)} for shape {list(spec.shape)}; "
-        "change the shape, or take VarLenFeature",
+        "change the shape, or use VarLenFeature",
     )
 
 
@@ -134,7 +134,7 @@ def _numbers(record: bytes, found: Scanned, row: int) -> npt.NDArray[Any]:
 
 
 def _default(name: str, spec: FixedLenFeature, row: int) -> Any:
-    """Returns what stands for a feature that a row has not; without a default that is an error."""
+    """Returns the default for a row without the feature; raises if there is none."""
     if spec.default_value is None:
         raise _missing(name, row)
     return spec.default_value
@@ -177,13 +177,13 @@ class _NumberColumn:
         if len(self._rows) == 1:
             values = _numbers(self._packed[0], (self._kind, [(0, len(self._packed[0]))], True), self._rows[0])
             if len(values) != self._size:
-                self._blame()
+                self._raise_first()
             self._out[self._rows[0]] = values
             return
         joined = b"".join(self._packed)
         if self._kind == "float_list":
             if any(len(packed) != 4 * self._size for packed in self._packed):
-                self._blame()
+                self._raise_first()
             self._out[self._rows] = np.frombuffer(joined, "<f4").reshape(-1, self._size)
             return
         lengths = np.array([len(packed) for packed in self._packed])
@@ -191,17 +191,17 @@ class _NumberColumn:
         try:
             values, continued = decode_varints(numbers)
         except ExampleError:
-            self._blame()
+            self._raise_first()
             raise
-        # Where a row ends, a number must have ended, and as many of them as the rows up to there should hold.
+        # At the end of each row a number must end, and the numbers so far must be those of the rows so far.
         unfinished = (numbers[ends[lengths > 0] - 1] > 127).any()
         ended = ends - np.searchsorted(continued, ends)
         if unfinished or (ended != np.arange(1, len(ends) + 1) * self._size).any():
-            self._blame()
+            self._raise_first()
         self._out[self._rows] = values.reshape(-1, self._size)
 
-    def _blame(self) -> None:
-        """Raises the error of the first row that has one."""
+    def _raise_first(self) -> None:
+        """Raises the error of the first bad row."""
         for row, packed in zip(self._rows, self._packed, strict=True):
             there = len(_numbers(packed, (self._kind, [(0, len(packed))], True), row))
             if there != self._size:
@@ -219,7 +219,7 @@ class _RawColumn:
 
     def put(self, row: int, record: bytes, found: Scanned | None) -> None:
         if found is None or _absent(found):
-            raise RowError(row, f"feature {self._name!r} is not there")
+            raise RowError(row, f"feature {self._name!r} is missing")
         kind, pieces, _ = found
         _check_kind(self._name, "bytes_list", kind, row)
         sizes = [end - start for start, end in pieces]

@@ -1,7 +1,7 @@
-"""MNIST as TFRecord files, in the tutorials' format; and what is in a TFRecord file.
+"""Writes MNIST as TFRecord files, in the tutorials' format, and inspects TFRecord files.
 
-Called by `torchquorum data`. What always holds: files get their names when all of them are written, so that what an
-interruption leaves behind has a hidden name or none.
+Called by `torchquorum data`. What always holds: files get their names only when all of them are written, so an interruption
+leaves hidden files or none.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ _STEP = 1000
 
 
 def make_example(pixels: bytes, label: int) -> Example:
-    """Returns an image as the tutorials store it: `pixels` (how many), `label` and `image_raw`, in this order."""
+    """Returns an image as the tutorials store it: `pixels` (their number), `label` and `image_raw`, in this order."""
     return Example({"pixels": len(pixels), "label": label, "image_raw": pixels})
 
 
 def shard_paths(folder: Path, name: str, shards: int) -> list[Path]:
-    """Returns train-00000-of-00004 and so on."""
+    """Returns the paths of the shards: train-00000-of-00004 and so on."""
     return [folder / f"{name}-{shard:05d}-of-{shards:05d}" for shard in range(shards)]
 
 
 def write_split(
     split: Split, paths: list[Path], compression: str | None, advance: Callable[[int], None] = lambda count: None
 ) -> None:
-    """Writes images and labels to one file, or to several with as even a part for each as goes, in order.
+    """Writes images and labels, in order, to one file or evenly to several.
 
     Args:
         split: What to write.
-        paths: The files; those that are there are replaced, when all are written.
+        paths: The files; existing ones are replaced when all are written.
         compression: "GZIP", "ZLIB" or None.
-        advance: Told how many more examples have been written, now and then.
+        advance: Called now and then with the number of examples written since.
 
     Raises:
-        DataError: A file cannot be written; none of them has been.
+        DataError: A file cannot be written; then none is.
     """
     images, labels = split.images.numpy(), split.labels.tolist()
     with ExitStack() as stack:
         writers = []
         for shard, path in enumerate(paths):
             writer = TFRecordWriter(path, compression)
-            stack.callback(writer.discard)  # of one that is published, nothing is left to discard
+            stack.callback(writer.discard)  # does nothing once the file is published
             first, end = (len(labels) * number // len(paths) for number in (shard, shard + 1))
             for row in range(first, end):
                 writer.write(make_example(images[row].tobytes(), labels[row]))
@@ -72,10 +72,10 @@ class Inspection:
         path: The file.
         packed: Whether it is compressed.
         size_bytes: Its size on disk.
-        records: How many records were found, damaged ones too.
+        records: Number of records, including damaged ones.
         data_bytes: The sum of their lengths.
         first: The first good record.
-        damage: What is wrong; the first of it, if there is much.
+        damage: The errors; only the first ones if there are many.
     """
 
     path: Path
@@ -90,12 +90,12 @@ class Inspection:
 def inspect_file(
     path: Path, compression: str | None = "auto", advance: Callable[[int], None] = lambda count: None
 ) -> Inspection:
-    """Reads a whole file and compares all checksums.
+    """Reads a whole file and verifies all checksums.
 
     Args:
         path: The file.
-        compression: As for `tq.read_records`.
-        advance: Told how many more records have been read, now and then.
+        compression: As for `tq.data.read_records`.
+        advance: Called now and then with the number of records read since.
 
     Raises:
         DataError: It cannot be read at all.
@@ -117,7 +117,7 @@ def inspect_file(
             found.damage.append(error)
             if not error.goes_on:
                 break
-            found.records = error.record + 1  # the damaged one is passed over by its length, which is good
+            found.records = error.record + 1  # skip the damaged record: its length is good
         except DataError as error:
             found.damage.append(error)
             break

@@ -1,17 +1,16 @@
 """Input threads: readers that prefetch batches, and the coordinator that ends them together.
 
-Called by training loops. A `Prefetcher` owns one reader thread, which alone touches the source of the batches; the loop
-takes what it has read from a buffer of at most `depth` batches. What always holds: an exception in a reader stops all
-readers of its coordinator and is raised in the loop, at its next batch; the end of the data is a StopIteration there; a
-position tells the batch that the loop will get next, whatever has been read ahead; no wait is without a deadline but the
-loop's own for a batch, which ends when the reader does.
+Called by training loops. A `Prefetcher` owns one reader thread, the only one that touches the source of the batches; the loop
+takes batches from a buffer of at most `depth`. What always holds: an exception in a reader stops all readers of its coordinator
+and is raised in the loop, at its next batch; the end of the data is a StopIteration there; a position is that of the next
+batch of the loop, whatever was read ahead; every wait has a deadline, except the loop's own for a batch, which ends when the
+reader does.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
+from torchquorum.clock import SYSTEM, Clock
 from torchquorum.errors import ConfigError, DeadlineError
 
 GRACE_S = 10.0
@@ -27,13 +27,14 @@ _numbers = itertools.count()
 
 
 class Coordinator:
-    """Ends several threads together, as tf.train.Coordinator. Safe from any thread.
+    """Ends several threads together, as tf.train.Coordinator. Thread-safe.
 
-    A reader of your own looks at `should_stop()` between two pieces of work. As a context manager it asks all threads to
-    stop at the end of the block and waits for them.
+    Your own readers call `should_stop()` between two pieces of work. As a context manager it asks all threads to stop at
+    the end of the block and waits for them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Clock = SYSTEM) -> None:
+        self._clock = clock
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._error: BaseException | None = None
@@ -41,7 +42,7 @@ class Coordinator:
         self._wakers: list[Callable[[], None]] = []
 
     def run(self, threads: Iterable[Prefetcher[Any] | threading.Thread | Callable[[], Any]]) -> list[threading.Thread]:
-        """Starts prefetchers, threads and functions (a thread each), and looks after them from now on.
+        """Starts prefetchers, threads and functions (one thread each), and coordinates them from now on.
 
         Returns:
             The threads.
@@ -62,7 +63,7 @@ class Coordinator:
         return started
 
     def request_stop(self, error: BaseException | None = None) -> None:
-        """Asks all threads to stop; the first error given is the one that the loop gets to see."""
+        """Asks all threads to stop; the first error given is raised in the loop."""
         with self._lock:
             self._error = self._error or error
             self._stopped.set()
@@ -71,12 +72,12 @@ class Coordinator:
             wake()
 
     def should_stop(self) -> bool:
-        """Whether a stop has been asked for."""
+        """Whether a stop was requested."""
         return self._stopped.is_set()
 
     def wait_for_stop(self, timeout_s: float) -> bool:
-        """Sleeps until a stop is asked for, at most so long; returns whether it has been."""
-        return self._stopped.wait(timeout_s)
+        """Waits until a stop is requested, at most `timeout_s`; returns whether it was."""
+        return self._clock.wait(self._stopped, timeout_s)
 
     def raise_if_failed(self) -> None:
         """Raises the error of a reader, if one has failed."""
@@ -85,7 +86,7 @@ class Coordinator:
 
     @contextmanager
     def stop_on_exception(self) -> Iterator[None]:
-        """Inside this block an exception stops all threads and is kept for the loop; StopIteration only ends the block."""
+        """In this block an exception stops all threads and is raised in the loop; StopIteration only ends the block."""
         try:
             yield
         except StopIteration:
@@ -98,17 +99,17 @@ class Coordinator:
         """Waits until the threads have ended, and raises the error of the one that failed.
 
         Args:
-            threads: Those to wait for; all by default.
-            timeout_s: How long they may take, all together.
+            threads: The threads to wait for; default: all.
+            timeout_s: How long they may take together.
 
         Raises:
             DeadlineError: Some did not end in time; they are named.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = self._clock.now() + timeout_s
         with self._lock:
             waited_for = list(self._threads if threads is None else threads)
         for thread in waited_for:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(max(0.0, deadline - self._clock.now()))
         self.raise_if_failed()
         stuck = [thread.name for thread in waited_for if thread.is_alive()]
         if stuck:
@@ -139,22 +140,22 @@ class Coordinator:
         if kind is None:
             self.join()
         else:
-            with suppress(Exception):  # the block's own exception is the one to see
+            with suppress(Exception):  # the exception of the block is the one to raise
                 self.join()
 
 
 def _stuck(names: Sequence[str], timeout_s: float) -> str:
     return (
-        f"waited {timeout_s:g} s for {', '.join(names)} to end, and gave up: the source that it reads does not return. Look "
-        "at what its next batch waits for"
+        f"waited {timeout_s:g} s for {', '.join(names)} to end, and gave up: the source of the batches does not return. "
+        "Check what its next batch waits for"
     )
 
 
 class _Source:
-    """Batches and their positions, one after another. Owned by the reader's thread while that runs.
+    """Batches and their positions, in order. Owned by the reader's thread while it runs.
 
-    A source with `state_dict` and `load_state_dict` knows its position. For any other, the position is the number of the
-    epoch and of the batch in it, and going there means reading the batches before it once more.
+    A source with `state_dict` and `load_state_dict` knows its position. For any other source the position is the epoch and
+    the batch in it, and going there reads the batches before it again.
     """
 
     def __init__(self, batches: Any, epochs: int | None) -> None:
@@ -174,7 +175,7 @@ class _Source:
         return position
 
     def go_to(self, position: Mapping[str, Any]) -> None:
-        """Goes to a position; before the next batch, nothing is read."""
+        """Goes to a position; reads nothing before the next batch."""
         if self.stateful and self.once:
             self._batches.load_state_dict(position)
             return
@@ -185,7 +186,7 @@ class _Source:
                 "saved from other batches?"
             )
         if self.once and (self._epoch, self._batch) != (0, 0):
-            raise ConfigError("these batches can be read once, and reading has begun: load the position before")
+            raise ConfigError("these batches can be read only once, and reading has begun: load the position first")
         self._epoch, self._batch, self._iterator = epoch, batch, None
         if self.stateful:
             self._batches.load_state_dict(position["source"])
@@ -207,7 +208,7 @@ class _Source:
                 batch = next(self._iterator)
             except StopIteration:
                 if self.once or (self._batch == 0 and self._skip == 0):
-                    raise  # read once, or an epoch without a batch, which would turn round for ever
+                    raise  # read once; or an epoch without batches, which would repeat for ever
                 self._iterator, self._skip = None, 0
                 self._epoch, self._batch = self._epoch + 1, 0
                 continue
@@ -218,7 +219,7 @@ class _Source:
             return batch
 
     def _begin(self) -> Iterator[Any]:
-        for name in ("sampler", "dataset"):  # a DistributedSampler shuffles by it, and so does a TFRecordDataset
+        for name in ("sampler", "dataset"):  # a DistributedSampler and a TFRecordDataset shuffle by epoch
             set_epoch = getattr(getattr(self._batches, name, None), "set_epoch", None)
             if set_epoch is not None:
                 set_epoch(self._epoch)
@@ -226,7 +227,7 @@ class _Source:
 
 
 class _Reader:
-    """The thread, its buffer, and what the loop has taken. Knows nothing of the Prefetcher, which may be forgotten."""
+    """The thread, its buffer, and the position of the loop. Holds no reference to the Prefetcher, which may be collected."""
 
     def __init__(self, source: _Source, depth: int, coordinator: Coordinator) -> None:
         self.source, self._depth, self.coordinator = source, depth, coordinator
@@ -265,6 +266,12 @@ class _Reader:
         with self._changed:
             self._changed.notify_all()
 
+    @property
+    def waiting(self) -> int:
+        """Returns how many batches are read and not yet taken."""
+        with self._changed:
+            return len(self._ready)
+
     def take(self) -> Any:
         """Returns the next batch; called by the loop."""
         with self._changed:
@@ -293,22 +300,22 @@ class _Reader:
 
 
 def _stop_reader(reader: weakref.ref[_Reader]) -> None:
-    living = reader()  # while its thread runs, the thread holds it
+    living = reader()  # a running thread holds its reader
     if living is not None:
         living.stop()
 
 
 class Prefetcher(Generic[_T]):
-    """An iterator whose batches are read ahead by a thread of its own. Used by one thread, that of the loop.
+    """An iterator whose batches are read ahead by a separate thread. Used by one thread, that of the loop.
 
-    The reader starts with the first batch that is asked for, or when a coordinator runs it; from then on the source
-    belongs to it, so take positions from here and not from there.
+    The reader starts at the first batch, or when a coordinator runs it; from then on it owns the source, so take positions
+    from the prefetcher and not from the source.
 
     Args:
-        batches: What to read: a `tq.Batches`, a DataLoader, any iterable or iterator of batches.
-        depth: How many batches may wait.
-        epochs: How often to go through an iterable, None for ever; an iterator is read once, to its end.
-        coordinator: Ends this reader together with others; one of its own by default.
+        batches: The source: a `tq.Batches`, a DataLoader, any iterable or iterator of batches.
+        depth: How many batches may be read ahead.
+        epochs: Number of passes over an iterable, None for no end; an iterator is read once.
+        coordinator: Ends this reader together with others; default: a new one.
     """
 
     def __init__(
@@ -322,9 +329,9 @@ class Prefetcher(Generic[_T]):
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
             raise ConfigError(f"depth={depth!r}: must be a whole number, 1 or more")
         if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1):
-            raise ConfigError(f"epochs={epochs!r}: must be a whole number, 1 or more; None goes on for ever")
+            raise ConfigError(f"epochs={epochs!r}: must be a whole number, 1 or more; None for no end")
         if not hasattr(batches, "__iter__"):
-            raise ConfigError(f"Prefetcher({type(batches).__name__}): give it batches that can be iterated over")
+            raise ConfigError(f"Prefetcher({type(batches).__name__}): must be an iterable of batches")
         self._source, self._depth = _Source(batches, epochs), depth
         self._coordinator = coordinator
         self._reader: _Reader | None = None
@@ -346,25 +353,25 @@ class Prefetcher(Generic[_T]):
 
     def _start(self, coordinator: Coordinator | None) -> threading.Thread:
         if self._closed:
-            raise ConfigError("this prefetcher is closed; make a new one")
+            raise ConfigError("this prefetcher is closed; create a new one")
         if self._reader is not None:
             if coordinator is not None and coordinator is not self._reader.coordinator:
                 raise ConfigError(
-                    "this prefetcher runs already, with a coordinator of its own; run it before its first batch"
+                    "this prefetcher already runs with another coordinator; run it before its first batch"
                 )
             return self._reader.thread
         self._coordinator = coordinator or self._coordinator or Coordinator()
         self._reader = _Reader(self._source, self._depth, self._coordinator)
-        # A prefetcher that is forgotten leaves no thread behind. What waits for that holds the reader weakly: a failed
-        # reader's error leads, by its traceback, back to the prefetcher, which would then never be forgotten.
+        # A prefetcher that is garbage-collected stops its thread. The finalizer holds the reader weakly: a failed reader's
+        # error refers, by its traceback, to the prefetcher, which would then never be collected.
         weakref.finalize(self, _stop_reader, weakref.ref(self._reader))
         return self._reader.thread
 
     @property
     def epoch(self) -> int:
-        """Returns the epoch, from 0, of the batch that the loop will get next.
+        """Returns the epoch, from 0, of the next batch of the loop.
 
-        For a source that cannot tell how long its epoch is, the epoch ends when a batch of the next one has been taken.
+        If a source does not know the length of its epoch, the epoch ends when the first batch of the next one is taken.
         """
         return int(self._position().get("epoch", 0))
 
@@ -373,25 +380,30 @@ class Prefetcher(Generic[_T]):
         """Returns how many batches the loop has taken."""
         return self._taken + (self._reader.taken if self._reader is not None else 0)
 
+    @property
+    def waiting(self) -> int:
+        """Returns how many batches are read ahead now."""
+        return self._reader.waiting if self._reader is not None else 0
+
     def _position(self) -> dict[str, Any]:
         return self._reader.position if self._reader is not None else self._source.position()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position of the batch that the loop will get next, in the source's own words where it has some."""
+        """Returns the position of the next batch of the loop, in the source's own form where it has one."""
         return dict(self._position())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to a saved position; what was read ahead is forgotten.
+        """Goes to a saved position; drops what was read ahead.
 
         Raises:
-            ConfigError: The position makes no sense for these batches.
+            ConfigError: The position is not valid for these batches.
         """
         if self._reader is not None:
             self._end_reader()
         self._source.go_to(state)
 
     def close(self) -> None:
-        """Ends the reader; a StopIteration follows the last batch taken.
+        """Ends the reader; the next batch is a StopIteration.
 
         Raises:
             DeadlineError: The source does not return, so its thread cannot end.
@@ -418,5 +430,5 @@ class Prefetcher(Generic[_T]):
         if kind is None:
             self.close()
         else:
-            with suppress(DeadlineError):  # the block's own exception is the one to see
+            with suppress(DeadlineError):  # the exception of the block is the one to raise
                 self.close()

@@ -1,6 +1,6 @@
-"""What to take from an example: specifications by feature, under the names that TensorFlow gives them.
+"""Feature specifications: what to read from an example, with TensorFlow's names.
 
-Written by users, read by the parser. What always holds: a specification that makes no sense is refused when it is made.
+Written by users, read by `parsing`. What always holds: an invalid specification is refused when it is created.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def _kind_of(dtype: Any, where: str) -> Kind:
     kind = _KIND_OF_NAME.get(_name_of(dtype))
     if kind is None:
         raise ConfigError(
-            f"{where}: dtype={dtype!r}: an example holds torch.int64, torch.float32 and 'string'; take one of these and "
-            "convert afterwards, or RawFeature for bytes that are numbers"
+            f"{where}: dtype={dtype!r}: an example holds torch.int64, torch.float32 and 'string'; use one of these and "
+            "convert afterwards, or RawFeature for numbers stored as bytes"
         )
     return kind
 
@@ -71,19 +71,20 @@ def _check_shape(shape: Any, where: str) -> tuple[int, ...]:
     for size in sizes:
         if isinstance(size, bool) or not isinstance(size, int) or size < 0:
             raise ConfigError(
-                f"{where}: shape={shape!r}: every size must be a whole number, 0 or more; VarLenFeature has none"
+                f"{where}: shape={shape!r}: every size must be a whole number, 0 or more; VarLenFeature has no shape"
             )
     return tuple(sizes)
 
 
 @dataclass(frozen=True, eq=False)
 class FixedLenFeature:
-    """A feature that has as many values in every example as `shape` holds; a batch of them is one tensor.
+    """A feature with a fixed number of values in every example; a batch of them is one tensor.
 
     Attributes:
-        shape: Of one example's values; [] for a single one.
-        dtype: torch.int64, torch.float32 or "string"; also by name, as NumPy's, Python's or TensorFlow's.
-        default_value: Of examples without this feature, one value or as many as `shape` holds; without it they are an error.
+        shape: The shape of one example's values; [] for a single value.
+        dtype: torch.int64, torch.float32 or "string"; also by name, or as a type of NumPy, Python or TensorFlow.
+        default_value: For examples without this feature: one value, or as many as `shape` holds. Without it they are an
+            error.
     """
 
     shape: Sequence[int]
@@ -98,17 +99,17 @@ class FixedLenFeature:
 
     @property
     def kind(self) -> Kind:
-        """Returns the kind of list that it is in an example."""
+        """Returns the kind of its list in an example."""
         return _kind_of(self.dtype, "FixedLenFeature")
 
 
 @dataclass(frozen=True, eq=False)
 class VarLenFeature:
-    """A feature with any number of values, none too; a batch of them is a list with a tensor for each example.
+    """A feature with any number of values, or none; a batch of them is a list with one tensor per example.
 
     Attributes:
         dtype: As for FixedLenFeature.
-        pad_value: With it, a batch of numbers is one tensor as long as the longest, filled up with this value.
+        pad_value: With it, a batch of numbers is one tensor as long as the longest example, padded with this value.
     """
 
     dtype: Any
@@ -116,21 +117,21 @@ class VarLenFeature:
 
     def __post_init__(self) -> None:
         if self.kind == "bytes_list" and self.pad_value is not None:
-            raise ConfigError("VarLenFeature: pad_value is for numbers; strings come as lists")
+            raise ConfigError("VarLenFeature: pad_value is for numbers; strings are returned as lists")
 
     @property
     def kind(self) -> Kind:
-        """Returns the kind of list that it is in an example."""
+        """Returns the kind of its list in an example."""
         return _kind_of(self.dtype, "VarLenFeature")
 
 
 @dataclass(frozen=True, eq=False)
 class RawFeature:
-    """A single string of bytes that are numbers, little-endian: what tf.io.decode_raw and a reshape make of it.
+    """Numbers stored as one string of bytes, little-endian; as tf.io.decode_raw and a reshape.
 
     Attributes:
-        shape: Of one example's numbers, such as [784].
-        dtype: Of the numbers, such as torch.uint8.
+        shape: The shape of one example's numbers, such as [784].
+        dtype: The type of the numbers, such as torch.uint8.
     """
 
     shape: Sequence[int]
@@ -142,12 +143,12 @@ class RawFeature:
 
     @property
     def kind(self) -> Kind:
-        """Returns the kind of list that it is in an example."""
+        """Returns the kind of its list in an example."""
         return "bytes_list"
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """Returns the numbers' type."""
+        """Returns the type of the numbers."""
         name = _name_of(self.dtype)
         if name not in _RAW:
             raise ConfigError(f"RawFeature: dtype={self.dtype!r}: must be one of {', '.join(_RAW)}")
@@ -159,10 +160,10 @@ Specs: TypeAlias = Mapping[str, Spec]
 
 
 def check_specs(features: Any) -> dict[str, Spec]:
-    """Returns the specifications, if that is what they are.
+    """Checks specifications, and returns them.
 
     Raises:
-        ConfigError: They are something else, or none.
+        ConfigError: They are empty, or something else.
     """
     if not isinstance(features, Mapping) or not features:
         raise ConfigError(f"features={features!r}: must be names with FixedLenFeature, VarLenFeature or RawFeature")
@@ -175,14 +176,16 @@ def check_specs(features: Any) -> dict[str, Spec]:
 
 
 def decode_raw(data: bytes, dtype: Any = torch.uint8) -> torch.Tensor:
-    """Returns the numbers, little-endian, that some bytes are; as tf.io.decode_raw.
+    """Decodes bytes as little-endian numbers, as tf.io.decode_raw.
 
     Raises:
-        ConfigError: There is no such type, or the bytes are no multiple of its size.
+        ConfigError: There is no such type, or the number of bytes is not a multiple of its size.
     """
     kind = RawFeature([], dtype).numpy_dtype
     if len(data) % kind.itemsize:
-        raise ConfigError(f"decode_raw: {len(data):,} bytes are no multiple of the {kind.itemsize} of {kind.name}")
+        raise ConfigError(
+            f"decode_raw: {len(data):,} bytes are not a multiple of the {kind.itemsize} bytes of {kind.name}"
+        )
     return torch.from_numpy(np.frombuffer(data, kind).astype(kind.newbyteorder("=")))
 
 

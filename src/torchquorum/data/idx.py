@@ -1,7 +1,7 @@
 """Reads idx files, the format of MNIST: a magic number, the dimensions, then the values.
 
-Owns the format and nothing about what the numbers mean. Called by `torchquorum.data.mnist`. A tensor that comes back
-always has exactly the dimensions that its file declares; anything else is a `DataError` that names the file.
+Owns the format, not the meaning of the numbers. Called by `torchquorum.data.mnist`. What always holds: a returned tensor has
+exactly the dimensions that its file declares; anything else is a `DataError` that names the file.
 """
 
 import gzip
@@ -20,14 +20,14 @@ _TYPE_NAMES = {_UINT8: "uint8", 0x09: "int8", 0x0B: "int16", 0x0C: "int32", 0x0D
 
 
 def read_idx(path: str | Path, *, ndim: int | None = None) -> torch.Tensor:
-    """Reads one idx file of unsigned bytes, plain or gzip; the first bytes tell which, not the name.
+    """Reads one idx file of unsigned bytes, plain or gzip, as its first bytes show.
 
     Args:
         path: The file.
-        ndim: How many dimensions the file must have; None takes any number from 1.
+        ndim: The number of dimensions that the file must have; None for any.
 
     Returns:
-        A writable torch.uint8 tensor in memory of its own, shaped as the file declares.
+        A new writable torch.uint8 tensor, shaped as the file declares.
 
     Raises:
         DataError: The file cannot be read, is damaged, or is not an idx file of unsigned bytes with `ndim` dimensions.
@@ -38,14 +38,14 @@ def read_idx(path: str | Path, *, ndim: int | None = None) -> torch.Tensor:
     header_bytes = 4 + 4 * len(shape)
     expected_bytes = header_bytes + math.prod(shape)
     if len(content) != expected_bytes:
-        what = "cut off" if len(content) < expected_bytes else "followed by other bytes"
+        what = "cut off" if len(content) < expected_bytes else "too long"
         raise DataError(
             f"{path}: {len(content):,} bytes (uncompressed), expected {expected_bytes:,}: its header declares "
-            f"{_format_shape(shape)} values. The file is {what}; fetch it again"
+            f"{_format_shape(shape)} values. The file is {what}; download it again"
         )
     if expected_bytes == header_bytes:  # torch.frombuffer refuses an empty range
         return torch.empty(shape, dtype=torch.uint8)
-    # A bytearray, because a tensor over immutable bytes would let a write through to them.
+    # A bytearray: a tensor over immutable bytes would allow writes to them.
     return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=header_bytes).view(shape)
 
 
@@ -60,8 +60,7 @@ def _read_bytes(path: Path) -> bytes:
         return gzip.decompress(content)
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(
-            f"{path}: starts as a gzip file but cannot be uncompressed: {error}; expected a whole gzip file. "
-            "Fetch it again"
+            f"{path}: starts as a gzip file but cannot be uncompressed: {error}; the file is damaged. Download it again"
         ) from error
 
 
@@ -83,7 +82,7 @@ def _parse_header(path: Path, content: bytes, ndim: int | None) -> tuple[int, ..
     if len(content) < 4 + 4 * found_ndim:
         raise DataError(
             f"{path}: {len(content)} bytes (uncompressed), expected {4 + 4 * found_ndim} or more for the header of "
-            f"{found_ndim} dimension(s). The file is cut off; fetch it again"
+            f"{found_ndim} dimension(s). The file is cut off; download it again"
         )
     return struct.unpack_from(f">{found_ndim}I", content, 4)
 

@@ -1,7 +1,7 @@
-"""MNIST with the tutorials' split, from the files in the package or from a folder of the user's.
+"""MNIST with the tutorials' split, from the files in the package or from a user's folder.
 
-Owns which files are looked for and where the training images are divided. Called by jobs and users' programs. The three
-splits of one `Mnist` never share a row, and their pixels stay uint8 (47 MB instead of 188) until a batch is taken.
+Owns the file names and the split of the training images. Called by jobs and users' programs. What always holds: the three
+splits of one `Mnist` share no row; pixels stay uint8 (47 MB instead of 188) until a batch is taken.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ PACKAGED_FILES = Path(__file__).parent / "files"
 _SIDE = 28
 _CLASSES = 10
 _VALIDATION_ROWS = 5_000
-_SMALL_SET_ROWS = 10_000  # up to here the validation part is a tenth, not 5,000
+_SMALL_SET_ROWS = 10_000  # up to this size the validation part is a tenth, not 5,000
 _LISTED_NAMES = 12
 
 
@@ -30,7 +30,7 @@ class Split:
 
     def __post_init__(self) -> None:
         if len(self.images) != len(self.labels):
-            raise DataError(f"{len(self.images):,} images and {len(self.labels):,} labels: expected as many of each")
+            raise DataError(f"{len(self.images):,} images and {len(self.labels):,} labels: expected the same number")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -62,8 +62,7 @@ def load_mnist(data_dir: str | Path | None = None) -> Mnist:
 
     Args:
         data_dir: A folder with the four idx files, plain or gzip, named `train-images-idx3-ubyte`,
-            `train-images.idx3-ubyte` or either with `.gz`; where several are there, the first of those. None takes the
-            files in the package.
+            `train-images.idx3-ubyte` or either with `.gz`; the first that exists is used. None uses the files in the package.
 
     Raises:
         DataError: The folder or a file is missing, a file is damaged, or images and labels do not belong together.
@@ -73,7 +72,7 @@ def load_mnist(data_dir: str | Path | None = None) -> Mnist:
         found = "is a file" if folder.exists() else "does not exist"
         raise DataError(
             f"{folder}: {found}, expected a folder with the four MNIST idx files; "
-            "leave the data folder out to use the MNIST in the package"
+            "leave it out to use the MNIST in the package"
         )
     training = _load_part(folder, "train")
     test = _load_part(folder, "t10k")
@@ -99,8 +98,8 @@ def _load_part(folder: Path, prefix: str) -> Split:
         raise DataError(f"{images_path}: images of {height} x {width} pixels, expected {_SIDE} x {_SIDE}")
     if rows != len(labels):
         raise DataError(
-            f"{images_path} has {rows:,} images but {labels_path} has {len(labels):,} labels: expected as many of "
-            "each. Take both files from the same set"
+            f"{images_path} has {rows:,} images but {labels_path} has {len(labels):,} labels: expected the same "
+            "number. Use both files of the same set"
         )
     if rows and int(labels.max()) >= _CLASSES:
         raise DataError(f"{labels_path}: a label {int(labels.max())}, expected digits from 0 to {_CLASSES - 1}")
@@ -117,5 +116,5 @@ def _find_file(folder: Path, stem: str, ending: str) -> Path:
     more = f" and {len(present) - _LISTED_NAMES} more" if len(present) > _LISTED_NAMES else ""
     raise DataError(
         f"{folder}: no {stem} file. Looked for {', '.join(names)}; the folder holds {listed}{more}. "
-        "Put one there or name another folder"
+        "Add one, or give another folder"
     )

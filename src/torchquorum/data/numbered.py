@@ -1,7 +1,7 @@
-"""Data cut into numbered batches: batch i of epoch e is number e * batches + i, on every worker the same rows.
+"""Data divided into numbered batches: batch i of epoch e is number e * batches + i, with the same rows on every worker.
 
-Made by `session.share`, which is told by ps task 0 which numbers are this worker's. Used from one thread. The order of an
-epoch is a pure function of (seed, epoch), so that only numbers travel.
+Created by `session.share`; ps task 0 assigns the numbers to workers. Used from one thread. What always holds: the order of an
+epoch is a pure function of (seed, epoch), so only numbers are sent.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class NumberedBatches:
 
     Args:
         source: A `Split`, tensors of the same length, a TensorDataset, any data set with a length and items by index, or a
-            DataLoader over one, whose settings then hold.
-        batch_size: How many rows make a batch.
-        seed: Of the order of the rows, the same on every worker.
-        shuffle: Whether every epoch is a new permutation; None for yes, or as the DataLoader has it.
-        drop_last: Whether rows that do not fill a batch are left out; None for no, or as the DataLoader has it.
+            DataLoader over one, whose settings are then used.
+        batch_size: Rows per batch.
+        seed: Seed of the order of the rows, the same on every worker.
+        shuffle: Whether every epoch is a new permutation; None for yes, or as in the DataLoader.
+        drop_last: Whether rows that do not fill a batch are left out; None for no, or as in the DataLoader.
 
     Attributes:
-        rows: How many rows the data has.
-        batch_size: How many rows make a batch.
-        per_epoch: How many batches an epoch has.
-        seed: The seed, -1 where rows are not shuffled.
-        ahead: How many batches a DataLoader's processes read ahead, 0 where there are none.
+        rows: Number of rows.
+        batch_size: Rows per batch.
+        per_epoch: Batches per epoch.
+        seed: The seed; -1 if rows are not shuffled.
+        ahead: How many batches a DataLoader's processes read ahead; 0 without such processes.
     """
 
     def __init__(
@@ -65,20 +65,20 @@ class NumberedBatches:
 
     def rows_of(self, number: int) -> torch.Tensor:
         """Returns the rows of a batch, as indices into the data."""
-        epoch, place = divmod(number, self.per_epoch)
+        epoch, index = divmod(number, self.per_epoch)
         if self._order_epoch != epoch:
             self._order = permute(self.rows, self.seed, epoch) if self.seed >= 0 else torch.arange(self.rows)
             self._order_epoch = epoch
-        return self._order[place * self.batch_size : (place + 1) * self.batch_size]
+        return self._order[index * self.batch_size : (index + 1) * self.batch_size]
 
     def fetch(self, number: int) -> Any:
         """Returns a batch."""
         return self._fetch(self.rows_of(number))
 
     def stream(self, numbers: Iterator[int]) -> Iterator[Any]:
-        """Returns batches, read ahead by the processes of the DataLoader, in the order of the numbers."""
+        """Returns the batches of the numbers, in order, read ahead by the processes of the DataLoader."""
         if self._loader is None:
-            self._sampler = _Feed(self)
+            self._sampler = _NumberSampler(self)
             self._loader = DataLoader(
                 self._dataset, batch_sampler=self._sampler, persistent_workers=True, **self._settings
             )
@@ -94,19 +94,19 @@ class NumberedBatches:
     ) -> tuple[int | None, bool, bool]:
         if any(value is not None for value in (batch_size, shuffle, drop_last)):
             raise ConfigError(
-                "session.share(DataLoader): it says batch_size, shuffle and drop_last itself; leave them out"
+                "session.share(DataLoader): a DataLoader has its own batch_size, shuffle and drop_last; leave them out"
             )
         if isinstance(loader.dataset, IterableDataset) or loader.batch_size is None:
             raise ConfigError(
-                "session.share(DataLoader): it must make batches, of batch_size rows each, of a data set with a length and "
-                "items by index; a stream, or a batch_sampler of your own, cannot be shared out by number"
+                "session.share(DataLoader): it must have a batch_size and a data set with a length and items by index; "
+                "a stream, or a custom batch_sampler, cannot be shared by number"
             )
         if type(loader.sampler) not in (RandomSampler, SequentialSampler) or getattr(
             loader.sampler, "replacement", False
         ):
             raise ConfigError(
-                f"session.share(DataLoader): its sampler is {type(loader.sampler).__name__}, and the rows are shared out "
-                "here; make the DataLoader with shuffle=True or shuffle=False and no sampler"
+                f"session.share(DataLoader): its sampler is {type(loader.sampler).__name__}, but session.share assigns the "
+                "rows; create the DataLoader with shuffle=True or shuffle=False and no sampler"
             )
         self._settings = {name: getattr(loader, name) for name in _KEPT}
         if loader.num_workers > 0:
@@ -115,8 +115,8 @@ class NumberedBatches:
         return loader.batch_size, isinstance(loader.sampler, RandomSampler), loader.drop_last
 
 
-class _Feed:
-    """What a DataLoader takes for its batch sampler: the rows of numbers that come one by one."""
+class _NumberSampler:
+    """The batch sampler of a DataLoader: yields the rows of each number."""
 
     def __init__(self, batches: NumberedBatches) -> None:
         self._batches = batches
@@ -128,7 +128,7 @@ class _Feed:
 
 
 def _reader(source: Any) -> tuple[Callable[[torch.Tensor], Any], int]:
-    """Returns what reads rows of the data, and how many rows there are."""
+    """Returns a function that reads rows of the data, and the number of rows."""
     if isinstance(source, Split):
         return lambda rows: (source.inputs(rows), source.labels.index_select(0, rows)), len(source.labels)
     tensors: Sequence[Any] | None = None
@@ -141,12 +141,12 @@ def _reader(source: Any) -> tuple[Callable[[torch.Tensor], Any], int]:
     if tensors is not None:
         found = tuple(tensors)
         if len({len(t) for t in found}) != 1:
-            raise ConfigError(f"data: tensors of {[len(t) for t in found]} rows; must be as many of each")
+            raise ConfigError(f"data: tensors of {[len(t) for t in found]} rows; must have the same length")
         return lambda rows: tuple(t.index_select(0, rows.to(t.device)) for t in found), len(found[0])
     if isinstance(source, IterableDataset) or not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise ConfigError(
             f"data={type(source).__name__}: must be tensors of the same length, a data set with a length and items by index, "
-            "or a DataLoader over one; a stream cannot be shared out by number"
+            "or a DataLoader over one; a stream cannot be shared by number"
         )
     items: Any = source
     return lambda rows: collate([items[i] for i in rows.tolist()]), len(source)

@@ -1,9 +1,9 @@
-"""From records to batches: tf.train.Examples parsed many at a time.
+"""Parses many tf.train.Examples at a time into batches.
 
-Called by the dataset and by users. Examples of one data set mostly look alike: the same features in the same order, so that
-all bytes but those of the values are equal. So the first record of a length is taken apart byte by byte, and becomes a
-template; the others of that length are compared with it all at once, and their values cut out as columns of a matrix. What
-does not fit is taken apart one by one. What always holds: both ways give the same values and refuse the same records.
+Called by `tfrecords` and by users. Examples of one data set mostly have the same layout: the same features in the same order,
+so that only the bytes of the values differ. The first record of a length is parsed byte by byte and becomes a template; all
+other records of that length are compared with it at once, and their values are taken as columns of a matrix. Records that do
+not match are parsed one by one. What always holds: both ways give the same values and refuse the same records.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from torchquorum.data.columns import Bytes, Column, Ints, RowError, join_columns
 from torchquorum.data.features import Spec, Specs, check_specs
 from torchquorum.errors import ConfigError
 from torchquorum.formats.example import Scanned, scan
-from torchquorum.formats.wire import ExampleError
+from torchquorum.formats.protobuf import ExampleError
 
 _FEWEST_ALIKE = 4  # a template for fewer rows costs more than it saves
 _TEMPLATES_PER_LENGTH = 4
 _MOST_LENGTHS = 64
-_MOST_TRIALS = 64  # after so many templates that nothing else looked like, no more are made
+_MOST_TRIALS = 64  # after so many templates that matched nothing else, no more are made
 
 
 class _Template:
-    """What records that look alike have in common, and where their values are."""
+    """The common bytes of records of one layout, and where their values are."""
 
     def __init__(self, record: bytes, found: Mapping[str, Scanned], wanted: Mapping[str, Spec]) -> None:
         mask = np.full(len(record), 255, np.uint8)
@@ -34,7 +34,7 @@ class _Template:
         self.found: dict[str, Scanned | None] = {name: found.get(name) for name in wanted}
         self.ints: dict[str, Ints] = {}
         for name, (kind, pieces, packed) in found.items():
-            # Of whole numbers the bits must agree that say where one ends, except where nobody looks into them.
+            # For varints the bits that mark their ends must agree, unless the values are not read.
             ends_matter = kind == "int64_list" and (name in wanted or not packed)
             for start, end in pieces:
                 mask[start:end] = 128 if ends_matter else 0
@@ -94,7 +94,7 @@ class BatchParser:
             column.put(row, record, found.get(name))
 
     def _fill_alike(self, records: Sequence[bytes], columns: Mapping[str, Column]) -> list[int]:
-        """Fills the rows that look like a template; returns the others."""
+        """Fills the rows that match a template; returns the others."""
         lengths = list(map(len, records))
         if len(set(lengths)) == 1:
             return self._fill_length(lengths[0], slice(None), records, columns)
@@ -129,7 +129,7 @@ class BatchParser:
     def _fill_matching(
         self, template: _Template, rows: Any, numbers: Any, matrix: Bytes, columns: Mapping[str, Column]
     ) -> tuple[Any, Any, Bytes]:
-        """Fills the rows that match; returns what is left of rows, their numbers and the matrix."""
+        """Fills the rows that match; returns the remaining rows, their numbers and the matrix."""
         alike = template.match(matrix)
         everything = bool(alike.all())
         chosen, part = (rows, matrix) if everything else (numbers[alike], matrix[alike])
@@ -146,7 +146,7 @@ class BatchParser:
         return numbers[~alike], numbers[~alike], matrix[~alike]
 
     def _make_template(self, record: bytes) -> _Template | None:
-        """Makes a template of a record that is what the specifications say; of another one, none."""
+        """Makes a template of a record that matches the specifications; returns None for another one."""
         if len(self._templates.get(len(record), ())) >= _TEMPLATES_PER_LENGTH or self._trials >= _MOST_TRIALS:
             return None
         try:
@@ -157,8 +157,13 @@ class BatchParser:
                 trial.finish()
             template = _Template(record, found, self._specs)
         except ExampleError:
-            return None  # taken apart by itself, it says what is wrong
+            return None  # parsing it alone reports the error
         return template
+
+    @property
+    def num_templates(self) -> int:
+        """Returns how many templates are kept."""
+        return sum(map(len, self._templates.values()))
 
     def _keep(self, length: int, template: _Template) -> None:
         if len(self._templates) >= _MOST_LENGTHS:
@@ -170,8 +175,8 @@ def parse_single_example(serialized: bytes, features: Specs) -> dict[str, Any]:
     """Returns the features of one serialized example, as tf.io.parse_single_example.
 
     Raises:
-        ExampleError: The bytes are no example, or a feature is not as it was specified.
-        ConfigError: The specifications make no sense.
+        ExampleError: The bytes are not an example, or a feature does not match its specification.
+        ConfigError: The specifications are not valid.
     """
     _check_record(serialized)
     return BatchParser(features).parse_one(serialized)
@@ -181,8 +186,8 @@ def parse_example(serialized: Sequence[bytes], features: Specs) -> dict[str, Any
     """Returns the features of several serialized examples as one batch, as tf.io.parse_example.
 
     Raises:
-        ExampleError: A record is no example, or a feature is not as it was specified.
-        ConfigError: The specifications make no sense.
+        ExampleError: A record is not an example, or a feature does not match its specification.
+        ConfigError: The specifications are not valid.
     """
     for record in serialized:
         _check_record(record)

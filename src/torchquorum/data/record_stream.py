@@ -1,8 +1,8 @@
-"""The endless or ended stream of a share's records: shuffled, epoch after epoch, from any position.
+"""The stream of a share's records: shuffled, epoch after epoch, from any position.
 
-Called by the dataset. The order is a pure function of the seed, the epoch, the share and the files, so a position is two
-numbers: the epoch, and how many of its records have been taken. To go there the draws are made once more with numbers in
-place of records; only what then lies in the shuffle buffer is read, the rest passed over.
+Called by `tfrecords`. What always holds: the order is a pure function of the seed, the epoch, the share and the files, so a
+position is two numbers: the epoch, and how many of its records have been taken. To go there the random draws are repeated with
+numbers in place of records; only the records that are then in the shuffle buffer are read, the others are skipped.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from torchquorum.data.shares import Share, ShareReader
+from torchquorum.data.shares import FileShare, ShareReader
 from torchquorum.errors import DataError
 
 _T = TypeVar("_T")
@@ -22,12 +22,12 @@ Record = tuple[bytes, int]
 
 
 class Shuffler(Generic[_T]):
-    """A shuffle buffer as tf.data's: it is filled, then each item that leaves makes room for the next one.
+    """A shuffle buffer as in tf.data: it is filled, then each item that leaves is replaced by the next one.
 
     Args:
         source: Returns the next items, at most as many as asked for; none at the end.
-        size: How many items the buffer holds; 0 leaves the order as it is.
-        seed: Of the draws. Python's generator gives the same draws in every version.
+        size: The capacity of the buffer; 0 keeps the order.
+        seed: Seed of the draws. Python's generator gives the same draws in every version.
     """
 
     def __init__(self, source: Callable[[int], Sequence[_T]], size: int, seed: str) -> None:
@@ -60,7 +60,7 @@ class Shuffler(Generic[_T]):
             del buffer[len(buffer) - rest :]
         return taken
 
-    def go_on(self, source: Callable[[int], Sequence[_T]], buffer: list[_T]) -> None:
+    def continue_with(self, source: Callable[[int], Sequence[_T]], buffer: list[_T]) -> None:
         """Continues with another source and other items in the buffer."""
         self._source, self.buffer = source, buffer
 
@@ -72,7 +72,7 @@ class Shuffler(Generic[_T]):
         self.buffer += items
 
     def _drain(self) -> None:
-        """From now on items leave the buffer from its end, after one more shuffle."""
+        """The source has ended: shuffles the buffer once more; items then leave it from its end."""
         self._draining = True
         buffer, draw = self.buffer, self._random.random
         for last in range(len(buffer) - 1, 0, -1):
@@ -94,16 +94,16 @@ class Reading:
     Attributes:
         paths: The files.
         share: Which of their records.
-        name: Tells this share's draws apart from those of the others.
-        seed: Of all draws.
+        name: The name of the share, part of the seed of its draws.
+        seed: Seed of all draws.
         shuffle: The size of the shuffle buffer, 0 for none.
-        shuffle_files: Whether each epoch reads the files in an order of its own.
+        shuffle_files: Whether each epoch reads the files in a different order.
         compression: As for `RecordReader`.
-        verify: Whether checksums are compared.
+        verify: Whether to verify checksums.
     """
 
     paths: tuple[Path, ...]
-    share: Share
+    share: FileShare
     name: str
     seed: int
     shuffle: int
@@ -115,7 +115,7 @@ class Reading:
         """Returns a reader of one epoch."""
         share = self.share
         if self.shuffle_files:
-            # The order is the same for all who divide these files by record, or a record would come twice.
+            # All workers that divide these files by record need the same order, or a record would come twice.
             files, draw = list(share.files), random.Random(f"files {self.seed} {epoch}")
             for last in range(len(files) - 1, 0, -1):
                 slot = int(draw.random() * (last + 1))
@@ -133,12 +133,12 @@ class RecordStream:
     """
 
     def __init__(self, reading: Reading, epoch: int, taken: int, end: int | None) -> None:
-        """Goes to a position; nothing is read before the first record is asked for.
+        """Goes to a position; reads nothing before the first record.
 
         Args:
             reading: What is read.
-            epoch: Where to begin.
-            taken: How many records of this epoch to leave out.
+            epoch: The first epoch.
+            taken: How many records of this epoch to skip.
             end: The epoch before which the stream ends, None for never.
         """
         self._reading, self._end = reading, end
@@ -176,8 +176,8 @@ class RecordStream:
             paths = self._reading.paths
             which = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
             raise DataError(
-                f"{which}: no records for this share ({self._reading.name}), and repeat=None would look for some for ever; "
-                "have at least as many records as workers, or fewer workers"
+                f"{which}: no records for this share ({self._reading.name}), and repeat=None would search for ever; "
+                "use at least as many records as workers, or fewer workers"
             )
         self.close()
         self.epoch, self.taken = self.epoch + 1, 0
@@ -196,7 +196,7 @@ class RecordStream:
             total = self._load(numbers)
             if total is None:
                 return
-            self._reader.close()  # the epoch is shorter than was thought: what comes last, comes in another order
+            self._reader.close()  # the epoch is shorter than assumed, so its last records come in another order
             self._reader = reading.open(self.epoch)
 
     def _make_shuffler(self, source: Callable[[int], Sequence[_T]]) -> Shuffler[_T]:
@@ -204,7 +204,7 @@ class RecordStream:
         return Shuffler(source, reading.shuffle, f"records {reading.seed} {self.epoch} {reading.name}")
 
     def _load(self, numbers: Shuffler[int]) -> int | None:
-        """Reads the records whose numbers lie in a shuffle buffer; returns how many there are, if too few."""
+        """Reads the records whose numbers are in a shuffle buffer; if the epoch has too few records, returns their number."""
         reader = self._reader
         assert reader is not None
         loaded: dict[int, Record] = {}
@@ -221,7 +221,7 @@ class RecordStream:
                 loaded.update(zip(range(at, at + len(records)), records, strict=True))
                 at += len(records)
         shuffler: Shuffler[Record] = numbers  # pyright: ignore[reportAssignmentType]
-        shuffler.go_on(reader.read, [loaded[number] for number in numbers.buffer])
+        shuffler.continue_with(reader.read, [loaded[number] for number in numbers.buffer])
         self._shuffler = shuffler
         return None
 
@@ -239,7 +239,7 @@ def _count_up(total: int | None) -> Callable[[int], Sequence[int]]:
 
 
 def _runs(numbers: list[int]) -> list[tuple[int, int]]:
-    """Returns (first, end) of each run of numbers that follow one another."""
+    """Returns (first, end) of each run of consecutive numbers."""
     runs: list[tuple[int, int]] = []
     for number in numbers:
         if runs and runs[-1][1] == number:

@@ -1,7 +1,7 @@
-"""Which records of some files belong to whom, and reading them in order.
+"""Which records of some files belong to which worker, and reading them in order.
 
-Called by the record stream. Shares follow from numbers alone, so workers agree on them without a message. What always
-holds: over all workers, and over all processes of each worker's DataLoader, every record comes exactly once per epoch.
+Called by `record_stream`. Shares follow from numbers alone, so workers agree on them without a message. What always holds: over
+all workers, and over all processes of each worker's DataLoader, every record comes exactly once per epoch.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from typing import Any
 from torchquorum.errors import ConfigError, DataError
 from torchquorum.formats.tfrecord import RecordReader
 
-PLACE_BITS = 48  # an offset takes so many bits of a place, the file's number the rest
+PLACE_BITS = 48  # bits of the offset in a place; the file's number takes the rest
 _LISTED = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """Every `stride`-th record, from the `offset`-th on, of some files after one another; files by their number."""
+class FileShare:
+    """Every `stride`-th record, from the `offset`-th on, of a sequence of files; files by their number."""
 
     files: tuple[int, ...]
     stride: int = 1
     offset: int = 0
 
-    def divide(self, index: int, count: int) -> Share:
+    def divide(self, index: int, count: int) -> FileShare:
         """Returns one of `count` parts of this share.
 
-        By whole files where there are as many of them as parts, or more; otherwise by record.
+        By whole files if there are at least as many as parts, otherwise by record.
         """
         if self.stride == 1 and len(self.files) >= count:
-            return Share(self.files[index::count])
-        return Share(self.files, self.stride * count, self.offset + self.stride * index)
+            return FileShare(self.files[index::count])
+        return FileShare(self.files, self.stride * count, self.offset + self.stride * index)
 
 
 def check_share(share: Any) -> tuple[int, int]:
-    """Returns (index, count), if that is what came.
+    """Returns (index, count) of a share.
 
     Raises:
-        ConfigError: It is something else, or out of range.
+        ConfigError: It is not such a pair, or out of range.
     """
     if share is None:
         return 0, 1
@@ -54,10 +54,10 @@ def check_share(share: Any) -> tuple[int, int]:
 
 
 def find_files(files: Any) -> tuple[Path, ...]:
-    """Returns the files that a path, a pattern such as `train-*`, or several of these stand for; a pattern's in order.
+    """Returns the files of a path, a pattern such as `train-*`, or a list of these; those of a pattern in order.
 
     Raises:
-        DataError: A file or what a pattern should match is not there.
+        DataError: A file does not exist, or a pattern matches none.
         ConfigError: It is none of these.
     """
     if isinstance(files, str | Path):
@@ -65,7 +65,7 @@ def find_files(files: Any) -> tuple[Path, ...]:
     if not isinstance(files, Sequence) or not all(isinstance(each, str | Path) for each in files):
         raise ConfigError(f"files={files!r}: must be a path, a pattern such as 'data/train-*', or a list of these")
     if not files:
-        raise DataError("files=[]: no file to read; name at least one")
+        raise DataError("files=[]: no file to read; give at least one")
     found: list[Path] = []
     for each in files:
         path = Path(each).expanduser()
@@ -75,9 +75,9 @@ def find_files(files: Any) -> tuple[Path, ...]:
                 raise DataError(f"{each}: no file matches; {_neighbours(path)}")
             found += map(Path, matches)
         elif path.is_dir():
-            raise DataError(f"{each}: is a folder; name its files, for instance {path}/*")
+            raise DataError(f"{each}: is a folder; give its files, for instance {path}/*")
         elif not path.exists():
-            raise DataError(f"{each}: there is no such file; {_neighbours(path)}")
+            raise DataError(f"{each}: no such file; {_neighbours(path)}")
         else:
             found.append(path)
     return tuple(found)
@@ -95,16 +95,18 @@ def _neighbours(path: Path) -> str:
 class ShareReader:
     """Reads the records of a share, once, in the order of its files. Owned by one thread."""
 
-    def __init__(self, paths: Sequence[Path], share: Share, compression: str | None, *, verify: bool = True) -> None:
+    def __init__(
+        self, paths: Sequence[Path], share: FileShare, compression: str | None, *, verify: bool = True
+    ) -> None:
         self._paths, self._compression, self._verify = paths, compression, verify
         self._left = list(share.files)
         self._stride, self._phase = share.stride, share.offset
         self._reader: RecordReader | None = None
         self._block: list[tuple[bytes, int]] = []
-        self._given = 0  # how many of the block have been given out
+        self._given = 0  # how many of the block have been returned
 
     def read(self, most: int) -> list[tuple[bytes, int]]:
-        """Returns the next records with their places, at least one unless none is left, at most so many.
+        """Returns the next records with their places: at most `most`, at least one unless none is left.
 
         Raises:
             DataError: A file cannot be read, or a record is damaged.
@@ -115,7 +117,7 @@ class ShareReader:
         return self._block[first : self._given]
 
     def skip(self, count: int) -> int:
-        """Passes over records; returns how many there were to pass over."""
+        """Skips records; returns how many were skipped."""
         left = max(0, count - (len(self._block) - self._given))
         self._given += min(count, len(self._block) - self._given)
         while left and (reader := self._open()) is not None:
@@ -126,7 +128,7 @@ class ShareReader:
         return count - left
 
     def close(self) -> None:
-        """Closes the file that is open, if one is; nothing more can be read."""
+        """Closes the open file, if any; nothing more can be read."""
         self._left.clear()
         self._block, self._given = [], 0
         if self._reader is not None:

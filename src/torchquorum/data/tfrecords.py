@@ -1,9 +1,8 @@
-"""`tq.TFRecordDataset`: TFRecord files as batches for a training loop, with a position that a checkpoint can hold.
+"""`tq.data.TFRecordDataset`: TFRecord files as batches for a training loop, with a position that a checkpoint can hold.
 
-Called by users' programs, from one thread. Records are shared out, shuffled, repeated, batched, parsed and read ahead, in
-this order, as in tf.data. What always holds: the order of the records is a pure function of the arguments; the position is
-that of what the loop was given, whatever has been read ahead; an error is raised where the loop asks for its next batch,
-and names file and offset.
+Called by users' programs, from one thread. Records are shared, shuffled, repeated, batched, parsed and read ahead, in this
+order, as in tf.data. What always holds: the order of the records is a pure function of the arguments; the position is that of
+the loop, whatever was read ahead; an error is raised where the loop asks for its next batch, and names file and offset.
 """
 
 from __future__ import annotations
@@ -21,53 +20,100 @@ from torchquorum.data.coordinator import Prefetcher
 from torchquorum.data.features import Specs, check_specs
 from torchquorum.data.parsing import BatchParser
 from torchquorum.data.record_stream import Reading, Record, RecordStream
-from torchquorum.data.shares import PLACE_BITS, Share, check_share, find_files
+from torchquorum.data.shares import PLACE_BITS, FileShare, check_share, find_files
 from torchquorum.errors import ConfigError, DataError
 from torchquorum.formats.compression import parse_compression
 
 Position = dict[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Making:
-    """How records become what the loop gets."""
+@dataclass(frozen=True, kw_only=True)
+class _Delivery:
+    """How records become the elements of the loop."""
 
-    parse: Specs | Callable[[bytes], Any] | None
+    features: Specs | None
+    parse: Callable[[bytes], Any] | None
     transform: Callable[[Any], Any] | None
     batch_size: int | None
     drop_remainder: bool
+    repeat: int | None
+    prefetch: int
+
+    def __post_init__(self) -> None:
+        _check_number("prefetch", self.prefetch, 0)
+        if self.repeat is not None:
+            _check_number("repeat", self.repeat, 1, "; None for no end")
+        if self.batch_size is not None:
+            _check_number("batch_size", self.batch_size, 1, "; None delivers single records")
+        elif self.drop_remainder:
+            raise ConfigError("drop_remainder=True without batch_size: there are no batches; set batch_size")
+        if self.features is not None and self.parse is not None:
+            raise ConfigError("features and parse: give only one; transform= changes what features= has parsed")
+        for name, function in (("parse", self.parse), ("transform", self.transform)):
+            if function is not None and not callable(function):
+                raise ConfigError(f"{name}={function!r}: must be a function")
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Order:
+    """Which records are read, in which order."""
+
+    shuffle: int
+    shuffle_files: bool
+    seed: int
+    share: tuple[int, int] | None
+
+    def __post_init__(self) -> None:
+        _check_number("shuffle", self.shuffle, 0)
+        _check_number("seed", self.seed, 0)
+        check_share(self.share)
+
+    @property
+    def part(self) -> str:
+        """Returns the share as text: index/count."""
+        return "{}/{}".format(*check_share(self.share))
+
+    def reading(self, paths: tuple[Path, ...], compression: str | None, verify: bool) -> Reading:
+        """Returns what is read of these files."""
+        share = FileShare(tuple(range(len(paths)))).divide(*check_share(self.share))
+        return Reading(paths, share, self.part, self.seed, self.shuffle, self.shuffle_files, compression, verify)
+
+    def identity(self, paths: tuple[Path, ...]) -> dict[str, Any]:
+        """Returns the settings that must be equal for a position to mean the same records."""
+        order = {"shuffle": self.shuffle, "shuffle_files": self.shuffle_files, "seed": self.seed}
+        return {"files": _digest(paths), "share": self.part, **order}
 
 
 class TFRecordDataset(IterableDataset[Any]):
     """The records of TFRecord files, parsed and batched, as a torch IterableDataset.
 
-    Each pass over it, `for batch in dataset`, goes through `repeat` epochs; the next pass goes on with the next epoch, so
-    that it comes in another order. In a DataLoader use `batch_size=None` there and the batch size here; its processes
-    divide the share among them.
+    Each pass over it, `for batch in dataset`, goes through `repeat` epochs; the next pass continues with the next epoch, so
+    it comes in another order. In a DataLoader use `batch_size=None` there and the batch size here; its processes divide
+    the share among them.
 
     Args:
         files: A path, a pattern such as "data/train-*", or a list of these. A pattern's files come in the order of their
             names.
-        features: What to take from each tf.train.Example: names with `tq.FixedLenFeature`, `tq.VarLenFeature` or
-            `tq.RawFeature`. A batch is then a dict of tensors.
-        parse: Instead of `features`, a function from a record's bytes to anything that torch's default_collate can make
-            batches of. With neither, records come as bytes.
-        transform: A function of what would be delivered, the whole batch; what it returns is delivered instead.
-        shuffle: The size of the shuffle buffer in records, 0 for the order of the files.
-        shuffle_files: Whether every epoch reads the files in an order of its own.
-        repeat: How many epochs a pass has, None for no end. Batches may reach from one epoch into the next.
-        batch_size: Records per batch; None delivers them one by one.
-        drop_remainder: Whether a last, smaller batch is left out.
-        prefetch: How many batches a thread reads ahead, 0 for no thread.
-        seed: Of the order; the same for all workers.
+        features: What to read from each tf.train.Example: names with `tq.data.FixedLenFeature`, `tq.data.VarLenFeature` or
+            `tq.data.RawFeature`. A batch is then a dict of tensors.
+        parse: Instead of `features`, a function from a record's bytes to anything that torch's default_collate can batch.
+            With neither, records are bytes.
+        transform: A function of the whole batch; its result is delivered instead.
+        shuffle: The size of the shuffle buffer in records; 0 keeps the order of the files.
+        shuffle_files: Whether every epoch reads the files in a different order.
+        repeat: Epochs per pass, None for no end. A batch may contain records of two epochs.
+        batch_size: Records per batch; None delivers single records.
+        drop_remainder: Whether to leave out a last, smaller batch.
+        prefetch: How many batches a thread reads ahead; 0 for no thread.
+        seed: Seed of the order; the same for all workers.
         share: (index, count): read this part of the records, for instance (task.index, task.num_workers). By whole files
-            if there are as many of them as workers or more, otherwise by record.
-        compression: "GZIP", "ZLIB", None for none, or "auto" to tell from each file.
-        verify: Whether checksums of the data are compared.
+            if there are at least as many as workers, otherwise by record.
+        compression: "GZIP", "ZLIB", None for none, or "auto" to detect it for each file.
+        verify: Whether to verify the checksums of the data.
 
     Raises:
         ConfigError: An argument is not allowed, or two contradict each other.
-        DataError: A file is not there.
+        DataError: A file does not exist.
     """
 
     def __init__(
@@ -89,41 +135,21 @@ class TFRecordDataset(IterableDataset[Any]):
         verify: bool = True,
     ) -> None:
         super().__init__()
-        _check_number("shuffle", shuffle, 0)
-        _check_number("seed", seed, 0)
-        _check_number("prefetch", prefetch, 0)
-        if repeat is not None:
-            _check_number("repeat", repeat, 1, "; None goes on for ever")
-        if batch_size is not None:
-            _check_number("batch_size", batch_size, 1, "; None delivers records one by one")
-        elif drop_remainder:
-            raise ConfigError("drop_remainder=True without batch_size: there are no batches; give a batch_size")
-        if features is not None and parse is not None:
-            raise ConfigError("features and parse: give one of them; transform= changes what features= has parsed")
-        for name, function in (("parse", parse), ("transform", transform)):
-            if function is not None and not callable(function):
-                raise ConfigError(f"{name}={function!r}: must be a function")
+        order = _Order(shuffle=shuffle, shuffle_files=shuffle_files, seed=seed, share=share)
+        self._delivery = _Delivery(
+            features=check_specs(features) if features is not None else None,
+            parse=parse,
+            transform=transform,
+            batch_size=batch_size,
+            drop_remainder=drop_remainder,
+            repeat=repeat,
+            prefetch=prefetch,
+        )
         parse_compression(compression)
-        index, count = check_share(share)
         paths = find_files(files)
-        whole = Share(tuple(range(len(paths))))
-        self._reading = Reading(
-            paths, whole.divide(index, count), f"{index}/{count}", seed, shuffle, shuffle_files, compression, verify
-        )
-        self._making = _Making(
-            check_specs(features) if features is not None else parse, transform, batch_size, drop_remainder
-        )
-        self._repeat, self._prefetch = repeat, prefetch
-        self._identity = {
-            "files": _digest(paths),
-            "share": f"{index}/{count}",
-            "shuffle": shuffle,
-            "shuffle_files": shuffle_files,
-            "seed": seed,
-        }
-        self._position: Position = {"first_epoch": 0, "epoch": 0, "taken": 0}
-        self._next_epoch = 0
-        self._jump: Position | None = None
+        self._reading = order.reading(paths, compression, verify)
+        self._identity = order.identity(paths)
+        self._cursor = _Cursor()
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -132,101 +158,128 @@ class TFRecordDataset(IterableDataset[Any]):
 
     @property
     def epoch(self) -> int:
-        """Returns the epoch, from 0, of the record that comes next; an epoch ends when the next one's record has come."""
-        return self._position["epoch"]
+        """Returns the epoch, from 0, of the next record; an epoch ends when the first record of the next one is taken."""
+        return self._cursor.position["epoch"]
 
     def set_epoch(self, epoch: int) -> None:
-        """Says which pass is the next, from 0; for a DataLoader, whose processes always start from a fresh copy.
+        """Sets the next pass, from 0; for a DataLoader, whose processes always start from a fresh copy.
 
         Raises:
-            ConfigError: It is no whole number, 0 or more.
+            ConfigError: It is not a whole number, 0 or more.
         """
         _check_number("epoch", epoch, 0)
-        first = epoch * (self._repeat or 1)
-        self._next_epoch, self._jump = first, None
-        self._position = {"first_epoch": first, "epoch": first, "taken": 0}
+        self._cursor.go_to_epoch(epoch * (self._delivery.repeat or 1))
 
     def __iter__(self) -> Iterator[Any]:
-        return _Pass(self)
+        return _Pass(self, self._cursor, self._start)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position of what comes next, and what must be equal for it to lead to the same records.
+        """Returns the position of the next record, and the settings that must be equal for it to mean the same records.
 
-        JSON can hold it. The batch size is not part of it: a run may go on with another one.
+        JSON-compatible. The batch size is not part of it: a run may continue with another one.
         """
-        return {**self._position, **self._identity}
+        return {**self._cursor.position, **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes to a saved position, also in the middle of a pass: the next batch is the one that would have come there.
+        """Goes to a saved position, also in the middle of a pass: the next batch is the one that would have followed there.
 
         Raises:
-            ConfigError: The state has no valid position, or is one in other files or in another order.
+            ConfigError: The position is not valid, or belongs to other files or another order.
         """
         for name, value in self._identity.items():
             if name in state and state[name] != value:
                 what = "other files (their names or sizes differ)" if name == "files" else f"{name}={state[name]!r}"
                 raise ConfigError(
-                    f"{name}={value!r}: the saved position is in {what}, and does not lead to the same records; use what "
-                    "it was saved with, or start the data from the beginning"
+                    f"{name}={value!r}: the saved position belongs to {what}, and does not lead to the same records; use "
+                    "the same, or start the data from the beginning"
                 )
         position: dict[str, Any] = {name: state.get(name) for name in ("first_epoch", "epoch", "taken")}
         for name, value in position.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 0:
                 raise ConfigError(f"{name}={value!r} in the saved position: must be a whole number, 0 or more")
-        self._jump = self._position = position
+        self._cursor.jump = self._cursor.position = position
 
-    def _start(self) -> tuple[Position, Iterator[Any], Any]:
-        """Begins a pass, at the position that was loaded if one was; returns that, what to iterate over and what to close."""
+    def _start(self) -> _Elements | Prefetcher[Any]:
+        """Begins a pass, at the loaded position if there is one; returns its elements."""
         reading, loader = self._reading, get_worker_info()
         if loader is not None:
-            if self._jump is not None:
+            if self._cursor.jump is not None:
                 raise ConfigError(
-                    "the processes of a DataLoader cannot take up a position; use num_workers=0, or give "
-                    "tq.Prefetcher(loader) a position instead"
+                    "the processes of a DataLoader cannot start at a position; use num_workers=0, or load the "
+                    "position into tq.data.Prefetcher(loader)"
                 )
             part = reading.share.divide(loader.id, loader.num_workers)
             name = f"{reading.name} {loader.id}/{loader.num_workers}"
             reading = replace(reading, share=part, name=name)
-        jump, self._jump = self._jump, None
-        first = jump["first_epoch"] if jump is not None else self._next_epoch
-        position = jump if jump is not None else {"first_epoch": first, "epoch": first, "taken": 0}
-        self._next_epoch = first + (self._repeat or 1)
-        elements = _Elements(reading, self._making, position, self._repeat)
-        if self._prefetch:
-            ahead = Prefetcher(elements, self._prefetch)
-            return position, ahead, ahead
-        return position, elements, elements
+        position = self._cursor.begin(self._delivery.repeat or 1)
+        elements = _Elements(reading, self._delivery, position)
+        return Prefetcher(elements, self._delivery.prefetch) if self._delivery.prefetch else elements
+
+
+class _Cursor:
+    """Where the loop is in a dataset; shared by the dataset and its passes.
+
+    Attributes:
+        position: The position of the next record.
+        next_epoch: The first epoch of the next pass.
+        jump: The position that was loaded and not yet gone to.
+    """
+
+    def __init__(self) -> None:
+        self.go_to_epoch(0)
+
+    def go_to_epoch(self, epoch: int) -> None:
+        """Lets the next pass begin with an epoch."""
+        self.next_epoch = epoch
+        self.position: Position = {"first_epoch": epoch, "epoch": epoch, "taken": 0}
+        self.jump: Position | None = None
+
+    def begin(self, epochs: int) -> Position:
+        """Begins a pass of some epochs; returns its position, the loaded one if there is one."""
+        jump = self.jump
+        if jump is None:
+            self.go_to_epoch(self.next_epoch)
+        else:
+            self.position, self.jump = jump, None
+        self.next_epoch = self.position["first_epoch"] + epochs
+        return self.position
 
 
 class _Pass:
-    """One pass of the loop over a dataset: it tells the dataset what has been delivered, and follows where it is sent."""
+    """One pass of the loop over a dataset: keeps the cursor at what was delivered, and follows it when it jumps."""
 
-    def __init__(self, dataset: TFRecordDataset) -> None:
-        self._dataset = dataset
-        self._elements: Any = None
+    def __init__(
+        self, dataset: TFRecordDataset, cursor: _Cursor, start: Callable[[], _Elements | Prefetcher[Any]]
+    ) -> None:
+        self._dataset, self._cursor, self._start = dataset, cursor, start
+        self._elements: _Elements | Prefetcher[Any] | None = None
         self._over = False
 
     def __iter__(self) -> _Pass:
         return self
 
     def __next__(self) -> Any:
-        dataset = self._dataset
-        if self._elements is None or dataset._jump is not None:
-            if self._over and dataset._jump is None:
+        cursor, elements = self._cursor, self._elements
+        if elements is None or cursor.jump is not None:
+            if self._over and cursor.jump is None:
                 raise StopIteration
             self._close()
-            dataset._position, self._elements, self._closing = dataset._start()
+            elements = self._elements = self._start()
             self._over = False
         try:
-            element = next(self._elements)
+            element = next(elements)
         except StopIteration:
             self._over = True
             self._close()
-            following = dataset._next_epoch
-            dataset._position = {"first_epoch": following, "epoch": following, "taken": 0}
+            cursor.go_to_epoch(cursor.next_epoch)
             raise
-        dataset._position = self._elements.state_dict()
+        cursor.position = elements.state_dict()
         return element
+
+    @property
+    def waiting(self) -> int:
+        """Returns how many elements are read ahead now."""
+        return self._elements.waiting if isinstance(self._elements, Prefetcher) else 0
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the dataset's position."""
@@ -238,29 +291,29 @@ class _Pass:
 
     def _close(self) -> None:
         if self._elements is not None:
-            self._elements = None
-            self._closing.close()
+            elements, self._elements = self._elements, None
+            elements.close()
 
 
 class _Elements:
-    """What a pass delivers, one after another, with positions. Owned by one thread, that of the reader if there is one."""
+    """The elements of a pass, with positions. Owned by one thread, that of the reader if there is one."""
 
-    def __init__(self, reading: Reading, making: _Making, position: Position, repeat: int | None) -> None:
-        self._reading, self._making, self._repeat = reading, making, repeat
-        self._parser = BatchParser(making.parse) if isinstance(making.parse, Mapping) else None
+    def __init__(self, reading: Reading, delivery: _Delivery, position: Position) -> None:
+        self._reading, self._delivery = reading, delivery
+        self._parser = BatchParser(delivery.features) if delivery.features is not None else None
         self.load_state_dict(position)
 
     def __iter__(self) -> _Elements:
         return self
 
     def __next__(self) -> Any:
-        making = self._making
-        records = self._stream.take(making.batch_size or 1)
-        if not records or (making.drop_remainder and len(records) < (making.batch_size or 1)):
+        delivery = self._delivery
+        records = self._stream.take(delivery.batch_size or 1)
+        if not records or (delivery.drop_remainder and len(records) < (delivery.batch_size or 1)):
             self._stream.close()
             raise StopIteration
         element = self._make(records)
-        return element if making.transform is None else making.transform(element)
+        return element if delivery.transform is None else delivery.transform(element)
 
     def state_dict(self) -> Position:
         """Returns the position of the next record."""
@@ -269,7 +322,8 @@ class _Elements:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes to a position."""
         self._first = state["first_epoch"]
-        end = None if self._repeat is None else self._first + self._repeat
+        repeat = self._delivery.repeat
+        end = None if repeat is None else self._first + repeat
         self._stream = RecordStream(self._reading, state["epoch"], state["taken"], end)
 
     def close(self) -> None:
@@ -277,18 +331,18 @@ class _Elements:
         self._stream.close()
 
     def _make(self, records: list[Record]) -> Any:
-        single = self._making.batch_size is None
+        single = self._delivery.batch_size is None
         data = [record for record, _ in records]
         if self._parser is not None:
             try:
                 return self._parser.parse_one(data[0]) if single else self._parser.parse(data)
             except RowError as error:
                 raise DataError(f"{self._place(records[error.row][1])}: {error}") from error
-        if callable(self._making.parse):
+        if (parse := self._delivery.parse) is not None:
             parsed = []
             for record, place in records:
                 try:
-                    parsed.append(self._making.parse(record))
+                    parsed.append(parse(record))
                 except Exception as error:
                     error.add_note(f"raised by parse= for {self._place(place)}")
                     raise
@@ -306,6 +360,6 @@ def _check_number(name: str, value: Any, least: int, otherwise: str = "") -> Non
 
 
 def _digest(paths: Sequence[Path]) -> str:
-    """Returns a fingerprint of the files' names and sizes; not of their folder, which may differ between hosts."""
+    """Returns a digest of the files' names and sizes; not of their folder, which may differ between hosts."""
     text = "\n".join(f"{path.name} {path.stat().st_size}" for path in paths)
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:16]

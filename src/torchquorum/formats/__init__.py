@@ -1,1 +1,1 @@
-"""Bytes on disk."""
+"""Files on disk and on object stores: checkpoints, ledger, journal, measures, TFRecord files."""

@@ -1,9 +1,9 @@
-"""A checkpoint on disk, as readers see it: the folder `model.ckpt-N`, its manifest and its tensors.
+"""Reads checkpoints: the folder `model.ckpt-N`, its manifest and its tensors.
 
-Asked by `session` when a run begins, by ps tasks for their shards and by the commands that list and export;
-`checkpoint_write` makes what is read here. What always holds: N is the global step inside; every tensor is named by its
-variable and stored as slices of its flattened form that cover it exactly, so any number of ps tasks can read it; nothing
-in a manifest is believed before it is checked, no pickle is read, and only the elements asked for are read.
+Called by `session` when a run begins, by ps tasks for their shards and by the commands that list and export;
+`checkpoint_write` writes them. What always holds: N is the global step; every tensor is named by its variable and stored as
+slices of its flattened form that cover it exactly, so any number of ps tasks can read it; a manifest is checked before it is
+used; no pickle is read; only the requested elements are read.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from torchquorum.formats.storage import Location, RemotePath
 __all__ = [
     "CheckpointError",
     "CheckpointInfo",
+    "CheckpointReader",
     "FileInfo",
     "Kind",
     "Manifest",
-    "Reader",
     "Spec",
     "Stored",
     "list_checkpoints",
@@ -53,7 +53,7 @@ __all__ = [
 
 
 class CheckpointInfo(msgspec.Struct, frozen=True):
-    """One line of a list of checkpoints; `problem` says why it cannot be restored, as far as that is known."""
+    """A checkpoint in a list; `problem` says why it cannot be restored, as far as known."""
 
     step: int
     path: Location
@@ -63,9 +63,9 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
 
 
 def list_checkpoints(folder: Location) -> list[CheckpointInfo]:
-    """Returns the checkpoints of a run's folder by step, with the problems that show without reading the tensors.
+    """Returns the checkpoints of a run's folder by step, with the problems that are found without reading the tensors.
 
-    In a remote folder, where the manifest is put last, what has none is no checkpoint: it is being written, or was left.
+    In a remote folder the manifest is written last: a folder without one is incomplete or abandoned, and is not listed.
     """
     try:
         names = [path.name for path in folder.iterdir()]
@@ -73,7 +73,7 @@ def list_checkpoints(folder: Location) -> list[CheckpointInfo]:
         return []
     except OSError as error:
         raise CheckpointError(
-            f"cannot list the checkpoints in {folder}: {error.strerror}; name a run's folder"
+            f"cannot list the checkpoints in {folder}: {error.strerror}; give a run's folder"
         ) from error
     found = [(int(match[1]), folder / name) for name in names if (match := FOLDER.fullmatch(name))]
     if isinstance(folder, RemotePath):
@@ -93,7 +93,7 @@ def _inspect(step: int, path: Location) -> CheckpointInfo:
         manifest = load_manifest(path)
     except CheckpointError as error:
         created_at, size_bytes = 0.0, 0
-        with suppress(OSError):  # no folder, or going away while we look
+        with suppress(OSError):  # no folder, or removed meanwhile
             created_at = _made_at(path)
             size_bytes = sum(file.stat().st_size for file in path.iterdir())
         return CheckpointInfo(step, path, created_at, size_bytes, str(error))
@@ -101,7 +101,7 @@ def _inspect(step: int, path: Location) -> CheckpointInfo:
 
 
 def _made_at(path: Location) -> float:
-    """Returns when a checkpoint with a problem was made: what its manifest says, if that can be read, or its file's time.
+    """Returns when a checkpoint with a problem was created: from its manifest if that can be read, else from its file.
 
     Raises:
         OSError: There is no such checkpoint.
@@ -117,16 +117,16 @@ class _Made(msgspec.Struct):
 
 
 def age_order(info: CheckpointInfo) -> tuple[float, int]:
-    """Sorts checkpoints by when they were made: a run that began anew in a used folder is newer at smaller steps."""
+    """Sort key by creation time: a run that starts again in a used folder is newer at smaller steps."""
     return info.created_at, info.step
 
 
 def newest_good(folder: Location) -> tuple[tuple[Location, Manifest] | None, list[CheckpointInfo]]:
-    """Finds the newest checkpoint whose every byte is as it was written.
+    """Finds the newest checkpoint whose checksums are all right.
 
     Returns:
-        Its path and manifest, or None where there is none; and the newer ones that were skipped, newest first, each with
-        its problem.
+        Its path and manifest, or None if there is none; and the newer ones that were skipped, newest first, each with its
+        problem.
     """
     skipped: list[CheckpointInfo] = []
     for info in sorted(list_checkpoints(folder), key=age_order, reverse=True):
@@ -138,14 +138,14 @@ def newest_good(folder: Location) -> tuple[tuple[Location, Manifest] | None, lis
 
 
 def verify(path: Location) -> str | None:
-    """Reads a whole checkpoint and returns what is wrong with it, naming the file, or None."""
+    """Reads a whole checkpoint; returns its problem, with the file's name, or None."""
     try:
         manifest = load_manifest(path)
-        with Reader(path, manifest) as reader:
+        with CheckpointReader(path, manifest) as reader:
             for name, info in manifest.files.items():
                 with reader.file(name).open("rb") as file:
                     if hashlib.file_digest(file, "sha256").hexdigest() != info.sha256:
-                        return f"{path / name} is damaged: its checksum is not the one in {MANIFEST}"
+                        return f"{path / name} is damaged: its checksum differs from the one in {MANIFEST}"
             for piece in manifest.stored:
                 reader.open_slice(piece)
     except CheckpointError as error:
@@ -155,10 +155,10 @@ def verify(path: Location) -> str | None:
     return None
 
 
-class Reader:
-    """Reads ranges of tensors from a checkpoint, from as many files as they lie in; for one thread.
+class CheckpointReader:
+    """Reads ranges of tensors from a checkpoint, across its files; for one thread.
 
-    The files of a remote checkpoint are fetched, each when it is first needed, into a temporary folder of this host.
+    The files of a remote checkpoint are copied to a temporary folder of this host when they are first needed.
     """
 
     def __init__(self, path: Location, manifest: Manifest | None = None) -> None:
@@ -168,7 +168,7 @@ class Reader:
         self._files: dict[str, Any] = {}
         self._copies: tempfile.TemporaryDirectory[str] | None = None
 
-    def __enter__(self) -> Reader:
+    def __enter__(self) -> CheckpointReader:
         return self
 
     def __exit__(
@@ -177,7 +177,7 @@ class Reader:
         self.close()
 
     def close(self) -> None:
-        """Lets go of the files; they are opened again when needed."""
+        """Closes the files; they are opened again when needed."""
         while self._files:
             self._files.popitem()[1].__exit__(None, None, None)
         if self._copies is not None:
@@ -185,10 +185,10 @@ class Reader:
             self._copies = None
 
     def file(self, name: str) -> Path:
-        """Returns where a file of the checkpoint lies on this host, fetching it if need be.
+        """Returns the path of a file of the checkpoint on this host, copying it if needed.
 
         Raises:
-            OSError: It cannot be fetched.
+            OSError: It cannot be copied.
         """
         if not isinstance(self.path, RemotePath):
             return self.path / name
@@ -202,19 +202,19 @@ class Reader:
         return copy
 
     def variables(self) -> dict[str, Spec]:
-        """Returns what each variable is."""
+        """Returns the spec of each variable."""
         return {name: p[0].spec for (kind, name, _), p in self._tensors.items() if kind == "variable"}
 
     def averages(self) -> dict[str, Spec]:
-        """Returns what each moving average is, by variable."""
+        """Returns the spec of each moving average, by variable."""
         return {name: p[0].spec for (kind, name, _), p in self._tensors.items() if kind == "average"}
 
     def buffers(self, owner: str = "") -> dict[str, Spec]:
-        """Returns what each of the model's buffers is; with an owner, such as "worker 1", those that are its own."""
+        """Returns the spec of each buffer of the model; with an owner, such as "worker 1", of that worker's own buffers."""
         return {name: p[0].spec for (kind, name, s), p in self._tensors.items() if (kind, s) == ("buffer", owner)}
 
     def states(self, variable: str) -> dict[str, Spec]:
-        """Returns what each state of the variable's optimizer is."""
+        """Returns the spec of each optimizer state of a variable."""
         return {s: p[0].spec for (kind, name, s), p in self._tensors.items() if (kind, name) == ("optimizer", variable)}
 
     def read(
@@ -233,24 +233,24 @@ class Reader:
         Args:
             kind: Variable, optimizer, average or buffer.
             variable: The variable's or the buffer's name.
-            state: The state's name, for kind optimizer; the owner, for a worker's own buffer.
+            state: The state's name for an optimizer state; the owner for a worker's own buffer.
             start: The first element.
             stop: The element after the last; None for the tensor's end.
-            expect: What the whole tensor has to be; None takes it as it is.
-            out: Where to, of one dimension and the right dtype; None makes a new tensor.
+            expect: The expected spec of the whole tensor; None accepts any.
+            out: The destination, of one dimension and the right dtype; None creates a tensor.
 
         Returns:
-            A tensor of one dimension, with memory of its own or `out`.
+            A tensor of one dimension: a new one, or `out`.
 
         Raises:
-            CheckpointError: There is no such tensor or element, it is not what was expected, or a file is damaged.
+            CheckpointError: There is no such tensor or element, it does not match `expect`, or a file is damaged.
         """
         pieces, what = self._tensors.get((kind, variable, state)), title(kind, variable, state)
         if pieces is None:
             raise CheckpointError(f"{self.path} holds no {what}; was it saved from another model or optimizer?")
         spec = pieces[0].spec
         if expect is not None and spec != expect:
-            raise CheckpointError(f"{what} is {spec} in {self.path} and {expect} here: another model was saved there")
+            raise CheckpointError(f"{what} is {spec} in {self.path} and {expect} here: it was saved from another model")
         stop = spec.numel if stop is None else stop
         if not 0 <= start <= stop <= spec.numel:
             raise CheckpointError(f"{what} has {spec.numel} elements in {self.path}; [{start}, {stop}) was asked for")
@@ -271,13 +271,13 @@ class Reader:
         return out
 
     def state_dict(self, *, averages: bool = False) -> dict[str, torch.Tensor]:
-        """Returns every variable and every buffer of the model, whole and in its shape, under each of its names.
+        """Returns every variable and buffer of the model, in its shape, under each of its names.
 
-        The moving average stands in a variable's place where that is asked for and it is kept.
+        With `averages`, a variable's moving average replaces it where there is one.
         """
         averaged = self.averages() if averages else {}
         if averages and not averaged:
-            raise CheckpointError(f"{self.path} holds no moving averages; leave them out, or train with them")
+            raise CheckpointError(f"{self.path} holds no moving averages; export the variables, or train with averages")
         found = {
             name: self.read("average" if name in averaged else "variable", name).view(spec.shape)
             for name, spec in self.variables().items()
@@ -285,13 +285,13 @@ class Reader:
         tied = self.manifest.plan.get("tied", {})
         for name, first in tied.items() if isinstance(tied, dict) else ():
             if isinstance(first, str) and first in found and name not in found:
-                found[name] = found[first].clone()  # a file of safetensors holds no tensor twice
+                found[name] = found[first].clone()  # safetensors refuses tensors that share memory
         for name, spec in self.buffers().items():
             found[name] = self.read("buffer", name).view(spec.shape)
         return found
 
     def open_slice(self, piece: Stored) -> Any:
-        """Returns safetensors' lazy slice of a stored piece, of which nothing has been read yet."""
+        """Returns safetensors' lazy slice of a stored piece, before any element is read."""
         try:
             if piece.file not in self._files:
                 self._files[piece.file] = safe_open(self.file(piece.file), framework="pt").__enter__()

@@ -1,8 +1,8 @@
-"""What a checkpoint holds: the manifest in its folder, and every check that it must pass before it is believed.
+"""The manifest of a checkpoint, and every check that it must pass before it is used.
 
-`checkpoint` reads manifests through it, `checkpoint_write` makes them. What always holds: a manifest that was loaded names
-only plain files of its own folder, which are there with the sizes that were written; its slices cover every tensor
-exactly and fit into those files; and its step is the one in the folder's name.
+Read by `checkpoint`, written by `checkpoint_write`. What always holds: a loaded manifest names only plain files of its own
+folder, which exist with the recorded sizes; its slices cover every tensor exactly and fit into those files; its step is the one
+in the folder's name.
 """
 
 from __future__ import annotations
@@ -10,20 +10,20 @@ from __future__ import annotations
 import math
 import re
 import stat
-import time
 from importlib import metadata
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import torch
 
+from torchquorum.clock import SYSTEM
 from torchquorum.errors import TorchQuorumError
 from torchquorum.formats.storage import Location
 
 FORMAT = 1
 PREFIX = "model.ckpt-"
 MANIFEST = "manifest.json"
-# The dtypes that may be stored, and what a safetensors file calls them.
+# The dtypes that may be stored, and their names in a safetensors file.
 DTYPES = {
     "float64": "F64",
     "float32": "F32",
@@ -46,7 +46,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class CheckpointError(TorchQuorumError):
-    """A checkpoint cannot be written, or is not what it has to be."""
+    """A checkpoint cannot be written, or is damaged."""
 
 
 def release() -> str:
@@ -58,7 +58,7 @@ def release() -> str:
 
 
 class Spec(NamedTuple):
-    """What a tensor is: its shape, and its dtype as torch names it, without the prefix."""
+    """The shape of a tensor, and its dtype as torch names it, without the prefix."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -73,13 +73,13 @@ class Spec(NamedTuple):
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the elements [start, stop) of one flattened tensor lie.
+    """Where the elements [start, stop) of one flattened tensor are stored.
 
     Attributes:
         kind: Whether it is a variable, a state of its optimizer, its moving average, or a buffer of the model.
         variable: The variable's or the buffer's name.
-        state: What the optimizer calls the state ("exp_avg", "step"); of a buffer that is one worker's own, which worker's
-            ("worker 1"); empty otherwise.
+        state: The optimizer's name of the state ("exp_avg", "step"); for a worker's own buffer, the worker ("worker 1");
+            empty otherwise.
         file: The file's name in the checkpoint's folder.
         key: The tensor's name in that file, where it has one dimension.
         start: The first element; 0 for a scalar.
@@ -100,7 +100,7 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def spec(self) -> Spec:
-        """Returns what the whole tensor is."""
+        """Returns the spec of the whole tensor."""
         return Spec(self.shape, self.dtype)
 
     def __str__(self) -> str:
@@ -108,37 +108,37 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FileInfo(msgspec.Struct, frozen=True):
-    """What a file must be, to be the one that was written."""
+    """The size and checksum of a file."""
 
     size_bytes: Count
     sha256: str
 
 
 class Manifest(msgspec.Struct, kw_only=True):
-    """What a checkpoint holds.
+    """The contents of a checkpoint.
 
     Attributes:
-        format: The format's number.
+        format: The number of the format.
         step: The global step.
-        created_at: When it was made, in seconds since the epoch.
+        created_at: When it was created, in seconds since the epoch; the machine's time, unless the writer gives another.
         torchquorum: The release that wrote it.
-        num_ps: The number of ps tasks that wrote it; readers need not care.
-        reign: The creation of the variables in which it was made; the journal's files name theirs.
-        plan: Rule, optimizer, schedule: as the caller gave it, in JSON's types.
-        scalars: Optimizer and schedule state that is no tensor, in JSON's types.
-        pieces: Where every tensor lies, but for the buffers.
-        buffers: Where the model's buffers lie, and those of each worker that differ from them.
-        workers: Each worker's position in its data and its random state, in JSON's types.
-        data: Of each share of data that is shared out by batch: what it is, and which batches are in the variables.
-        files: Every file but the manifest.
+        num_ps: The number of ps tasks that wrote it; any number can read it.
+        generation: The creation of the variables that it belongs to; the journal's files name theirs.
+        plan: Rule, optimizer, schedule, as JSON types.
+        scalars: Optimizer and schedule state that is not a tensor, as JSON types.
+        pieces: Where every tensor is stored, except the buffers.
+        buffers: Where the model's buffers are stored, and those of each worker that differ from them.
+        workers: Each worker's position in its data and its random state, as JSON types.
+        data: For each share of data: its description, and which batches are part of the variables.
+        files: Every file except the manifest.
     """
 
     format: int = FORMAT
     step: Count
-    created_at: float = msgspec.field(default_factory=time.time)
+    created_at: float = msgspec.field(default_factory=SYSTEM.wall)
     torchquorum: str = msgspec.field(default_factory=release)
     num_ps: Count
-    reign: Count = 0
+    generation: Count = msgspec.field(default=0, name="reign")
     plan: dict[str, Any] = {}
     scalars: dict[str, Any] = {}
     pieces: list[Stored]
@@ -162,16 +162,16 @@ _decoder = msgspec.json.Decoder(Manifest)
 
 
 def load_manifest(path: Location) -> Manifest:
-    """Reads a checkpoint's manifest and checks it, and that its files are there with the right sizes.
+    """Reads a checkpoint's manifest, checks it, and checks that its files exist with the right sizes.
 
     Raises:
-        CheckpointError: The manifest or a file is missing or damaged, or the format is not known here.
+        CheckpointError: The manifest or a file is missing or damaged, or the format is unknown.
     """
     file = path / MANIFEST
     try:
         status = file.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_MANIFEST_BYTES:
-            raise CheckpointError(f"{file} is damaged: {status.st_size} bytes, no file of a checkpoint")
+            raise CheckpointError(f"{file} is damaged: {status.st_size} bytes, not a file of a checkpoint")
         text = file.read_bytes()
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
@@ -190,26 +190,26 @@ def load_manifest(path: Location) -> Manifest:
         raise CheckpointError(f"{file} is damaged: {error}") from error
     match = FOLDER.fullmatch(path.name)
     if match and int(match[1]) != manifest.step:
-        raise CheckpointError(f"{path} holds step {manifest.step}: somebody renamed it; rename it back")
+        raise CheckpointError(f"{path} holds step {manifest.step}: the folder was renamed; rename it back")
     check_files(path, manifest)
     return manifest
 
 
 def check_manifest(manifest: Manifest) -> None:
-    """Raises ValueError unless a manifest is consistent in itself: names, ranges and sizes."""
+    """Raises ValueError unless a manifest is consistent: names, ranges and sizes."""
     for name, info in manifest.files.items():
         if not _FILE.fullmatch(name):
             raise ValueError(f"file name {name[:100]!r}: only plain names that end in .safetensors are allowed")
         if not re.fullmatch(r"[0-9a-f]{64}", info.sha256):
             raise ValueError(f"{name} has no checksum")
     if any(p.kind == "buffer" for p in manifest.pieces) or any(p.kind != "buffer" for p in manifest.buffers):
-        raise ValueError("buffers, and nothing else, stand in the list of buffers")
+        raise ValueError("the list of buffers must hold all buffers and nothing else")
     tensors = by_tensor(manifest)
     for (kind, variable, state), pieces in tensors.items():
         name = title(kind, variable, state)
         spec = pieces[0].spec
         if kind != "buffer" and (kind == "optimizer") != bool(state):
-            raise ValueError(f"{name}: only a state of the optimizer has a name of its own")
+            raise ValueError(f"{name}: only an optimizer state has a state name")
         if kind not in ("variable", "buffer") and ("variable", variable, "") not in tensors:
             raise ValueError(f"{name} belongs to no variable")
         if kind == "buffer" and ("variable", variable, "") in tensors:
@@ -229,13 +229,13 @@ def check_manifest(manifest: Manifest) -> None:
     keys = set[tuple[str, str]]()
     for piece in manifest.stored:
         if piece.file not in room:
-            raise ValueError(f"{piece} lies in {piece.file[:100]!r}, which is not in the list of files")
+            raise ValueError(f"{piece} is in {piece.file[:100]!r}, which is not in the list of files")
         if (piece.file, piece.key) in keys:
             raise ValueError(f"{piece} shares {piece.key[:100]!r} of {piece.file} with another tensor")
         keys.add((piece.file, piece.key))
         room[piece.file] -= (piece.stop - piece.start) * torch_dtype(piece.dtype).itemsize
         if room[piece.file] < 0:
-            raise ValueError(f"{piece.file} is too small for its tensors, of which {piece} is one")
+            raise ValueError(f"{piece.file} is too small for its tensors, such as {piece}")
 
 
 def check_files(path: Location, manifest: Manifest) -> None:
@@ -250,7 +250,7 @@ def check_files(path: Location, manifest: Manifest) -> None:
 
 
 def pack(value: Any) -> Any:
-    """Makes infinities and NaN, which JSON does not know, something that it does."""
+    """Encodes infinities and NaN, which JSON does not have."""
     if isinstance(value, dict):
         return {k: pack(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -280,7 +280,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def title(kind: str, variable: str, state: str) -> str:
-    """Returns what people call a tensor."""
+    """Returns the name of a tensor for messages."""
     titles = {"variable": "variable", "average": "moving average of", "optimizer": f"optimizer state {state[:100]} of"}
     titles["buffer"] = f"{state[:100]}'s buffer" if state else "buffer"
     return f"{titles[kind]} {variable[:100]}"

@@ -1,7 +1,7 @@
-"""What the things are called that become a checkpoint, and whose they are: the writer's host and process are in the name.
+"""Names of unfinished checkpoints and their files; they contain the writer's host and process.
 
-Used by `checkpoint_write` and `checkpoint_remote`. What always holds: names of two writers differ, and of a writer on this
-host it can be told whether it still lives.
+Used by `checkpoint_write` and `checkpoint_remote`. What always holds: two writers never use the same name; for a writer on this
+host it is known whether it still runs.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import hashlib
 import os
 import re
 import secrets
-import time
 from pathlib import Path
 from typing import TypeVar, cast
 
 import msgspec
 
+from torchquorum.clock import SYSTEM, Clock
 from torchquorum.formats.checkpoint_manifest import PREFIX, STEP, Manifest, pack
 from torchquorum.formats.storage import Location
 
@@ -28,7 +28,7 @@ OWNED = re.compile(rf".*\.({_WRITER})\.safetensors")
 
 
 def hidden(folder: _L, step: int, what: str) -> _L:
-    """Returns a hidden name of this process's own for what becomes, or was, the checkpoint of a step."""
+    """Returns a new hidden name of this process for a checkpoint that is being written or removed."""
     name = f".{PREFIX}{step}.{what}-{this_host()}-{os.getpid()}-{secrets.token_hex(4)}"
     return cast(_L, folder / name)
 
@@ -39,7 +39,7 @@ def owned(name: str, writer: str) -> str:
 
 
 def with_owner(manifest: Manifest, owner: str) -> Manifest:
-    """Returns a manifest whose files have their owner in their names."""
+    """Returns a manifest whose files have their writer in their names."""
     renamed = {name: owned(name, owner) for name in manifest.files}
     return msgspec.structs.replace(
         manifest,
@@ -50,7 +50,7 @@ def with_owner(manifest: Manifest, owner: str) -> Manifest:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Returns a manifest as it stands on disk."""
+    """Returns a manifest as it is stored."""
     packed = msgspec.structs.replace(
         manifest, plan=pack(manifest.plan), scalars=pack(manifest.scalars), workers=pack(manifest.workers)
     )
@@ -58,18 +58,18 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def this_host() -> str:
-    """Returns an id of what this process's number is valid in: this boot of this machine, and its process namespace."""
+    """Returns an id of the scope of this process's pid: this boot of this machine, and its pid namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return hashlib.sha256(f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}".encode()).hexdigest()[:12]
 
 
-def is_abandoned(host: str, process: int, changed_at: float) -> bool:
+def is_abandoned(host: str, process: int, changed_at: float, clock: Clock = SYSTEM) -> bool:
     """Whether a writer is known to be dead, or has changed nothing for an hour."""
     if host == this_host():
         try:
             os.kill(process, 0)
         except ProcessLookupError:
             return True
-        except OSError:  # another user's, so it lives
+        except OSError:  # another user's process: it runs
             pass
-    return time.time() - changed_at > STALE_S
+    return clock.wall() - changed_at > STALE_S

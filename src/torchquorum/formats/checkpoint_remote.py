@@ -1,9 +1,9 @@
-"""Checkpoints on an object store, which has no rename: parts first, under names of their own, and the manifest last.
+"""Checkpoints on an object store, which has no rename: first the parts, under unique names, then the manifest.
 
-Called by `checkpoint_write` where the run's folder is remote. A part goes straight to `model.ckpt-N/` with its writer's name
-in its own; the manifest names the parts. What always holds: a checkpoint exists from the moment its manifest does, which is
-one put; a second one of the same step has other parts, and the manifest is what changes over; removing begins with the
-manifest; what no manifest names is nobody's, and goes when its writer is dead or has been silent for an hour.
+Called by `checkpoint_write` where the run's folder is remote. A part is written directly to `model.ckpt-N/`, with its writer's
+name in its own; the manifest names the parts. What always holds: a checkpoint exists from the moment its manifest does, which
+is one put; a second checkpoint of the same step has other parts, and replaces the manifest; removal begins with the manifest; a
+part that no manifest names is removed once its writer is dead or has been silent for an hour.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from torchquorum.clock import SYSTEM, Clock
 from torchquorum.formats.checkpoint_manifest import (
     FOLDER,
     MANIFEST,
@@ -28,10 +29,10 @@ from torchquorum.formats.storage import RemotePath
 
 
 def put_file(partial: RemotePath, name: str, save: Callable[[Path], FileInfo]) -> FileInfo:
-    """Puts a file of tensors; `save` writes it to a temporary file of this host first.
+    """Uploads a file of tensors; `save` first writes it to a temporary file on this host.
 
     Raises:
-        OSError: It cannot be put.
+        OSError: It cannot be uploaded.
     """
     target, writer = _target(partial)
     with scratch_folder() as folder:
@@ -42,11 +43,11 @@ def put_file(partial: RemotePath, name: str, save: Callable[[Path], FileInfo]) -
 
 
 def publish_parts(partial: RemotePath, manifest: Manifest) -> None:
-    """Makes a checkpoint of the parts that were put, by putting their manifest.
+    """Publishes the uploaded parts as a checkpoint by uploading their manifest.
 
     Raises:
         CheckpointError: Parts are missing.
-        OSError: The manifest cannot be put.
+        OSError: The manifest cannot be uploaded.
     """
     target, writer = _target(partial)
     moved = with_owner(manifest, writer)
@@ -55,7 +56,7 @@ def publish_parts(partial: RemotePath, manifest: Manifest) -> None:
 
 
 def abandon_parts(partial: RemotePath) -> None:
-    """Removes, as far as possible, the parts of a checkpoint that will not be."""
+    """Removes, as far as possible, the parts of a checkpoint that is given up."""
     target, writer = _target(partial)
     with suppress(OSError):
         for entry in target.iterdir():
@@ -65,7 +66,7 @@ def abandon_parts(partial: RemotePath) -> None:
 
 
 def remove_checkpoint(path: RemotePath) -> None:
-    """Removes a checkpoint, the manifest first, so that no reader meets half of it.
+    """Removes a checkpoint, the manifest first, so that no reader sees half of it.
 
     Raises:
         OSError: Something cannot be removed.
@@ -75,7 +76,7 @@ def remove_checkpoint(path: RemotePath) -> None:
         entry.unlink(missing_ok=True)
 
 
-def left_behind(folder: RemotePath) -> list[RemotePath]:
+def left_behind(folder: RemotePath, clock: Clock = SYSTEM) -> list[RemotePath]:
     """Returns the parts that no manifest names and whose writers are gone.
 
     Raises:
@@ -90,18 +91,18 @@ def left_behind(folder: RemotePath) -> list[RemotePath]:
             named = load_manifest(path).files.keys()
         except CheckpointError:
             if (path / MANIFEST).exists():
-                continue  # damaged, but a checkpoint: it goes when its time has come
+                continue  # damaged, but a checkpoint: pruned by age
             named = set[str]()
         for entry, match in parts:
-            # A part may go while we look; then it is no longer left behind.
+            # A part may be removed meanwhile.
             with suppress(FileNotFoundError):
-                if entry.name not in named and is_abandoned(match[2], int(match[3]), entry.stat().st_mtime):
+                if entry.name not in named and is_abandoned(match[2], int(match[3]), entry.stat().st_mtime, clock):
                     found.append(entry)
     return found
 
 
 def _target(partial: RemotePath) -> tuple[RemotePath, str]:
-    """Returns the folder of the checkpoint that is being made, and its writer's name."""
+    """Returns the folder of the checkpoint that is being written, and its writer's name."""
     match = HIDDEN.fullmatch(partial.name)
     assert match is not None, partial
     return partial.with_name(f"{PREFIX}{match[1]}"), match[3]

@@ -1,11 +1,11 @@
-"""Writing checkpoints: parts into a hidden folder, then one rename; and clearing away old ones.
+"""Writes checkpoints: parts into a hidden folder, then one rename; removes old ones; exports.
 
-On an object store `checkpoint_remote` does the same with a manifest that comes last.
+On an object store `checkpoint_remote` does the same with a manifest that is written last.
 
-One task of the cluster calls `begin`, every ps task `write_part` in the folder it is told, the first task `publish` and
-`prune`; `torchquorum export` calls `export`. What always holds: a folder `model.ckpt-N` is whole from the moment it exists,
-whenever the writer or the machine dies; until a newer one is whole nothing older is touched; what a dead writer left
-behind has a hidden name and is cleared away later. Nothing here changes a tensor: whoever calls lends them unchanging.
+One task calls `begin`, every ps task `write_part` in that folder, the first task `publish` and `prune`; `torchquorum export`
+calls `export`. What always holds: a folder `model.ckpt-N` is complete from the moment it exists, whenever the writer or the
+machine dies; no older checkpoint is touched before a newer one is complete; what a dead writer left has a hidden name and is
+removed later. Tensors are only read; callers must not change them meanwhile.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from torchquorum.clock import SYSTEM, Clock
 from torchquorum.errors import ConfigError
-from torchquorum.formats.checkpoint import Reader, age_order, list_checkpoints, verify
+from torchquorum.formats.checkpoint import CheckpointReader, age_order, list_checkpoints, verify
 from torchquorum.formats.checkpoint_manifest import (
     MANIFEST,
     PREFIX,
@@ -62,13 +63,13 @@ BUFFERS = "buffers.safetensors"
 SAFE = " Older checkpoints are untouched."
 EXPORTS = (".safetensors", ".pt")
 _ADVICE = {
-    errno.ENOSPC: "the disk is full: free some space there or name another folder",
-    errno.EDQUOT: "the quota is used up: free some space there or name another folder",
-    errno.EFBIG: "files may not be that large there: raise the limit (ulimit -f) or name another folder",
-    errno.EROFS: "the file system is read-only: make it writable or name another folder",
-    errno.EACCES: "this user may not write there: change the permissions or name another folder",
-    errno.EPERM: "this user may not write there: change the permissions or name another folder",
-    errno.ENOENT: "it is not there: was it removed, and do all ps tasks see the same folder?",
+    errno.ENOSPC: "the disk is full: free some space there or use another folder",
+    errno.EDQUOT: "the quota is used up: free some space there or use another folder",
+    errno.EFBIG: "files may not be that large there: raise the limit (ulimit -f) or use another folder",
+    errno.EROFS: "the file system is read-only: make it writable or use another folder",
+    errno.EACCES: "this user may not write there: change the permissions or use another folder",
+    errno.EPERM: "this user may not write there: change the permissions or use another folder",
+    errno.ENOENT: "it does not exist: was it removed, and do all ps tasks see the same folder?",
 }
 
 
@@ -78,15 +79,15 @@ def part_name(shard: int, num_shards: int) -> str:
 
 
 def tensor_key(kind: Kind, variable: str, state: str = "", start: int = 0) -> str:
-    """Returns a name for a tensor in a file that no other piece of a checkpoint has."""
+    """Returns the key of a tensor in a file, unique in a checkpoint."""
     return "/".join((kind, variable, state, str(start)))
 
 
 def begin(folder: _L, step: int) -> _L:
-    """Makes the hidden folder in which a checkpoint of the run in `folder` is put together.
+    """Creates the hidden folder in which a checkpoint of the run in `folder` is written.
 
     Raises:
-        CheckpointError: It cannot be made.
+        CheckpointError: It cannot be created.
     """
     assert step >= 0, step
     partial = hidden(folder, step, "partial")
@@ -97,36 +98,36 @@ def begin(folder: _L, step: int) -> _L:
 
 
 def write_part(partial: Location, shard: int, num_shards: int, tensors: Mapping[str, torch.Tensor]) -> FileInfo:
-    """Writes one shard's tensors, flattened, and waits until the disk has them.
+    """Writes one shard's tensors, flattened, and waits until they are on disk.
 
-    safetensors writes from where the tensors lie and lets other threads run meanwhile; the checksum is taken of what
-    then stands in the file. May run on any thread, if nobody changes the tensors.
+    safetensors writes without copying and releases the GIL; the checksum is that of the written file. May run on any
+    thread, if the tensors do not change meanwhile.
 
     Args:
-        partial: What `begin` returned, here or in another task.
+        partial: The folder that `begin` returned, here or in another task.
         shard: The ps task's index.
         num_shards: The number of ps tasks.
         tensors: By key; contiguous, or they are copied.
 
     Returns:
-        What the manifest has to say of the file `part_name(shard, num_shards)`.
+        The manifest's entry for the file `part_name(shard, num_shards)`.
 
     Raises:
-        CheckpointError: It cannot be written; what was there of this checkpoint is removed.
+        CheckpointError: It cannot be written; the unfinished checkpoint is removed.
     """
     return write_tensors(partial, part_name(shard, num_shards), tensors)
 
 
 def write_tensors(partial: Location, name: str, tensors: Mapping[str, torch.Tensor]) -> FileInfo:
-    """Writes a file of tensors, as `write_part` does, under a name of its own."""
-    # Scalars may be one tensor under several keys, which safetensors refuses.
+    """Writes a file of tensors, as `write_part` does, with a given name."""
+    # Scalars may share one tensor under several keys, which safetensors refuses.
     flat = {k: t.detach().reshape(-1) if t.dim() else t.detach().reshape(1).clone() for k, t in tensors.items()}
     with _reporting(f"writing {name} of the checkpoint in {partial}", partial):
         if isinstance(partial, RemotePath):
             return put_file(partial, name, lambda file: _save(flat, file))
         path = partial / name
         info = _save(flat, path)
-        path.chmod(partial.stat().st_mode & 0o666)  # safetensors makes files for the owner alone
+        path.chmod(partial.stat().st_mode & 0o666)  # safetensors creates files that only the owner can read
         sync_path(path)
         return info
 
@@ -139,13 +140,13 @@ def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> FileInfo:
 
 
 def publish(partial: _L, manifest: Manifest) -> _L:
-    """Makes a checkpoint of the parts that were written: from its return on it survives a loss of power.
+    """Publishes the written parts as a checkpoint; when it returns, the checkpoint survives a power loss.
 
-    One of the same step that is there already gives way without a moment in which neither can be read: the new parts
-    move in beside the old ones under other names, and the manifest is what changes over.
+    An existing checkpoint of the same step is replaced without a moment in which neither can be read: the new parts are
+    moved beside the old ones under other names, then the manifest is replaced.
 
     Raises:
-        CheckpointError: It cannot be written, or parts are missing; what was there of this checkpoint is removed.
+        CheckpointError: It cannot be written, or parts are missing; the unfinished checkpoint is removed.
     """
     match = HIDDEN.fullmatch(partial.name)
     assert match and int(match[1]) == manifest.step, (partial.name, manifest.step)
@@ -154,7 +155,7 @@ def publish(partial: _L, manifest: Manifest) -> _L:
         try:
             check_manifest(manifest)
         except ValueError as error:
-            raise CheckpointError(f"publishing {target}: the parts make no whole: {error}") from error
+            raise CheckpointError(f"publishing {target}: the parts are not complete: {error}") from error
         if isinstance(partial, RemotePath):
             publish_parts(partial, manifest)
             return target
@@ -182,12 +183,12 @@ def _replace(partial: Path, target: Path, manifest: Manifest, *, token: str) -> 
     abandon(partial)
     for file in target.iterdir():
         if file.name != MANIFEST and file.name not in moved.files:
-            with suppress(OSError):  # readers ignore it, and it goes when the checkpoint goes
+            with suppress(OSError):  # readers ignore it, and it is removed with the checkpoint
                 file.unlink()
 
 
 def abandon(partial: Location) -> None:
-    """Removes, as far as possible, what was written of a checkpoint that will not be published."""
+    """Removes, as far as possible, a checkpoint that will not be published."""
     assert HIDDEN.fullmatch(partial.name), partial
     if isinstance(partial, RemotePath):
         abandon_parts(partial)
@@ -195,48 +196,48 @@ def abandon(partial: Location) -> None:
     shutil.rmtree(partial, ignore_errors=True)
 
 
-def prune(folder: Location, keep: int = KEEP) -> list[Location]:
+def prune(folder: Location, keep: int = KEEP, *, clock: Clock = SYSTEM) -> list[Location]:
     """Removes old checkpoints, and what writers that died left behind.
 
-    The newest `keep` that can be restored stay, with whatever is newer than the oldest of them; damaged ones do not count.
-    A partial folder goes when its writer is dead, or when nothing in it has changed for an hour.
+    Keeps the newest `keep` that can be restored, and everything newer than the oldest of these; damaged ones do not count.
+    An unfinished one is removed when its writer is dead, or when nothing in it has changed for an hour.
 
     Returns:
-        What was removed.
+        The removed paths.
 
     Raises:
         CheckpointError: Something cannot be removed.
     """
     if keep < 1:
-        raise ConfigError(f"keep={keep}: must be 1 or more, or nothing could be restored")
+        raise ConfigError(f"keep={keep}: must be 1 or more, otherwise nothing could be restored")
     infos = sorted(list_checkpoints(folder), key=age_order)
     good = [age_order(info) for info in infos if info.problem is None]
     old = [info.path for info in infos if len(good) >= keep and age_order(info) < good[-keep]]
     with _reporting(f"removing old checkpoints in {folder}", note=""):
         if isinstance(folder, RemotePath):
-            return _prune_remote(folder, [path for path in old if isinstance(path, RemotePath)])
+            return _prune_remote(folder, [path for path in old if isinstance(path, RemotePath)], clock)
         for path in old:
-            # A rename first: a checkpoint that is half gone must not have a name that readers look for.
+            # Rename first: a half removed checkpoint must not have a name that readers look for.
             aside = hidden(folder, int(path.name.removeprefix(PREFIX)), "removed")
             assert isinstance(path, Path)
             path.rename(aside)
             _remove(aside)
-        left = clear_left_behind(folder)
+        left = clear_left_behind(folder, clock=clock)
     return [*old, *left]
 
 
-def clear_left_behind(folder: Path) -> list[Path]:
-    """Removes what writers that died left of checkpoints in a run's folder, and nothing of one that lives; returns it."""
-    left = [path for path in folder.iterdir() if _is_left_behind(path)] if folder.is_dir() else []
+def clear_left_behind(folder: Path, *, clock: Clock = SYSTEM) -> list[Path]:
+    """Removes the unfinished checkpoints of dead writers in a run's folder; returns their paths."""
+    left = [path for path in folder.iterdir() if _is_left_behind(path, clock)] if folder.is_dir() else []
     for path in left:
         _remove(path)
     return left
 
 
-def _prune_remote(folder: RemotePath, old: list[RemotePath]) -> list[Location]:
+def _prune_remote(folder: RemotePath, old: list[RemotePath], clock: Clock) -> list[Location]:
     for path in old:
         remove_checkpoint(path)
-    left = left_behind(folder)
+    left = left_behind(folder, clock)
     for part in left:
         part.unlink(missing_ok=True)
     return [*old, *left]
@@ -247,17 +248,17 @@ def export(path: Location, target: Location, *, averages: bool = False) -> Locat
 
     Args:
         path: The checkpoint; it is verified first.
-        target: A file ending in .safetensors or .pt; one that is there is replaced.
-        averages: Puts the moving averages in the variables' places.
+        target: A file ending in .safetensors or .pt; an existing one is replaced.
+        averages: Writes the moving averages instead of the variables.
 
     Raises:
         CheckpointError: The checkpoint is damaged or has no averages, or the file cannot be written.
     """
     if target.suffix not in EXPORTS:
-        raise CheckpointError(f"{target}: a state_dict is exported to a file that ends in {' or '.join(EXPORTS)}")
+        raise CheckpointError(f"{target}: the file must end in {' or '.join(EXPORTS)}")
     if problem := verify(path):
         raise CheckpointError(f"{problem}; export another checkpoint")
-    with Reader(path) as reader:
+    with CheckpointReader(path) as reader:
         values = reader.state_dict(averages=averages)
     if isinstance(target, RemotePath):
         with _reporting(f"writing {target}", note=""), tempfile.TemporaryDirectory(prefix="torchquorum-") as folder:
@@ -270,9 +271,9 @@ def _export(values: dict[str, torch.Tensor], target: Path) -> Path:
     draft = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
     try:
         with _reporting(f"writing {target}", note=""):
-            with draft.open("wb") as file:  # also gives the file the permissions that the user's files have
+            with draft.open("wb") as file:  # gives the file the user's default permissions
                 if target.suffix == ".pt":
-                    # Written for others, who load it with weights_only=True; torchquorum never reads it.
+                    # For other programs, which load it with weights_only=True; torchquorum never reads it.
                     torch.save(values, file)  # noqa: TID251
             if target.suffix == ".safetensors":
                 mode = draft.stat().st_mode
@@ -288,7 +289,7 @@ def _export(values: dict[str, torch.Tensor], target: Path) -> Path:
 
 @contextmanager
 def _reporting(doing: str, partial: Location | None = None, *, note: str = SAFE) -> Iterator[None]:
-    """Turns what the file system says into something to act on, and removes the partial folder on any failure."""
+    """Turns errors of the file system into CheckpointErrors with advice, and removes the partial folder on any failure."""
     try:
         yield
     except BaseException as error:
@@ -297,11 +298,11 @@ def _reporting(doing: str, partial: Location | None = None, *, note: str = SAFE)
         if not isinstance(error, OSError | SafetensorError | RuntimeError):
             raise
         cause: BaseException = error
-        while not isinstance(cause, OSError) and cause.__context__ is not None:  # torch.save hides it behind its own
+        while not isinstance(cause, OSError) and cause.__context__ is not None:  # torch.save raises its own error
             cause = cause.__context__
-        told = re.search(r"\(os error (\d+)\)", str(cause))  # safetensors gives the system's number only in its text
+        told = re.search(r"\(os error (\d+)\)", str(cause))  # safetensors gives errno only in its text
         number = cause.errno if isinstance(cause, OSError) else int(told[1]) if told else None
-        advice = _ADVICE.get(number or 0, "see what is wrong there, or name another folder")
+        advice = _ADVICE.get(number or 0, "check that folder, or use another one")
         stop = "" if advice.endswith("?") else "."
         raise CheckpointError(f"{doing} failed: {cause}; {advice}{stop}{note}") from error
 
@@ -314,7 +315,7 @@ def _write_manifest(folder: Path, manifest: Manifest) -> None:
     sync_path(folder)
 
 
-def _is_left_behind(path: Path) -> bool:
+def _is_left_behind(path: Path, clock: Clock) -> bool:
     match = HIDDEN.fullmatch(path.name)
     if not match:
         return False
@@ -322,12 +323,12 @@ def _is_left_behind(path: Path) -> bool:
         changed_at = max(p.lstat().st_mtime for p in (path, *path.iterdir()))
     except OSError:  # another task is removing it
         return False
-    return is_abandoned(match[4], int(match[5]), changed_at)
+    return is_abandoned(match[4], int(match[5]), changed_at, clock)
 
 
 def _remove(path: Path) -> None:
     if path.is_symlink():
         path.unlink()
     else:
-        with suppress(FileNotFoundError):  # another task was faster
+        with suppress(FileNotFoundError):  # another task has removed it
             shutil.rmtree(path)

@@ -1,7 +1,7 @@
-"""The bytes of a file, unpacked where it is packed: plain, gzip or zlib, in pieces of bounded size.
+"""The bytes of a file, decompressed if needed: plain, gzip or zlib, in pieces of bounded size.
 
-Called by the reader and the writer of TFRecord files. What always holds: no more is held in memory than was asked for,
-however well the file was packed; a packed file that is damaged or cut off says so with the place in the file.
+Used by the reader and the writer of TFRecord files. What always holds: it never holds more in memory than was asked for,
+whatever the compression ratio; a damaged or truncated file is an error with its position.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torchquorum.errors import ConfigError, DataError
 
 Compression: TypeAlias = Literal["GZIP", "ZLIB", "none"]
 _WINDOW_BITS: dict[str, int] = {"GZIP": zlib.MAX_WBITS + 16, "ZLIB": zlib.MAX_WBITS}
-_MEMORY_LEVEL = 9  # TensorFlow's; zlib's own default is 8, and packs to other bytes
+_MEMORY_LEVEL = 9  # TensorFlow's level; zlib's default of 8 gives other bytes
 _PACKED_BYTES = 1 << 16
 
 
 def parse_compression(text: str | None) -> Compression | None:
-    """Returns what "GZIP", "ZLIB", "" or "none" mean, in capitals or not; None for "auto".
+    """Reads "GZIP", "ZLIB", "" or "none", in any case; returns None for "auto".
 
-    None itself is "none", as in TensorFlow, so it is for callers to have "auto" as their default.
+    None means "none", as in TensorFlow; callers that want "auto" as default say so.
 
     Raises:
-        ConfigError: The text is something else.
+        ConfigError: It is something else.
     """
     if text is None or (isinstance(text, str) and text.upper() in ("", "NONE")):
         return "none"
@@ -34,11 +34,11 @@ def parse_compression(text: str | None) -> Compression | None:
             return None
         if text.upper() in ("GZIP", "ZLIB"):
             return "GZIP" if text.upper() == "GZIP" else "ZLIB"
-    raise ConfigError(f"compression={text!r}: must be 'GZIP', 'ZLIB', None for none, or 'auto' to look at the file")
+    raise ConfigError(f"compression={text!r}: must be 'GZIP', 'ZLIB', None for none, or 'auto' to detect it")
 
 
 def looks_packed(head: bytes) -> Compression:
-    """Tells from a file's first bytes whether it is packed, and how."""
+    """Detects the compression from a file's first bytes."""
     if head[:3] == b"\x1f\x8b\x08":
         return "GZIP"
     # zlib: the method is 8 with a window of at most 32 KiB, and both bytes together are a multiple of 31.
@@ -48,24 +48,24 @@ def looks_packed(head: bytes) -> Compression:
 
 
 class PlainSource:
-    """A file as it is; it can be passed over without being read."""
+    """An uncompressed file; skipping does not read it."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("rb", buffering=0)
         self._at = 0
 
     def size(self) -> int | None:
-        """Returns how many bytes there are, as far as that can be told."""
+        """Returns the number of bytes, if known."""
         return os.fstat(self._file.fileno()).st_size
 
     def read(self, size_bytes: int) -> bytes:
-        """Returns the next bytes, so many or fewer; none at the end."""
+        """Returns at most `size_bytes` bytes; none at the end."""
         data = self._file.read(size_bytes)
         self._at += len(data)
         return data
 
     def skip(self, size_bytes: int) -> int:
-        """Passes over so many bytes, and returns how many there were to pass over."""
+        """Skips bytes; returns how many were skipped."""
         there = min(size_bytes, max(0, os.fstat(self._file.fileno()).st_size - self._at))
         self._at = self._file.seek(there, os.SEEK_CUR)
         return there
@@ -76,7 +76,7 @@ class PlainSource:
 
 
 class PackedSource:
-    """What a gzip or zlib file holds; several gzip files after one another are one, as for gzip itself."""
+    """The contents of a gzip or zlib file; concatenated gzip files are read as one, as gzip does."""
 
     def __init__(self, path: Path, compression: Compression) -> None:
         self._path, self._kind = path, compression
@@ -84,14 +84,14 @@ class PackedSource:
         self._read = 0
         self._packed = b""
         self._unpack = zlib.decompressobj(_WINDOW_BITS[compression])
-        self._fresh = True  # nothing of the present gzip member has been seen yet
+        self._fresh = True  # at the start of a gzip member
 
     def size(self) -> int | None:
-        """Returns None: it is known at the end."""
+        """Returns None: the size is not known before the end."""
         return None
 
     def read(self, size_bytes: int) -> bytes:
-        """Returns the next unpacked bytes, so many or fewer; none at the end."""
+        """Returns at most `size_bytes` decompressed bytes; none at the end."""
         while True:
             if not self._packed:
                 self._packed = self._file.read(_PACKED_BYTES)
@@ -123,7 +123,7 @@ class PackedSource:
                 return data
 
     def skip(self, size_bytes: int) -> int:
-        """Passes over so many unpacked bytes, and returns how many there were to pass over."""
+        """Skips decompressed bytes; returns how many were skipped."""
         left = size_bytes
         while left and (data := self.read(min(left, 1 << 20))):
             left -= len(data)
@@ -139,5 +139,5 @@ _AGAIN = "copy or write the file again"
 
 
 def packer(compression: Compression) -> zlib._Compress:
-    """Returns an object that packs as TensorFlow does, to the same bytes."""
+    """Returns a compressor that produces the same bytes as TensorFlow."""
     return zlib.compressobj(zlib.Z_DEFAULT_COMPRESSION, zlib.DEFLATED, _WINDOW_BITS[compression], _MEMORY_LEVEL)

@@ -1,9 +1,8 @@
-"""tf.train.Example: named lists of bytes, floats or whole numbers, and their bytes.
+"""tf.train.Example: named lists of bytes, floats or integers, and their encoding.
 
-Called by the reader of batches, the converter and users' programs. `Example` is one example in memory; `scan` finds where
-in the bytes each feature lies without decoding it. What always holds: features are written in the order in which they were
-given and read in the order in which they stand, so that what was read is written again byte for byte, if TensorFlow wrote
-it; what protobuf accepts is accepted, and means the same.
+Used by `data.parsing`, `data.convert` and users' programs. `Example` is one example in memory; `scan` finds each feature in the
+bytes without decoding it. What always holds: features keep their order when written and read, so an example that TensorFlow
+wrote is written again byte for byte; everything that protobuf accepts is accepted, with the same meaning.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from torchquorum.errors import ConfigError
-from torchquorum.formats.wire import (
+from torchquorum.formats.protobuf import (
     BYTES,
     ExampleError,
     decode_varints,
@@ -35,7 +34,7 @@ _SHOWN = 4
 
 
 class Feature:
-    """One named list of an example: of bytes, of float32 or of int64; or of nothing, if no kind is given.
+    """One list of an example: of bytes, float32 or int64; without a kind, empty.
 
     Attributes:
         kind: "bytes_list", "float_list", "int64_list" or None.
@@ -48,19 +47,19 @@ class Feature:
         given: dict[Kind, Any] = dict(zip(KINDS, (bytes_list, float_list, int64_list), strict=True))
         kinds: list[Kind] = [kind for kind in KINDS if given[kind] is not None]
         if len(kinds) > 1:
-            raise ConfigError(f"Feature({', '.join(kinds)}): a feature is a list of one kind; give one of them")
+            raise ConfigError(f"Feature({', '.join(kinds)}): a feature has one kind; give one of them")
         self.kind: Kind | None = kinds[0] if kinds else None
         self.value: Any = [] if self.kind is None else _CONVERT[self.kind](given[self.kind])
 
     @classmethod
     def of(cls, value: Any) -> Feature:
-        """Returns a feature whose kind follows from the type of the value or values.
+        """Returns a feature whose kind follows from the type of the values.
 
-        Text and bytes make a list of bytes, whole numbers and truth values one of int64, floats one of float32; arrays
-        and tensors are flattened.
+        Text and bytes become a list of bytes, integers and booleans one of int64, floats one of float32; arrays and
+        tensors are flattened.
 
         Raises:
-            ConfigError: The type is another one, or cannot be told because there are no values.
+            ConfigError: The type is another one, or unknown because there are no values.
         """
         if isinstance(value, Feature):
             return value
@@ -78,7 +77,7 @@ class Feature:
             return cls(int64_list=array)
         if array.dtype.kind == "f":
             return cls(float_list=array)
-        raise ConfigError(f"{_show(value)}: a feature is made of bytes, text, whole numbers or floats")
+        raise ConfigError(f"{_show(value)}: a feature must be bytes, text, integers or floats")
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Feature) and self.kind == other.kind and _encode_list(self) == _encode_list(other)
@@ -101,10 +100,10 @@ class Example:
 
     Args:
         features: Names and `Feature`s, or values whose kind follows from their type: `{"label": 7, "image_raw": b"..."}`.
-            They are written in this order. None is an example without even an empty set of features.
+            They are written in this order. None is an example without a features field.
 
     Raises:
-        ConfigError: A name is no text, or a value cannot be a feature.
+        ConfigError: A name is not text, or a value cannot be a feature.
     """
 
     __slots__ = ("features",)
@@ -116,7 +115,7 @@ class Example:
         self.features = {}
         for name, value in features.items():
             if not isinstance(name, str):
-                raise ConfigError(f"a feature's name is {name!r}: it must be text")
+                raise ConfigError(f"feature name {name!r}: must be text")
             try:
                 self.features[name] = Feature.of(value)
             except ConfigError as error:
@@ -134,18 +133,18 @@ class Example:
         return f"Example({self.features!r})"
 
     def SerializeToString(self, deterministic: bool = False) -> bytes:
-        """Returns the example's bytes, the features in the order in which they were given.
+        """Returns the encoded example, with the features in their order.
 
-        TensorFlow's own order is another one in every process, unless it is told to be deterministic.
+        TensorFlow's own order differs in every process, unless it is deterministic.
 
         Args:
-            deterministic: In the order of the names, as TensorFlow does it then.
+            deterministic: Sort the features by name, as TensorFlow does with this option.
         """
         if self.features is None:
             return b""
         entries = [(_encode_name(name), feature) for name, feature in self.features.items()]
         if deterministic:
-            # protobuf's Python library puts a name after those that begin with it.
+            # protobuf's Python library sorts a name after longer names that begin with it.
             entries.sort(key=lambda entry: (*entry[0], 256))
         pieces = []
         for name, feature in entries:
@@ -157,10 +156,10 @@ class Example:
 
     @classmethod
     def FromString(cls, record: bytes) -> Example:
-        """Returns the example that these bytes are.
+        """Decodes an example.
 
         Raises:
-            ExampleError: They are none.
+            ExampleError: The bytes are not an example.
         """
         if not isinstance(record, bytes):
             record = bytes(record)
@@ -172,18 +171,18 @@ class Example:
 
 
 def scan(record: bytes) -> dict[str, Scanned] | None:
-    """Finds the features of an example: of each its kind, where its values lie, and whether all of those are packed.
+    """Finds the features of an example: the kind of each, where its values are, and whether they are all packed.
 
-    The values are not looked into. Of a list of numbers, the pieces after one another are its packed form, whether it was
-    packed or not. Of several features with one name the last one counts. None stands for not even an empty set of features.
+    The values are not decoded. For a list of numbers, the pieces in order are its packed form, whether it was packed or
+    not. Of several features with one name the last one counts. None means that there is no features field.
 
     Raises:
-        ExampleError: The bytes are no example.
+        ExampleError: The bytes are not an example.
     """
     try:
         usual = _scan_usual(record)
     except (IndexError, UnicodeDecodeError, ExampleError):
-        usual = None  # the long way says what is wrong, if anything is
+        usual = None  # the general way below reports the error, if any
     if usual is not None:
         return usual
     found: dict[str, Scanned] | None = None
@@ -199,7 +198,7 @@ def scan(record: bytes) -> dict[str, Scanned] | None:
 
 
 def _scan_usual(record: bytes) -> dict[str, Scanned] | None:
-    """Finds the features of an example that is encoded as everybody does it, in a third of the time; None of another."""
+    """Finds the features of an example in the usual encoding, in a third of the time; returns None for another encoding."""
     found: dict[str, Scanned] = {}
     size = len(record)
     if size == 0 or record[0] != _FIELD_1:
@@ -250,7 +249,9 @@ def _scan_entry(record: bytes, at: int, end: int) -> tuple[str, Scanned]:
             try:
                 name = record[start:stop].decode()
             except UnicodeDecodeError:
-                raise ExampleError(f"no tf.train.Example: a name at byte {start} of the record is no UTF-8") from None
+                raise ExampleError(
+                    f"not a tf.train.Example: a name at byte {start} of the record is not UTF-8"
+                ) from None
         elif tag == _FIELD_2:
             feature = _scan_feature(record, start, stop, feature)
     return name, feature
@@ -262,15 +263,15 @@ def _scan_feature(record: bytes, at: int, end: int, before: Scanned) -> Scanned:
         this = _KIND_OF_TAG.get(tag)
         if this is None:
             continue
-        if this != kind:  # the last kind counts, and lists of one kind are joined
+        if this != kind:  # the last kind counts; lists of one kind are concatenated
             kind, pieces, packed = this, [], True
         unpacked = _UNPACKED[this]
         for inner_tag, inner_start, inner_end in fields(record, start, stop):
             if inner_tag in (_FIELD_1, unpacked):
                 if this == "float_list" and (inner_end - inner_start) % 4:
                     raise ExampleError(
-                        f"no tf.train.Example: at byte {inner_start} of the record, floats of {inner_end - inner_start} "
-                        "bytes, which is no multiple of 4"
+                        f"not a tf.train.Example: at byte {inner_start} of the record, floats of {inner_end - inner_start} "
+                        "bytes, which is not a multiple of 4"
                     )
                 pieces.append((inner_start, inner_end))
                 packed = packed and inner_tag == _FIELD_1
@@ -295,7 +296,7 @@ def _encode_name(name: str) -> bytes:
     try:
         return name.encode()
     except UnicodeEncodeError:
-        raise ConfigError(f"feature {name!r}: the name must be text that UTF-8 can hold") from None
+        raise ConfigError(f"feature {name!r}: the name must be encodable as UTF-8") from None
 
 
 def _encode_list(feature: Feature) -> bytes:

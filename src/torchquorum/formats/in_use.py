@@ -1,7 +1,7 @@
-"""Which run uses a folder: the ps task that writes the ledger holds a lock on the folder itself, which ends with its process.
+"""Which run uses a folder: the ps task that writes the ledger locks the folder itself, until its process ends.
 
-The ledger's writer holds it; a chief that is about to begin asks. What always holds: no file is left behind, the lock of a
-killed process is gone at once, children do not inherit it, and where the file system has no such locks nobody is in the way.
+Held by the ledger's writer; checked by a chief before it begins. What always holds: no file is left behind; the lock of a killed
+process is gone at once; children do not inherit it; without such locks in the file system, no folder counts as in use.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ try:
 except ImportError:  # pragma: no cover (other systems)
     fcntl = None
 
-_held: dict[tuple[int, int], list[int]] = {}  # the files of this process that lock a folder, by device and inode
+_held: dict[tuple[int, int], list[int]] = {}  # this process's descriptors that lock a folder, by device and inode
 
 
 def _forget_in_child() -> None:
@@ -32,7 +32,7 @@ if hasattr(os, "register_at_fork"):
 
 
 class Hold:
-    """Marks a folder as used by this process, if nobody else has; several of one process may hold the same."""
+    """Marks a folder as used by this process, unless another process has; one process may hold a folder several times."""
 
     def __init__(self, folder: Path) -> None:
         self._key, self._fd = _try_lock(folder)
@@ -40,32 +40,37 @@ class Hold:
             _held.setdefault(self._key, []).append(self._fd)
 
     def release(self) -> None:
-        """Gives the folder free."""
+        """Releases the folder."""
         fds = _held.get(self._key, [])
-        if self._fd in fds:  # not so in a child, which has forgotten it
+        if self._fd in fds:  # false in a forked child, which does not hold it
             fds.remove(self._fd)
             os.close(self._fd)
             if not fds:
                 del _held[self._key]
         self._fd = None
 
+    @property
+    def held(self) -> bool:
+        """Whether this object holds the folder."""
+        return self._fd is not None
+
     def __del__(self) -> None:
         self.release()
 
 
 def user_of(folder: Path) -> str | None:
-    """Returns who else holds a folder, as far as that can be told: 'process 123'; None if nobody does."""
+    """Returns which other process holds a folder, such as 'process 123'; None if none does."""
     key, fd = _try_lock(folder)
     if fd is not None:
         os.close(fd)
         return None
     if key == (0, 0) or key in _held:
         return None
-    return _holder(key) or "a process that this host does not show"
+    return _holder(key) or "a process that is not visible on this host"
 
 
 def _try_lock(folder: Path) -> tuple[tuple[int, int], int | None]:
-    """Returns the folder's identity and a file with the lock, if it could be had; (0, 0) where there is no such thing."""
+    """Returns the folder's identity and a locked descriptor, or None if it is taken; (0, 0) if it cannot be locked at all."""
     if fcntl is None:  # pragma: no cover (other systems)
         return (0, 0), None
     try:

@@ -1,13 +1,13 @@
-"""The journal on disk: every update of a shard since the last checkpoint, so that a ps that was killed loses none.
+"""The journal: every update of a shard since the last checkpoint, so that a killed ps loses none.
 
-A ps task appends a record before anybody is told of the update; the chief and the ps tasks read the records when the
-variables have to be made again. A file begins with a `Head`; a record is a `Record` and the bytes of the mean gradient.
-What always holds: a record is believed only if its checksum is right and it is the successor of the one before, so what was
-being written when the process or the machine died is left out; a file is never changed but at its end.
+A ps task appends a record before it reports the update to any worker; the chief and the ps tasks read the records when the
+variables are restored. A file begins with a `Head`; a record is a `Record` and the bytes of the mean gradient. What always
+holds: a record is used only if its checksum is right and it follows the one before, so an unfinished record is left out; a file
+changes only at its end.
 
-A file belongs to one reign, one creation of the variables. A reign that goes on from another names it (`after`): a checkpoint
-of that other one is followed by its records up to where the new reign begins, then by those of the new one. What a reign that
-is not in this line wrote is never replayed.
+A file belongs to one generation, one creation of the variables. A generation that continues another names it (`after`): a
+checkpoint of that one is followed by its records up to the start of the new generation, then by the new one's. Records of a
+generation that is not in this line are never replayed.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from torchquorum.errors import TorchQuorumError
 from torchquorum.formats.crc32c import crc32c
 from torchquorum.formats.storage import sync_path
 
-Payload = bytes | npt.NDArray[np.uint8]  # an array must be read-only
+Payload = bytes | npt.NDArray[np.uint8]  # arrays must be read-only
 MODES = ("write", "fsync")
 SUFFIX = ".journal"
-_MAGIC = b"tqjournal1\n"
+MAGIC = b"tqjournal1\n"
 _FRAME = struct.Struct("<IQI")  # size of the struct, size of the payload, checksum of both
 MAX_HEADER_BYTES = 16 << 20
 _ADVICE = {
@@ -40,30 +40,30 @@ _ADVICE = {
     errno.EDQUOT: "the quota is used up: free some space there",
     errno.EROFS: "the file system is read-only: make it writable",
     errno.EACCES: "this user may not write there: change the permissions",
-    errno.ENOENT: "it is not there: was it removed, and do all ps tasks see the same folder?",
+    errno.ENOENT: "it does not exist: was it removed, and do all ps tasks see the same folder?",
 }
 
 
 class JournalError(TorchQuorumError):
-    """The journal cannot be written, or cannot be followed."""
+    """The journal cannot be written or replayed."""
 
 
 class Head(msgspec.Struct, array_like=True):
-    """What a file is.
+    """The header of a file.
 
     Attributes:
-        shard: Which ps task wrote it.
-        num_shards: How many there were.
-        reign: The creation of the variables that it belongs to.
-        after: The reign that it goes on from, 0 for none.
+        shard: The index of the ps task that wrote it.
+        num_shards: The number of ps tasks.
+        generation: The creation of the variables that it belongs to.
+        after: The generation that it continues, 0 for none.
         start: The version before its first record.
-        at: When the reign began, in nanoseconds since the epoch, by the chief's clock.
-        plan: What the updates were made with: variables, optimizer, schedule, averages, placement.
+        at: When the generation began, in nanoseconds since the epoch, by the chief's clock.
+        plan: Variables, optimizer, schedule, averages, placement of the updates.
     """
 
     shard: int
     num_shards: int
-    reign: int
+    generation: int
     after: int
     start: int
     at: int
@@ -74,8 +74,8 @@ class Record(msgspec.Struct, array_like=True):
     """One update; the mean gradient of the shard follows as bytes.
 
     Attributes:
-        version: The version that it makes.
-        absent: Variables (by index) that have no gradient in it.
+        version: The version after the update.
+        absent: Variables (by index) without a gradient.
         keys: The gradients whose mean it is: worker, incarnation, local step.
         batches: The batches of shared data that they were computed from, by share.
     """
@@ -94,23 +94,24 @@ _record_decoder = msgspec.msgpack.Decoder(Record)
 class JournalWriter:
     """Appends the updates of one shard. Owned by the ps thread.
 
-    With `write` a record is the system's when `append` returns, so it survives the death of the process; with `fsync`
-    `commit` waits until the disk has it, so it survives a loss of power too.
+    With `write` a record is in the page cache when `append` returns, so it survives the death of the process; with `fsync`,
+    `commit` waits until it is on disk, so it survives a power loss too.
 
     Args:
         folder: The run's folder.
-        head: What the first file is.
+        head: The header of the first file.
         mode: write or fsync.
 
     Attributes:
-        uncommitted: Whether something was appended that the disk may not have and shall have.
+        path: The file that is written now.
+        uncommitted: Whether `commit` has something to wait for.
     """
 
     def __init__(self, folder: Path, head: Head, mode: str) -> None:
         assert mode in MODES, mode
         self._folder, self._head, self._sync = folder, head, mode == "fsync"
         self.uncommitted = False
-        self._fd, self._path, self._size = -1, folder, 0
+        self._fd, self.path, self._size = -1, folder, 0
         self._open(head.start)
 
     def append(self, record: Record, payload: Payload) -> None:
@@ -126,7 +127,7 @@ class JournalWriter:
         self.uncommitted = self._sync
 
     def commit(self) -> None:
-        """Waits until the disk has what was appended, if that is asked for."""
+        """Waits until the appended records are on disk, in mode fsync."""
         if self.uncommitted:
             try:
                 os.fdatasync(self._fd)
@@ -135,7 +136,7 @@ class JournalWriter:
             self.uncommitted = False
 
     def rotate(self, version: int) -> None:
-        """Begins another file: a checkpoint of this version is being made, after which the files before are not needed."""
+        """Begins a new file: once the checkpoint of this version is complete, the earlier files are not needed."""
         self.commit()
         os.close(self._fd)
         self._fd = -1
@@ -151,14 +152,14 @@ class JournalWriter:
 
     def _open(self, version: int) -> None:
         head = msgspec.structs.replace(self._head, start=version)
-        self._path = self._folder / journal_name(head)
+        self.path = self._folder / journal_name(head)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            # For the owner alone: it names the lives of workers, in whose names one could speak to a ps without a secret.
-            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            # Readable by the owner only: with a worker's incarnation one could impersonate it at a ps without a secret.
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
             self._size = 0
-            os.write(self._fd, _MAGIC)
-            self._size = len(_MAGIC)
+            os.write(self._fd, MAGIC)
+            self._size = len(MAGIC)
             self._write(_encoder.encode(head), b"")
             if self._sync:
                 os.fdatasync(self._fd)
@@ -169,10 +170,10 @@ class JournalWriter:
             raise failed from error
 
     def _write(self, packed: bytes, payload: Payload) -> None:
-        pieces = [_FRAME.pack(len(packed), len(payload), _checksum(packed, payload)), packed, payload]
+        pieces = [frame_header(packed, payload), packed, payload]
         wanted = sum(len(piece) for piece in pieces)
         written = os.writev(self._fd, pieces)
-        if written < wanted:  # a full disk takes what it can; asked again, it says why it takes no more
+        if written < wanted:  # a full disk writes a part; the next write reports the error
             rest = b"".join(pieces)[written:]
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
@@ -180,18 +181,23 @@ class JournalWriter:
 
     def _failed(self, error: OSError) -> JournalError:
         if self._fd >= 0:
-            with suppress(OSError):  # so that nobody has to cut a torn record off
+            with suppress(OSError):  # removes the unfinished record
                 os.ftruncate(self._fd, self._size)
-        advice = _ADVICE.get(error.errno or 0, "see what is wrong there")
+        advice = _ADVICE.get(error.errno or 0, "check that folder")
         return JournalError(
-            f"the journal {self._path} cannot be written ({error.strerror}); {advice}, then start the tasks again: every "
-            "update that a worker was told of is there. Without --durable a run goes on when its folder is full."
+            f"the journal {self.path} cannot be written ({error.strerror}); {advice}, then start the tasks again: every "
+            "update that was reported to a worker is saved. Without --durable a run continues when its folder is full."
         )
 
 
 def journal_name(head: Head) -> str:
     """Returns the name of a file."""
-    return f"shard-{head.shard:05d}-of-{head.num_shards:05d}-{head.reign:016x}-{head.start}{SUFFIX}"
+    return f"shard-{head.shard:05d}-of-{head.num_shards:05d}-{head.generation:016x}-{head.start}{SUFFIX}"
+
+
+def frame_header(packed: bytes, payload: Payload) -> bytes:
+    """Returns the bytes before a record: the sizes of its two parts, and their checksum."""
+    return _FRAME.pack(len(packed), len(payload), _checksum(packed, payload))
 
 
 def _checksum(packed: bytes, payload: Payload) -> int:
@@ -199,14 +205,14 @@ def _checksum(packed: bytes, payload: Payload) -> int:
 
 
 def read_head(path: Path) -> Head | None:
-    """Returns what a journal file is; None if it is none, or was torn at its very beginning."""
+    """Returns the header of a journal file; None if it has no complete one."""
     with suppress(FileNotFoundError), path.open("rb") as file:
         return _take_head(file)
     return None
 
 
 def read_file(path: Path) -> Iterator[tuple[Record, memoryview]]:
-    """Yields the records of a file, up to the first that is not whole."""
+    """Yields the records of a file, up to the first incomplete one."""
     with path.open("rb") as file:
         head = _take_head(file)
         expected = head.start + 1 if head is not None else -1
@@ -222,7 +228,7 @@ def read_file(path: Path) -> Iterator[tuple[Record, memoryview]]:
 
 
 def _take_head(file: IO[bytes]) -> Head | None:
-    if file.read(len(_MAGIC)) != _MAGIC or (found := _take_frame(file)) is None:
+    if file.read(len(MAGIC)) != MAGIC or (found := _take_frame(file)) is None:
         return None
     try:
         return _head_decoder.decode(found[0])
@@ -243,23 +249,23 @@ def _take_frame(file: IO[bytes]) -> tuple[bytes, bytes] | None:
 
 
 def last_version(path: Path, head: Head) -> int:
-    """Returns the version that a file leads to. Reads every byte."""
+    """Returns the version after a file's last record. Reads every byte."""
     return max((record.version for record, _ in read_file(path)), default=head.start)
 
 
 @dataclass(slots=True)
-class Line:
-    """The files of one shard that follow a checkpoint, in order, and how far they lead.
+class Lineage:
+    """The files of one shard that follow a checkpoint, in order, and the version that they reach.
 
     Attributes:
-        files: Each with the last version to be taken from it.
-        reigns: The reigns that wrote them, the checkpoint's own first.
-        version: The last version that they lead to.
-        plan: What the updates were made with; None if there are none.
+        files: Each with the last version to replay from it.
+        generations: The generations that wrote them, the checkpoint's own first.
+        version: The version that they reach.
+        plan: The plan of the updates; None if there are none.
     """
 
     files: list[tuple[Path, int]] = field(default_factory=list)
-    reigns: list[int] = field(default_factory=list)
+    generations: list[int] = field(default_factory=list)
     version: int = 0
     plan: dict[str, Any] | None = None
 
@@ -269,29 +275,29 @@ def _heads(folder: Path) -> list[tuple[Path, Head]]:
     return sorted(found, key=lambda entry: (entry[1].at, entry[1].start))
 
 
-def find_line(folder: Path, shard: int, num_shards: int, reign: int, step: int) -> Line:
-    """Finds the updates that follow a checkpoint of `step`, made in `reign`, on one shard. Reads every byte.
+def find_lineage(folder: Path, shard: int, num_shards: int, generation: int, step: int) -> Lineage:
+    """Finds the updates that follow a checkpoint of `step`, made in `generation`, on one shard. Reads every byte.
 
     Raises:
-        JournalError: They were written by another number of ps tasks.
+        JournalError: They were written with another number of ps tasks.
     """
-    line = Line([], [reign], step)
+    line = Lineage([], [generation], step)
     for path, head in _heads(folder):
-        new = head.reign not in line.reigns
-        if head.reign == 0 or (new and head.after not in line.reigns):
+        new = head.generation not in line.generations
+        if head.generation == 0 or (new and head.after not in line.generations):
             continue
         if head.num_shards != num_shards:
             if last_version(path, head) > step:
                 raise JournalError(
                     f"{path} holds updates after step {step} and was written by {head.num_shards} ps tasks, not {num_shards}. "
-                    f"Start once with --ps {head.num_shards}, so that a checkpoint is made; or remove the file to go back "
+                    f"Start once with --ps {head.num_shards} to write a checkpoint; or remove the file to go back "
                     f"to step {step}."
                 )
             continue
         if head.shard != shard or head.start > line.version:
             continue
         if new:
-            line.reigns.append(head.reign)
+            line.generations.append(head.generation)
             line.files = [(before, min(upto, head.start)) for before, upto in line.files]
             line.version = max(step, min(line.version, head.start))
         last = last_version(path, head)
@@ -301,20 +307,20 @@ def find_line(folder: Path, shard: int, num_shards: int, reign: int, step: int) 
     return line
 
 
-def find_common(folder: Path, num_shards: int, reign: int, step: int) -> Line:
-    """Finds how far all shards can be brought after a checkpoint: every update that a worker was told of is within.
+def find_common(folder: Path, num_shards: int, generation: int, step: int) -> Lineage:
+    """Finds the version that all shards can reach after a checkpoint; it includes every update reported to a worker.
 
     Returns:
-        The line of shard 0, with the version that all shards have.
+        The lineage of shard 0, with the version that all shards reach.
     """
-    lines = [find_line(folder, shard, num_shards, reign, step) for shard in range(num_shards)]
+    lines = [find_lineage(folder, shard, num_shards, generation, step) for shard in range(num_shards)]
     first = lines[0]
     first.version = min(line.version for line in lines)
-    first.reigns = [r for r in first.reigns if all(r in line.reigns for line in lines)]
+    first.generations = [r for r in first.generations if all(r in line.generations for line in lines)]
     return first
 
 
-def follow_line(line: Line, step: int, upto: int) -> Iterator[tuple[Record, memoryview]]:
+def replay_lineage(line: Lineage, step: int, upto: int) -> Iterator[tuple[Record, memoryview]]:
     """Yields the records from `step` to `upto`, each once, in order."""
     version = step
     for path, last in line.files:
@@ -325,15 +331,15 @@ def follow_line(line: Line, step: int, upto: int) -> Iterator[tuple[Record, memo
                 version += 1
                 yield record, payload
     if version != upto:
-        raise JournalError(f"the journal in {line.files} leads to version {version}, not to {upto}")
+        raise JournalError(f"the journal in {line.files} reaches version {version}, not {upto}")
 
 
-def clear(folder: Path, reign: int, step: int) -> list[Path]:
-    """Removes what a new checkpoint of `step`, made in `reign`, makes superfluous: all but what that reign wrote since."""
+def clear(folder: Path, generation: int, step: int) -> list[Path]:
+    """Removes the files that a new checkpoint of `step` in `generation` replaces: all but that generation's later ones."""
     removed = []
     for path in folder.glob(f"*{SUFFIX}"):
         head = read_head(path)
-        if head is None or head.reign != reign or head.start < step:
+        if head is None or head.generation != generation or head.start < step:
             with suppress(FileNotFoundError):
                 path.unlink()
                 removed.append(path)

@@ -1,8 +1,8 @@
-"""The ledger on disk: one JSON line per gradient, in the order of the decisions, and between them what else happened.
+"""The ledger: one JSON line per gradient, in the order of the decisions, and lines for other events.
 
-Written by ps task 0, read by people, `torchquorum report` and tests. On an object store it is a row of `segments`. What
-always holds: a line is written whole or not at all, except the last one of a run that was killed, which readers skip. A
-line that begins with "event" is no gradient.
+Written by ps task 0, read by users, `torchquorum report` and tests. On an object store it is a sequence of `ledger_segments`.
+What always holds: a line is complete, except the last one of a killed run, which readers skip. A line that begins with "event"
+is not a gradient.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ from typing import Any
 
 import msgspec
 
+from torchquorum.clock import SYSTEM, Clock
 from torchquorum.formats.in_use import Hold
-from torchquorum.formats.segments import SegmentWriter
+from torchquorum.formats.ledger_segments import SegmentWriter
 from torchquorum.formats.storage import Location, RemotePath, locate
 
 NAME = "ledger.jsonl"
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """What became of one gradient.
+    """The decision on one gradient.
 
     Attributes:
         worker: The worker's index.
-        incarnation: Which life of that worker; see `name_life`.
-        local_step: Its how-manieth gradient in that life.
+        incarnation: Which incarnation of that worker; see `name_life`.
+        local_step: The number of the gradient in that incarnation, from 1.
         version: The version it was computed at.
-        met: The version it met.
+        met: The version it met on arrival.
         staleness: met - version.
         accepted: Whether it joined the round.
-        reason: Why, in a word or two.
+        reason: Why it was accepted or refused.
         arrived_at: When it arrived, in seconds since the epoch.
-        loss: The loss it came from, where the worker said so.
-        took_s: Seconds since its worker was last released: what it took to compute and to send. The rest of the time
-            since the worker's previous gradient it waited.
-        batches: The batches of shared data that it was computed from, by share, where the data is shared out.
+        loss: Its loss, if the worker reported it.
+        took_s: Seconds since its worker was last released, to compute and to send it. The worker waited for the rest of the
+            time since its previous gradient.
+        batches: The batches of shared data that it was computed from, by share.
     """
 
     worker: int
@@ -58,15 +59,15 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What happened to the run or to one of its workers.
+    """An event of the run or of one of its workers.
 
     Attributes:
         event: began (also after a restore), joined, came back, died, left, saved or ended.
         at: When, in seconds since the epoch.
         version: The version then.
-        worker: Which worker, -1 where it is not about one.
+        worker: Which worker; -1 for an event of the run.
         text: Why, or what was written.
-        values: Of `began` the configuration, of `left` the worker's results.
+        values: For `began` the configuration, for `left` the worker's results.
     """
 
     event: str
@@ -85,39 +86,39 @@ _EVENT = b'{"event"'
 
 @lru_cache(1024)
 def name_life(incarnation: int) -> str:
-    """Returns a name for a worker's life, in hexadecimal, from which its incarnation cannot be told.
+    """Returns a hexadecimal name for an incarnation, from which the incarnation cannot be computed.
 
-    Whoever knows that could speak in the worker's name at a ps without a secret, and a run's folder may be open to more people.
+    With the incarnation one could impersonate the worker at a ps without a secret, and other users may read a run's folder.
     """
     return blake2b(str(incarnation).encode(), digest_size=8, person=b"tq-life").hexdigest()
 
 
-def open_ledger(logdir: str | None, say: Callable[[str], None]) -> LedgerWriter | None:
-    """Opens the ledger in a run's folder; None, with a word to people, where there is no folder or it cannot be written."""
+def open_ledger(logdir: str | None, say: Callable[[str], None], clock: Clock = SYSTEM) -> LedgerWriter | None:
+    """Opens the ledger in a run's folder; returns None if there is no folder, or it cannot be written, which `say` reports."""
     if logdir is None:
         return None
     try:
-        return LedgerWriter(locate(logdir), say)
+        return LedgerWriter(locate(logdir), say, clock)
     except OSError as error:
         say(f"no ledger: {logdir} cannot be written ({error.strerror}); training goes on")
         return None
 
 
 class LedgerWriter:
-    """Appends entries; buffered, so `flush` now and then.
+    """Appends entries; buffered, so call `flush` regularly.
 
-    A disk that is full, or gone, ends the ledger and not the run: `say` hears of it once, and later entries are dropped.
+    A full or missing disk ends the ledger, not the run: `say` reports it once, and later entries are dropped.
     """
 
-    def __init__(self, folder: Location, say: Callable[[str], None] = print) -> None:
+    def __init__(self, folder: Location, say: Callable[[str], None] = print, clock: Clock = SYSTEM) -> None:
         self._path, self._say = folder / NAME, say
         self._hold: Hold | None = None
         if isinstance(folder, RemotePath):
-            self._file = SegmentWriter(folder, NAME)
+            self._file = SegmentWriter(folder, NAME, clock)
             return
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / NAME
-        _mend(path)
+        remove_torn_line(path)
         self._file = path.open("ab", buffering=1 << 16)
         self._hold = Hold(folder)
 
@@ -130,7 +131,7 @@ class LedgerWriter:
                 self._end(error)
 
     def flush(self) -> None:
-        """Hands what was written to the operating system."""
+        """Passes what was written to the operating system."""
         if not self._file.closed:
             try:
                 self._file.flush()
@@ -138,7 +139,7 @@ class LedgerWriter:
                 self._end(error)
 
     def sync(self) -> None:
-        """Flushes, and waits until the disk has it."""
+        """Flushes, and waits until it is on disk."""
         self.flush()
         if not self._file.closed and not isinstance(self._file, SegmentWriter):
             try:
@@ -157,17 +158,17 @@ class LedgerWriter:
             self._hold.release()
 
     def _end(self, error: OSError) -> None:
-        with contextlib.suppress(OSError):  # it closes, and fails once more to write what it holds
+        with contextlib.suppress(OSError):  # close() fails again on the buffered bytes
             self._file.close()
-        self._say(f"the ledger {self._path} ends here: it cannot be written ({error.strerror}); training goes on")
+        self._say(f"the ledger {self._path} stops here: it cannot be written ({error.strerror}); training goes on")
 
 
 def sync_ledger(folder: Path) -> None:
-    """Waits until the disk has the ledger of a run, so that a checkpoint that is about to be published is not ahead of it."""
+    """Waits until the ledger of a run is on disk, so that the next checkpoint is not ahead of it."""
     try:
         fd = os.open(folder / NAME, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return  # there is none: the run goes on without
+        return  # the run has no ledger
     try:
         with contextlib.suppress(OSError):
             os.fsync(fd)
@@ -175,8 +176,8 @@ def sync_ledger(folder: Path) -> None:
         os.close(fd)
 
 
-def _mend(path: Path) -> None:
-    """Cuts off the torn last line of a run that was killed, so that the next line does not become a part of it."""
+def remove_torn_line(path: Path) -> None:
+    """Removes the incomplete last line of a killed run, so that the next line does not join it."""
     if not path.exists():
         return
     with path.open("r+b") as file:
@@ -199,17 +200,17 @@ def read_ledger(path: Path) -> Iterator[Entry]:
 
 
 def read_records(path: Path, damaged: Callable[[int], None] | None = None) -> Iterator[Entry | Event]:
-    """Yields the lines of a ledger file, or of a run's folder: gradients, and what else happened.
+    """Yields the lines of a ledger file, or of a run's folder: gradients and events.
 
     Args:
         path: The file, or the run's folder.
-        damaged: Told the number of each line that cannot be read, which is then skipped; without it such a line is an error.
+        damaged: Called with the number of each line that cannot be read, which is skipped; without it such a line is an error.
     """
     path = path / NAME if path.is_dir() else path
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
-                continue  # still being written, or torn by a kill
+                continue  # still being written, or cut off by a kill
             try:
                 yield (_event_decoder if line.startswith(_EVENT) else _decoder).decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,7 +1,7 @@
-"""What a run measured of itself, such as the accuracy on a validation set: one JSON line per number, in the run's folder.
+"""What a run measured, such as the accuracy on a validation set: one JSON line per number, in the run's folder.
 
-Written by the chief (`session.measure`), read by `torchquorum report` and `torchquorum compare`. What always holds: a line is
-appended whole; a run that starts again appends to the file of the last one.
+Written by the chief (`session.measure`), read by `torchquorum report` and `torchquorum compare`. What always holds: lines are
+appended complete; a run that starts again appends to the same file.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from torchquorum.formats.segments import put_lines
+from torchquorum.formats.ledger_segments import put_lines
 from torchquorum.formats.storage import Location, RemotePath
 
 NAME = "measures.jsonl"
@@ -21,7 +21,7 @@ class Measure(msgspec.Struct, frozen=True):
 
     Attributes:
         name: What was measured, such as accuracy.
-        value: The number; None where it was not finite.
+        value: The number; None if it was not finite.
         global_step: The version it belongs to.
         at: When, in seconds since the epoch.
     """
@@ -52,7 +52,7 @@ def append_measures(folder: Location, measures: list[Measure]) -> None:
 
 
 def read_measures(folder: Path) -> list[Measure]:
-    """Returns the numbers in a run's folder, in the order they were written; lines that cannot be read are left out."""
+    """Returns the numbers in a run's folder, in order; leaves out lines that cannot be read."""
     try:
         lines = (folder / NAME).read_bytes().split(b"\n")
     except OSError:

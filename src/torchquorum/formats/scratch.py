@@ -1,7 +1,7 @@
-"""A folder for files that nobody keeps, under the system's temporary folder: of a command, or of a part on its way to an object store.
+"""A temporary folder, for a command or for a file before it is uploaded to an object store.
 
-What always holds: it is gone when it is done with; if its process was killed, the next one removes it, and never that of a
-process that still runs.
+What always holds: it is removed at the end; if its process was killed, the next process removes it; the folder of a running
+process is never removed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PREFIX = "torchquorum-"
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Makes the folder, and removes those of processes that were killed."""
+    """Creates the folder, and removes those of killed processes."""
     home = Path(tempfile.gettempdir())
     clear_left_behind(home)
     with tempfile.TemporaryDirectory(prefix=f"{PREFIX}{_space()}-{os.getpid()}-", dir=home) as folder:
@@ -27,7 +27,7 @@ def scratch_folder() -> Iterator[Path]:
 
 
 def clear_left_behind(home: Path) -> list[Path]:
-    """Removes the folders of this user's processes that are dead, as far as their numbers can be looked up here."""
+    """Removes the folders of this user's dead processes, as far as their pids are visible here."""
     named = re.compile(rf"{PREFIX}{_space()}-([1-9][0-9]{{0,9}})-\w+")
     removed: list[Path] = []
     for path in home.glob(f"{PREFIX}*"):
@@ -44,12 +44,12 @@ def _lives(pid: int) -> bool:
     except ProcessLookupError:
         return False
     except OSError:
-        pass  # another user's
+        pass  # another user's process
     return True
 
 
 def _space() -> str:
-    """Returns an id of what a process's number is valid in: its namespace."""
+    """Returns an id of the scope of a pid: its pid namespace."""
     try:
         return format(os.stat("/proc/self/ns/pid").st_ino, "x")
     except OSError:

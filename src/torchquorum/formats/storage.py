@@ -1,9 +1,9 @@
-"""Where runs lie: a folder of this host, or an address that fsspec knows, such as s3://bucket/run1.
+"""Where runs are stored: a folder of this host, or an address that fsspec supports, such as s3://bucket/run1.
 
-`locate` turns what a user gave into a `Location`: a `pathlib.Path`, or a `RemotePath` with as much of Path's ways as runs need.
-Everything that reads or writes a run's folder goes through it. What always holds: an object of a remote place appears
-whole or not at all, because it is put in one piece; nothing there is renamed or appended to; listings are never remembered;
-whatever goes wrong is an OSError with an errno and a text.
+`locate` turns a user's text into a `Location`: a `pathlib.Path`, or a `RemotePath` with the methods of Path that runs need. Every
+access to a run's folder goes through it. What always holds: a remote object appears complete or not at all, because it is
+uploaded in one piece; remote objects are never renamed or appended to; listings are not cached; every failure is an OSError
+with an errno and a text.
 """
 
 from __future__ import annotations
@@ -13,33 +13,34 @@ import os
 import re
 import secrets
 import stat
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from torchquorum.clock import SYSTEM, Clock
 from torchquorum.errors import ConfigError
 
 _ADDRESS = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+)://(?P<rest>.*)", re.DOTALL)
 _LOCAL = ("file", "local")
-# What to install for the addresses that people use most; fsspec itself comes with torch.
+# What to install for the most common addresses; fsspec itself comes with torch.
 EXTRAS = {"s3": "torchquorum[s3]", "s3a": "torchquorum[s3]", "gs": "torchquorum[gs]", "gcs": "torchquorum[gs]"}
 
 
 class RemotePath:
-    """A place on a file system of fsspec. Its text is its address.
+    """A path on a file system of fsspec; `str()` gives its address.
 
     Args:
         fs: The file system.
-        path: The place in its own words, such as bucket/run1.
-        scheme: What the address begins with, such as s3.
+        path: The path there, such as bucket/run1.
+        scheme: The scheme of the address, such as s3.
+        clock: Used for objects whose time of change is unknown.
     """
 
-    __slots__ = ("_fs", "_path", "_scheme")
+    __slots__ = ("_clock", "_fs", "_path", "_scheme")
 
-    def __init__(self, fs: Any, path: str, scheme: str) -> None:
-        self._fs, self._path, self._scheme = fs, path.rstrip("/"), scheme
+    def __init__(self, fs: Any, path: str, scheme: str, clock: Clock = SYSTEM) -> None:
+        self._fs, self._path, self._scheme, self._clock = fs, path.rstrip("/"), scheme, clock
 
     def __str__(self) -> str:
         return f"{self._scheme}://{self._path.lstrip('/')}"
@@ -57,11 +58,11 @@ class RemotePath:
         return str(self) < str(other)
 
     def __truediv__(self, name: str) -> RemotePath:
-        return RemotePath(self._fs, f"{self._path}/{name}", self._scheme)
+        return RemotePath(self._fs, f"{self._path}/{name}", self._scheme, self._clock)
 
     @property
     def name(self) -> str:
-        """Returns the last part."""
+        """Returns the last component."""
         return self._path.rpartition("/")[2]
 
     @property
@@ -71,53 +72,53 @@ class RemotePath:
 
     @property
     def parent(self) -> RemotePath:
-        """Returns the place that this one lies in."""
-        return RemotePath(self._fs, self._path.rpartition("/")[0], self._scheme)
+        """Returns the parent path."""
+        return RemotePath(self._fs, self._path.rpartition("/")[0], self._scheme, self._clock)
 
     def with_name(self, name: str) -> RemotePath:
-        """Returns a place beside this one."""
+        """Returns a path beside this one."""
         return self.parent / name
 
     def exists(self) -> bool:
         """Whether there is an object, or anything below."""
-        with self._speaking():
+        with self._translating_errors():
             return bool(self._fs.exists(self._path))
 
     def is_dir(self) -> bool:
         """Whether there is anything below."""
-        with self._speaking():
+        with self._translating_errors():
             return bool(self._fs.isdir(self._path))
 
     def is_file(self) -> bool:
         """Whether there is an object of this name."""
-        with self._speaking():
+        with self._translating_errors():
             return bool(self._fs.isfile(self._path))
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """Returns what lies here, folders and objects.
+        """Returns the folders and objects in this folder.
 
         Raises:
-            FileNotFoundError: Nothing does.
+            FileNotFoundError: There are none.
         """
-        with self._speaking():
+        with self._translating_errors():
             found = self._fs.ls(self._path, detail=False)
         names = {str(entry).rstrip("/").rpartition("/")[2] for entry in found if str(entry).rstrip("/") != self._path}
         return iter([self / name for name in sorted(names)])
 
     def stat(self) -> os.stat_result:
         """Returns the kind, the size and the time of the last change, as os.stat does; the rest is 0."""
-        with self._speaking():
+        with self._translating_errors():
             info = self._fs.info(self._path)
         mode = stat.S_IFDIR if info.get("type") == "directory" else stat.S_IFREG
-        size, at = int(info.get("size") or 0), _changed_at(info)
+        size, at = int(info.get("size") or 0), _changed_at(info, self._clock)
         return os.stat_result((mode, 0, 0, 0, 0, 0, size, int(at), int(at), int(at), at, at, at))
 
     def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
-        """Does nothing: what lies somewhere makes the folders above it."""
+        """Does nothing: an object store creates folders with their objects."""
 
     def read_bytes(self) -> bytes:
-        """Returns an object."""
-        with self._speaking():
+        """Returns the bytes of an object."""
+        with self._translating_errors():
             return bytes(self._fs.cat_file(self._path))
 
     def read_text(self) -> str:
@@ -125,39 +126,39 @@ class RemotePath:
         return self.read_bytes().decode()
 
     def write_bytes(self, data: bytes) -> int:
-        """Puts an object, whole, in the place of the one that was there."""
-        with self._speaking():
+        """Uploads an object in one piece, replacing an existing one."""
+        with self._translating_errors():
             self._fs.pipe_file(self._path, data)
         return len(data)
 
     def put(self, file: Path) -> None:
-        """Puts a file of this host here, whole."""
-        with self._speaking():
+        """Uploads a file of this host in one piece."""
+        with self._translating_errors():
             self._fs.put_file(str(file), self._path)
 
     def get(self, file: Path) -> None:
-        """Fetches the object into a file of this host."""
-        with self._speaking():
+        """Downloads the object to a file of this host."""
+        with self._translating_errors():
             self._fs.get_file(self._path, str(file))
 
     def unlink(self, *, missing_ok: bool = False) -> None:
         """Removes an object."""
-        with self._speaking(), suppress(*([FileNotFoundError] if missing_ok else [])):
+        with self._translating_errors(), suppress(*([FileNotFoundError] if missing_ok else [])):
             self._fs.rm_file(self._path)
 
     @contextmanager
-    def _speaking(self) -> Iterator[None]:
-        """Makes an OSError with a number and a text of whatever a file system says."""
+    def _translating_errors(self) -> Iterator[None]:
+        """Turns every error of a file system into an OSError with an errno and a text."""
         try:
             yield
         except FileNotFoundError as error:
-            text = str(error) if "bucket" in str(error) and " " in str(error) else "there is no such object"
+            text = str(error) if "bucket" in str(error) and " " in str(error) else "no such object"
             raise FileNotFoundError(errno.ENOENT, text, str(self)) from error
         except PermissionError as error:
             raise PermissionError(errno.EACCES, _text(error), str(self)) from error
         except OSError as error:
             raise OSError(error.errno or errno.EIO, _text(error), str(self)) from error
-        except Exception as error:  # every driver has errors of its own: no connection, no credentials
+        except Exception as error:  # drivers raise their own errors: no connection, no credentials
             raise OSError(errno.EIO, _text(error), str(self)) from error
 
 
@@ -169,48 +170,48 @@ def _text(error: BaseException) -> str:
     return f"{type(error).__name__}: {strerror or error}"
 
 
-def _changed_at(info: dict[str, Any]) -> float:
+def _changed_at(info: dict[str, Any], clock: Clock) -> float:
     for name in ("LastModified", "mtime", "updated", "modified", "created"):
         value = info.get(name)
         if hasattr(value, "timestamp"):
             return float(value.timestamp())  # type: ignore[union-attr]
         if isinstance(value, int | float):
             return float(value)
-    return time.time()  # unknown: then it is never taken for old
+    return clock.wall()  # unknown: never treated as old
 
 
 def is_there(folder: Location) -> bool:
     """Whether a folder exists.
 
     Raises:
-        ConfigError: That cannot be told.
+        ConfigError: The folder cannot be read.
     """
     try:
         return folder.is_dir()
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be read: {error.strerror}; are address and credentials right?") from None
+        raise ConfigError(f"{folder} cannot be read: {error.strerror}; check the address and the credentials") from None
 
 
 def is_remote(address: str | os.PathLike[str]) -> bool:
-    """Whether a text is an address beyond this host's own files."""
-    match = _ADDRESS.fullmatch(_mend(address))
+    """Whether a text is an address that is not a local path."""
+    match = _ADDRESS.fullmatch(_restore_slash(address))
     return match is not None and match["scheme"].lower() not in _LOCAL
 
 
 def is_memory(address: str | os.PathLike[str]) -> bool:
-    """Whether an address lies in the memory of one process."""
-    return _mend(address).lower().startswith("memory://")
+    """Whether an address is in the memory of one process."""
+    return _restore_slash(address).lower().startswith("memory://")
 
 
-def locate(address: str | os.PathLike[str] | RemotePath) -> Location:
+def locate(address: str | os.PathLike[str] | RemotePath, clock: Clock = SYSTEM) -> Location:
     """Returns the place that an address names: a local path, file://..., s3://..., gs://..., memory://...
 
     Raises:
-        ConfigError: Nobody here knows such addresses; the message says what to install.
+        ConfigError: The kind of address is not supported; the message says what to install.
     """
     if isinstance(address, RemotePath):
         return address
-    text = _mend(address)
+    text = _restore_slash(address)
     match = _ADDRESS.fullmatch(text)
     if match is None:
         return Path(text)
@@ -226,20 +227,20 @@ def locate(address: str | os.PathLike[str] | RemotePath) -> Location:
     except ImportError as error:
         install = EXTRAS.get(scheme, f"what fsspec needs for {scheme}://")
         raise ConfigError(
-            f"{text}: {scheme}:// needs a package that is not here ({error}); pip install '{install}'"
+            f"{text}: {scheme}:// needs a package that is not installed ({error}); pip install '{install}'"
         ) from None
     except ValueError as error:
-        raise ConfigError(f"{text}: no such kind of address ({error}); use a path, file://, s3:// or gs://") from None
-    return RemotePath(fs, str(path), scheme)
+        raise ConfigError(f"{text}: unknown kind of address ({error}); use a path, file://, s3:// or gs://") from None
+    return RemotePath(fs, str(path), scheme, clock)
 
 
 def absolute(address: str | os.PathLike[str]) -> str:
-    """Returns an address that means the same in every folder: a path from the root, or the address as it is."""
+    """Returns an absolute path, or a remote address unchanged."""
     found = locate(address)
     return str(found.absolute()) if isinstance(found, Path) else str(found)
 
 
-def _mend(address: str | os.PathLike[str]) -> str:
+def _restore_slash(address: str | os.PathLike[str]) -> str:
     text = os.fspath(address)
     if not isinstance(address, str):  # Path("s3://bucket/run") has lost a slash
         return re.sub(r"^([A-Za-z][A-Za-z0-9+.-]+):/(?=[^/])", r"\1://", text)
@@ -247,7 +248,7 @@ def _mend(address: str | os.PathLike[str]) -> str:
 
 
 def sync_path(path: Path) -> None:
-    """Waits until the disk has a file, or the names in a folder."""
+    """Waits until a file, or the names in a folder, are on disk."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -256,7 +257,7 @@ def sync_path(path: Path) -> None:
 
 
 def write_whole(target: Location, text: str) -> None:
-    """Writes a text that readers see whole or not at all.
+    """Writes a text atomically.
 
     Raises:
         OSError: It cannot be written.
@@ -275,7 +276,7 @@ def write_whole(target: Location, text: str) -> None:
 
 
 def check_writable(folder: Location) -> None:
-    """Tries whether a remote place can be written to, so that a run does not find out with its first checkpoint.
+    """Checks that a remote folder can be written to, before the first checkpoint.
 
     Raises:
         ConfigError: It cannot.
@@ -289,13 +290,13 @@ def check_writable(folder: Location) -> None:
             trial.unlink()
     except OSError as error:
         raise ConfigError(
-            f"{folder} cannot be written to: {error.strerror}; is the bucket there, are the credentials set, and is "
-            "AWS_ENDPOINT_URL right if it is set?"
+            f"{folder} cannot be written to: {error.strerror}; check that the bucket exists, the credentials are set, and "
+            "AWS_ENDPOINT_URL is right if it is set"
         ) from None
 
 
 def fetch(folder: RemotePath, into: Path, wanted: Callable[[str], bool]) -> None:
-    """Copies the objects directly in a remote folder whose names are wanted into a local one, where they are newer or larger."""
+    """Copies the wanted objects of a remote folder to a local one, unless they are there with the same size."""
     for entry in folder.iterdir():
         if wanted(entry.name) and entry.is_file():
             local = into / entry.name

@@ -2,9 +2,9 @@
 
     length (8 bytes, little-endian) | masked crc32c of those 8 | data | masked crc32c of the data
 
-Called by the dataset, `torchquorum data inspect` and users' programs. What always holds: every record before a damaged
-one is delivered, and then the damage is named by file and offset; a length that cannot be true costs no memory; what is
-skipped is walked over by its lengths, without its data being read, in a plain file.
+Used by `data.shares`, `torchquorum data inspect` and users' programs. What always holds: every record before a damaged one is
+delivered, then the error names file and offset; an impossible length allocates no memory; skipped records of a plain file are
+not read.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class RecordError(DataError):
 
     Attributes:
         path: The file.
-        offset: Where the record begins, in the unpacked bytes.
-        record: Its number in the file, from 0.
-        goes_on: Whether the records after it can still be found: its length is good, its data not.
+        offset: Where the record begins, in the decompressed bytes.
+        record: Its index in the file, from 0.
+        goes_on: Whether the following records can be read: its length is good, its data is not.
     """
 
     def __init__(self, text: str, path: Path, offset: int, record: int, goes_on: bool = False) -> None:
-        super().__init__(text, path, offset, record, goes_on)  # all of it, for those who pass it between processes
+        super().__init__(text, path, offset, record, goes_on)  # all arguments, so that it can be pickled
         self.path, self.offset, self.record, self.goes_on = path, offset, record, goes_on
 
     def __str__(self) -> str:
@@ -60,11 +60,11 @@ def open_source(path: Path, compression: str | None) -> Source:
         if kind is None:
             with path.open("rb") as file:
                 head = file.read(HEADER_BYTES)
-            # A good header is a plain file's, even if its length happens to look like gzip's first bytes.
+            # A valid header means a plain file, even if its length looks like gzip's first bytes.
             kind = "none" if _is_header(head) else looks_packed(head)
         return PlainSource(path) if kind == "none" else PackedSource(path, kind)
     except OSError as error:
-        raise DataError(f"{path}: it cannot be read: {error.strerror}; name a TFRecord file") from error
+        raise DataError(f"{path}: it cannot be read: {error.strerror}; give a TFRecord file") from error
 
 
 def _is_header(head: bytes) -> bool:
@@ -72,18 +72,18 @@ def _is_header(head: bytes) -> bool:
 
 
 class RecordReader:
-    """Reads the records of one file in order, all or every so many. Owned by one thread.
+    """Reads the records of one file in order, all or every n-th. Owned by one thread.
 
     Args:
         path: The file.
         compression: "GZIP", "ZLIB", None for none, or "auto".
-        verify: Whether the data's checksums are compared; those of the lengths always are.
-        place: Added to the offset that comes with each record, so that a caller can tell files apart.
-        stride: 1 for every record, n for every n-th; the others are passed over.
-        phase: How many records are passed over before the first one.
+        verify: Whether to verify the checksums of the data; those of the lengths are always verified.
+        place: Added to the offset of each record, so that a caller can distinguish files.
+        stride: 1 for every record, n for every n-th.
+        phase: How many records to skip before the first one.
 
     Attributes:
-        phase: How many records have still to be passed over before the next one; at the end of a file, in the one after.
+        phase: How many records to skip before the next one; at the end of a file, in the next file.
     """
 
     def __init__(
@@ -113,11 +113,11 @@ class RecordReader:
         return self._base + self._at
 
     def read(self, most: int = _BLOCK_RECORDS) -> list[tuple[bytes, int]]:
-        """Returns the next records with their places, at least one unless the file is at its end, at most so many.
+        """Returns the next records with their places: at most `most`, at least one unless the file is at its end.
 
         Raises:
             RecordError: The next record is damaged or cut off.
-            DataError: The file cannot be read or unpacked.
+            DataError: The file cannot be read or decompressed.
         """
         while True:
             if self._failure is not None:
@@ -138,11 +138,11 @@ class RecordReader:
                     return []
 
     def skip(self, count: int) -> int:
-        """Passes over records without looking at their data; returns how many there were to pass over.
+        """Skips records without reading their data; returns how many were skipped.
 
         Raises:
-            RecordError: A length on the way is damaged, or the file ends inside a record.
-            DataError: The file cannot be read or unpacked.
+            RecordError: A length is damaged, or the file ends inside a record.
+            DataError: The file cannot be read or decompressed.
         """
         if count < 1:
             return 0
@@ -151,7 +151,7 @@ class RecordReader:
         return 0 if passed <= before else (passed - before - 1) // self._stride + 1
 
     def _pass_by(self, count: int) -> int:
-        """Passes over records, of this reader or not; returns how many there were."""
+        """Skips records, also those that this reader would not return; returns how many were skipped."""
         left, chunk_bytes = count, _SKIM_BYTES
         while left:
             if self._failure is not None:
@@ -163,7 +163,9 @@ class RecordReader:
             if self._failure is not None:
                 raise self._failure
             size = HEADER_BYTES + length + FOOTER_BYTES
-            chunk_bytes = _CHUNK_BYTES if size < _SKIM_BYTES // 2 else _SKIM_BYTES  # long ones are jumped over
+            chunk_bytes = (
+                _CHUNK_BYTES if size < _SKIM_BYTES // 2 else _SKIM_BYTES
+            )  # long records are skipped by seeking
             run = 1
             beyond = self._at + size - len(self._buffer)
             if beyond > 0:
@@ -183,7 +185,7 @@ class RecordReader:
     def _verified(
         self, data: list[bytes], places: list[int], footers: list[bytes], first: int
     ) -> list[tuple[bytes, int]]:
-        """Returns the records up to the first damaged one, which is noted, and raised if nothing comes before it."""
+        """Returns the records up to the first damaged one; its error is kept, or raised if no record comes before it."""
         if self._verify:
             wrong = masked_crc32c_many(data) != np.frombuffer(b"".join(footers), "<u4")
             if wrong.any():
@@ -200,7 +202,7 @@ class RecordReader:
         self._source.close()
 
     def _cut(self, most: int) -> tuple[list[bytes], list[int], list[bytes]]:
-        """Cuts the records out of the buffer that are whole."""
+        """Takes the complete records out of the buffer."""
         buffer, at, size = self._buffer, self._at, len(self._buffer)
         base, known = self._base + self._place, self._known
         data: list[bytes] = []
@@ -228,7 +230,7 @@ class RecordReader:
         return data, places, footers
 
     def _count_alike(self, at: int, header: bytes, length: int, most: int) -> int:
-        """Returns how many whole records follow in the buffer from this one on that have the same length."""
+        """Returns how many complete records of the same length follow in the buffer, including this one."""
         buffer, stride = self._buffer, length + HEADER_BYTES + FOOTER_BYTES
         if most < _FEWEST_ALIKE or not all(buffer.startswith(header, at + i * stride) for i in range(1, _FEWEST_ALIKE)):
             return 1
@@ -238,7 +240,7 @@ class RecordReader:
         return whole if alike.all() else max(1, int(alike.argmin()))
 
     def _length(self, header: bytes, record: int | None = None) -> int:
-        """Returns the length in a header; where that is damaged, notes it."""
+        """Returns the length in a header; keeps the error if it is damaged."""
         known = self._known.get(header)
         if known is not None:
             return known
@@ -247,11 +249,11 @@ class RecordReader:
         if masked_crc32c(header[:8]) != stored:
             what = "the length does not match its checksum"
             if record == 0:
-                what += " (is this a TFRecord file, and packed as was said?)"
+                what += " (is this a TFRecord file with this compression?)"
             self._failure = self._damage(self.offset, what, record)
             return 0
         if length > MAX_RECORD_BYTES:
-            what = f"a length of {length:,} bytes, where at most {MAX_RECORD_BYTES:,} are allowed"
+            what = f"a length of {length:,} bytes; at most {MAX_RECORD_BYTES:,} are allowed"
             self._failure = self._damage(self.offset, what, record)
             return 0
         if len(self._known) >= _KNOWN_HEADERS:
@@ -260,7 +262,7 @@ class RecordReader:
         return length
 
     def _fill_to_next(self) -> bool:
-        """Reads on until the next record is whole; returns whether there is one."""
+        """Reads until the next record is complete; returns whether there is one."""
         if not self._fill(HEADER_BYTES, _CHUNK_BYTES):
             return False
         length = self._length(self._buffer[self._at : self._at + HEADER_BYTES])
@@ -268,7 +270,7 @@ class RecordReader:
             return True
         size = HEADER_BYTES + length + FOOTER_BYTES
         there = self._source.size()
-        if there is not None and self.offset + size > there:  # no memory for a length that cannot be true
+        if there is not None and self.offset + size > there:  # allocate no memory for an impossible length
             raise self._cut_off("data", length, there - self.offset)
         self._fill(size, _CHUNK_BYTES)
         if len(self._buffer) - self._at < size:
@@ -276,10 +278,10 @@ class RecordReader:
         return True
 
     def _fill(self, size: int, chunk_bytes: int) -> bool:
-        """Has at least so many bytes in the buffer, unless the file ends; False if there are none at all.
+        """Fills the buffer to at least `size` bytes, unless the file ends; returns False if it is empty.
 
         Raises:
-            RecordError: There are some, but fewer than a header's.
+            RecordError: There are fewer bytes than a header has.
         """
         have = len(self._buffer) - self._at
         if have >= size:
@@ -311,15 +313,15 @@ class RecordReader:
             what = f"the file ends in the record's length, after {there} of {HEADER_BYTES} bytes"
         else:
             what = (
-                f"the file ends in the record's data: {HEADER_BYTES + length + FOOTER_BYTES:,} bytes were announced, "
-                f"{max(0, there):,} are there"
+                f"the file ends in the record's data: {HEADER_BYTES + length + FOOTER_BYTES:,} bytes are expected, "
+                f"{max(0, there):,} exist"
             )
         self._failure = self._damage(self.offset, what)
         return self._failure
 
     def _damage(self, offset: int, what: str, record: int | None = None, *, goes_on: bool = False) -> RecordError:
         number = self._count if record is None else record
-        unpacked = " of the unpacked data" if self.packed else ""
+        unpacked = " of the decompressed data" if self.packed else ""
         text = f"{self.path}: record {number:,}, at byte {offset}{unpacked}: {what}; copy or write the file again"
         return RecordError(text, self.path, offset, number, goes_on)
 
@@ -329,12 +331,12 @@ def read_records(path: str | Path, compression: str | None = "auto", *, verify: 
 
     Args:
         path: The file.
-        compression: "GZIP", "ZLIB", None for none, or "auto" to tell from the file.
-        verify: Whether the data's checksums are compared.
+        compression: "GZIP", "ZLIB", None for none, or "auto" to detect it.
+        verify: Whether to verify the checksums of the data.
 
     Raises:
-        RecordError: A record is damaged; those before it have been yielded.
-        DataError: The file cannot be read or unpacked.
+        RecordError: A record is damaged; all records before it have been yielded.
+        DataError: The file cannot be read or decompressed.
     """
     reader = RecordReader(path, compression, verify=verify)
     try:

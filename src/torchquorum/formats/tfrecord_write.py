@@ -1,7 +1,7 @@
-"""Writing TFRecord files, to the bytes that TensorFlow writes.
+"""Writes TFRecord files, with the same bytes as TensorFlow.
 
-Called by the converter and users' programs. What always holds: a file under its own name is whole; until `close` it has a
-hidden one, and what an exception or a kill interrupts never takes the place of what was there.
+Used by `data.convert` and users' programs. What always holds: a file under its final name is complete; until `close` it has a
+hidden name; an exception or a kill never replaces an existing file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BUFFER_BYTES = 1 << 18
 
 
 def frame(record: bytes) -> bytes:
-    """Returns a record as it stands in a file: its length, its data, their checksums."""
+    """Returns a record as it is stored: its length, its data, their checksums."""
     length = struct.pack("<Q", len(record))
     return b"".join(
         (length, struct.pack("<I", masked_crc32c(length)), record, struct.pack("<I", masked_crc32c(record)))
@@ -32,12 +32,12 @@ def frame(record: bytes) -> bytes:
 
 
 class TFRecordWriter:
-    """Writes a TFRecord file; the file appears, whole, when the writer is closed.
+    """Writes a TFRecord file; the file appears, complete, when the writer is closed.
 
-    As a context manager it closes at the end of the block; after an exception there it leaves everything as it was.
+    As a context manager it closes at the end of the block; after an exception it writes nothing.
 
     Args:
-        path: The file; one that is there is replaced at the end.
+        path: The file; an existing one is replaced at the end.
         compression: "GZIP", "ZLIB" or None.
 
     Raises:
@@ -49,10 +49,10 @@ class TFRecordWriter:
         self._closed, self._finished = True, False
         kind = parse_compression(compression)
         if kind is None:
-            raise ConfigError("compression='auto': a file to be written needs 'GZIP', 'ZLIB' or None")
+            raise ConfigError("compression='auto': a writer needs 'GZIP', 'ZLIB' or None")
         self.path = Path(path)
         if self.path.exists() and not self.path.is_file():
-            raise ConfigError(f"{self.path}: is no ordinary file; name the file that is to be written")
+            raise ConfigError(f"{self.path}: is not a regular file; give the path of a file")
         self._packer = None if kind == "none" else packer(kind)
         self._partial = self.path.with_name(f".{self.path.name}.partial-{secrets.token_hex(4)}")
         try:
@@ -67,25 +67,25 @@ class TFRecordWriter:
 
         Raises:
             ConfigError: It is neither, or too long, or the writer is closed.
-            DataError: It cannot be written; nothing is left of the file.
+            DataError: It cannot be written; the unfinished file is removed.
         """
         if self._closed or self._finished:
-            raise ConfigError(f"{self.path}: the writer is closed; make a new one")
+            raise ConfigError(f"{self.path}: the writer is closed; create a new one")
         if isinstance(record, Example):
             record = record.SerializeToString()
         elif not isinstance(record, bytes):
             if not isinstance(record, bytearray | memoryview):
-                raise ConfigError(f"{self.path}: a record is bytes or an Example, not {type(record).__name__}")
+                raise ConfigError(f"{self.path}: a record must be bytes or an Example, not {type(record).__name__}")
             record = bytes(record)
         if len(record) > MAX_RECORD_BYTES:
             raise ConfigError(
-                f"{self.path}: a record of {len(record):,} bytes, at most {MAX_RECORD_BYTES:,} are allowed"
+                f"{self.path}: a record of {len(record):,} bytes; at most {MAX_RECORD_BYTES:,} are allowed"
             )
         self._put(frame(record))
         self.records += 1
 
     def flush(self) -> None:
-        """Hands what was written, as far as it is packed, to the operating system; the file appears at `close`."""
+        """Passes what was written, as far as it is compressed, to the operating system; the file appears at `close`."""
         if not self._closed and not self._finished:
             try:
                 self._file.flush()
@@ -94,10 +94,10 @@ class TFRecordWriter:
                 raise self._unwritable(error) from error
 
     def finish(self) -> None:
-        """Writes everything to the disk; the file keeps its hidden name until `publish`, for those who write several.
+        """Writes everything to disk; the file keeps its hidden name until `publish`, for callers that write several.
 
         Raises:
-            DataError: It cannot be written; nothing is left of it.
+            DataError: It cannot be written; the unfinished file is removed.
         """
         if self._closed or self._finished:
             return
@@ -116,7 +116,7 @@ class TFRecordWriter:
         """Gives a finished file its name.
 
         Raises:
-            DataError: It cannot get it; nothing is left of it.
+            DataError: It cannot be renamed; the unfinished file is removed.
         """
         if self._closed:
             return
@@ -129,16 +129,16 @@ class TFRecordWriter:
         self._closed = True
 
     def close(self) -> None:
-        """Finishes the file and gives it its name; from then on it is whole, whatever happens to this process.
+        """Finishes the file and gives it its name; from then on it is complete, whatever happens to this process.
 
         Raises:
-            DataError: It cannot be written; nothing is left of it.
+            DataError: It cannot be written; the unfinished file is removed.
         """
         self.finish()
         self.publish()
 
     def discard(self) -> None:
-        """Gives up: what was written is removed, and a file that was there before stays."""
+        """Removes the unfinished file; an existing file stays."""
         if not self._closed:
             self._closed = True
             with suppress(OSError):
@@ -158,7 +158,7 @@ class TFRecordWriter:
             raise self._unwritable(error) from error
 
     def _unwritable(self, error: OSError) -> DataError:
-        return DataError(f"{self.path}: it cannot be written: {error.strerror}; free the way or name another file")
+        return DataError(f"{self.path}: it cannot be written: {error.strerror}; check the folder, or give another file")
 
     def __enter__(self) -> TFRecordWriter:
         return self
@@ -166,16 +166,13 @@ class TFRecordWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.discard()
+        (self.close if kind is None else self.discard)()
 
     def __del__(self) -> None:
         if not self._closed:
             self.discard()
             warnings.warn(
-                f"{self.path}: its writer was never closed, so it was not written; call close(), or use `with`",
+                f"{self.path}: its writer was not closed, so the file was not written; call close(), or use `with`",
                 RuntimeWarning,
                 stacklevel=2,
             )

@@ -1,7 +1,7 @@
 """The built-in job: MNIST with any of the built-in models, as one task of a cluster runs it.
 
-`torchquorum train` starts this module once per task; the options come as one JSON argument. It is written against the
-public API alone, as anybody's program would be.
+`torchquorum train` starts this module once per task; the options come as one JSON argument. Training uses the public API only,
+as any user's program does.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 
 import msgspec
 
+from torchquorum.devices.names import DeviceName
+from torchquorum.devices.options import check_fraction
 from torchquorum.errors import ConfigError
 from torchquorum.jobs.slow import Slowness, parse_slow
-from torchquorum.placement.devices import DeviceName
 from torchquorum.rules import parse_rule
-from torchquorum.session.config import check_fraction
 
-MODEL_NAMES = ("softmax", "mlp", "cnn")  # those of jobs.models, known here without torch
+MODEL_NAMES = ("softmax", "mlp", "cnn")  # the models in jobs.models, without importing torch
 
 
 @dataclass(kw_only=True)
@@ -29,28 +29,28 @@ class MnistOptions:
     Attributes:
         model: softmax, mlp or cnn.
         rule: As `parse_rule` reads it.
-        steps: The global step at which the run is over; None trains until the epochs or the seconds are over.
-        epochs: How often all workers together go through the images; None for no limit.
+        steps: The global step at which the run ends; None trains until the epochs or the seconds are over.
+        epochs: Number of epochs of all workers together; None for no limit.
         batch_size: Images per batch and worker.
         optimizer: A class of torch.optim.
         lr: Its learning rate.
         momentum: For SGD and RMSprop.
         decay_rate: Exponential decay of the learning rate; 1 for none.
-        decay_steps: Global steps over which it decays by that rate.
+        decay_steps: Global steps per decay by that rate.
         staircase: Whether it decays in steps.
         l2: Weight decay as in the seeds: l2 * sum(w^2) / 2 in the loss.
         average: Decay of moving averages kept on the ps; 0 for none.
-        seed: Of the weights and of the order of the images.
+        seed: Seed of the weights and of the order of the images.
         data: A folder with idx files; None for the packaged ones.
         placement: round_robin or greedy.
-        slice_bytes: Variables of more bytes are sliced over the ps tasks.
+        slice_bytes: Larger variables are split over the ps tasks.
         logdir: The run's folder.
-        durable: How updates are journalled: write or fsync; None for not at all.
-        device: Where the workers compute, such as cuda:0 or /gpu:0; None for the CPU.
-        log_device_placement: Print where every variable lives and every operation of the first step runs.
-        allow_soft_placement: Use the CPU for a device that is not there or cannot run an operation.
+        durable: How updates are journalled: write or fsync; None for no journal.
+        device: The device of the workers, such as cuda:0 or /gpu:0; None for the CPU.
+        log_device_placement: Print the device of every variable and of every operation of the first step.
+        allow_soft_placement: Use the CPU for a device that is missing or cannot run an operation.
         gpu_memory_fraction: The share of each GPU's memory for each worker.
-        seconds: The run is over after this time, whatever the steps; None for no limit.
+        seconds: The run ends after this time; None for no limit.
         slow: Slowed workers, as `parse_slow` reads them: worker1:3x,worker2:2x; empty for none.
     """
 
@@ -91,7 +91,7 @@ class MnistOptions:
             if value is not None and value < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: must be 1 or more")
         if self.steps is None and self.seconds is None and self.epochs is None:
-            raise ConfigError("a run without an end: give --steps, --epochs or --seconds")
+            raise ConfigError("the run has no end: give --steps, --epochs or --seconds")
         for name in ("lr", "decay_rate", "decay_steps"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)}: must be more than 0")
@@ -109,12 +109,12 @@ class MnistOptions:
 
     def _check_device(self, name: DeviceName) -> None:
         if name.type == "META":
-            raise ConfigError(
-                "--device meta: tensors there have no data, so nothing can be trained; give cpu or cuda:0"
-            )
+            raise ConfigError("--device meta: tensors there have no data, so nothing can be trained; use cpu or cuda:0")
         if name.job is not None or name.task is not None:
             own = DeviceName(type=name.type or "CPU", index=name.index)
-            raise ConfigError(f"--device {self.device}: is for every worker, so it must name no task; write {own}")
+            raise ConfigError(
+                f"--device {self.device}: applies to every worker, so it must not name a task; write {own}"
+            )
 
     def to_json(self) -> str:
         """Returns the options as the one argument of a task."""
@@ -138,8 +138,8 @@ def train(options: MnistOptions, argv: list[str] | None = None, report: str | No
 
     task = tq.join(argv, report=report)
     torch.manual_seed(options.seed + 1000 * task.index)
-    data = tq.load_mnist(options.data)
-    # Where workers come and go, or epochs are counted, the images are shared out batch by batch, else once and for all.
+    data = tq.data.load_mnist(options.data)
+    # If workers may join and leave, or epochs are counted, ps task 0 assigns batches; otherwise each worker has a fixed share.
     shared = options.epochs is not None or task.cluster.elastic
     batches = None
     if not shared:
@@ -161,7 +161,7 @@ def train(options: MnistOptions, argv: list[str] | None = None, report: str | No
         average=tq.ExponentialMovingAverage(options.average) if options.average else None,
     )
     slowness = Slowness(options.slow, task.index, task.num_workers)
-    regularize = tq.l2_regularizer(options.l2)
+    regularize = tq.tensorflow.l2_regularizer(options.l2)
 
     def loss_of(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = cross_entropy(model(x), y)
@@ -177,7 +177,7 @@ def train(options: MnistOptions, argv: list[str] | None = None, report: str | No
         max_seconds=options.seconds,
         data=batches,
         durable=options.durable,
-        # On a local cluster all workers come, so the run is the same every time; by hand they may come minutes late.
+        # On a local cluster all workers start together, so the run is reproducible; by hand some may start minutes later.
         wait_for_workers=task.min_workers if task.source == "launcher" else None,
         placement=options.device,
         log_device_placement=options.log_device_placement,

@@ -1,8 +1,7 @@
 """The MNIST models of the tutorials, and their evaluation.
 
-Owns the models' shapes and names. Called by the built-in jobs, the examples and tests. Every model takes float32 images
-[n, 784] in 0..1 and returns logits [n, 10]; its weights are drawn from torch's global generator, so `torch.manual_seed`
-before it is built decides them.
+Used by the built-in job, the examples and tests. Every model takes float32 images [n, 784] in 0..1 and returns logits [n, 10];
+its weights come from torch's global generator, so `torch.manual_seed` before it is built determines them.
 """
 
 import difflib
@@ -47,7 +46,7 @@ class CNN(nn.Module):
     Two 5 x 5 convolutions with 32 and 64 channels, each with ReLU and 2 x 2 max pooling, then 512 hidden units.
 
     Args:
-        dropout: The share of hidden units left out in training, 0.5 as in the tutorial; 0 makes it deterministic.
+        dropout: The dropout rate in training, 0.5 as in the tutorial; 0 makes it deterministic.
     """
 
     def __init__(self, dropout: float = 0.5) -> None:
@@ -85,15 +84,15 @@ def make_model(name: str) -> nn.Module:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, split: Split, batch_size: int = 1000) -> tuple[float, float]:
-    """Measures a model on a split in eval mode, and leaves every module in the mode it was found in.
+    """Evaluates a model on a split in eval mode, and restores the mode of every module.
 
     Args:
         model: Takes images [n, 784], returns logits [n, 10]; on any device.
         split: The images and labels.
-        batch_size: How many images go through the model at a time; the result does not depend on it.
+        batch_size: Images per forward pass; the result does not depend on it.
 
     Returns:
-        The mean cross entropy and the share of images classified rightly, 0..1.
+        The mean cross entropy and the share of correctly classified images, 0..1.
 
     Raises:
         ConfigError: The batch size is below 1 or the split is empty.
@@ -101,7 +100,7 @@ def evaluate(model: nn.Module, split: Split, batch_size: int = 1000) -> tuple[fl
     if batch_size < 1:
         raise ConfigError(f"batch_size={batch_size}: must be 1 or more")
     if len(split) == 0:
-        raise ConfigError("split: has no images to evaluate on; must have 1 or more")
+        raise ConfigError("split: has no images; must have 1 or more")
     device = next((parameter.device for parameter in model.parameters()), split.labels.device)
     modes = [(module, module.training) for module in model.modules()]
     model.eval()

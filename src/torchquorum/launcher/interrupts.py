@@ -1,7 +1,7 @@
-"""Ctrl-C and SIGTERM for a process that looks after others: they are noted, and asked for where it is safe.
+"""Records Ctrl-C and SIGTERM instead of raising, so that a launcher can handle them where it is safe.
 
-Python raises KeyboardInterrupt wherever its main thread is, and swallows it in a finalizer and in what it calls around a fork. Used
-by launchers, which fork or wait most of the time. What always holds: a signal that came while they are noted is not lost.
+Python raises KeyboardInterrupt wherever the main thread is, and loses it inside finalizers and fork handlers. Used by launchers,
+which fork or wait most of the time. What always holds: a signal that arrives inside the context is not lost.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 
 class Interrupts:
-    """Within, SIGINT and SIGTERM are noted and do nothing else; elsewhere than on the main thread nothing changes.
+    """A context in which SIGINT and SIGTERM are only recorded; on other threads than the main one it does nothing.
 
-    Who enters it again is where he was before; the first end is the end.
+    Entering it again changes nothing, and the first exit restores the handlers.
 
     Attributes:
-        came: The signals that came, in order.
+        came: The signals that arrived, in order.
     """
 
     def __init__(self) -> None:
@@ -28,12 +28,12 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         if not self._before and threading.current_thread() is threading.main_thread():
             for name in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(name) not in (signal.SIG_IGN, None):  # ignored, as nohup has it: so it stays
+                if signal.getsignal(name) not in (signal.SIG_IGN, None):  # ignored, as under nohup: leave it so
                     self._before.append((name, signal.signal(name, lambda number, _: self.came.append(number))))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        while self._before:  # SIGINT last: as soon as it has its own handler again, it may raise
+        while self._before:  # SIGINT last: once its handler is back, it may raise
             signal.signal(*self._before.pop())

@@ -1,8 +1,8 @@
-"""Whether there is a Ray at an address, found out in seconds: Ray itself waits for minutes, and says little.
+"""Checks within seconds whether a Ray cluster answers at an address: Ray itself waits for minutes, with a poor message.
 
-`ray_cluster` asks before it joins a cluster. What always holds: it ends within its deadlines; nothing is imported from Ray here,
-processes of Ray's own (`ray health-check`) are asked; `auto` means one cluster and stays it; whether the cluster wants Ray's
-token is found out and not guessed, since a driver that has one for a cluster without would wait forever.
+`ray_cluster` calls it before it joins a cluster. What always holds: it ends within its deadlines; it imports nothing of Ray and
+runs `ray health-check` instead; `auto` is resolved once to one cluster; whether the cluster requires Ray's token is probed, not
+guessed, because a driver with a token waits for ever on a cluster without one.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ CONNECT_S = 10.0
 HEALTH_S = 45.0
 CLIENT = "ray://"
 TOKEN, NO_TOKEN = "token", "disabled"
-# Where several clusters run here, Ray takes any of them for auto, and another one the next time.
+# If several clusters run here, Ray resolves auto to any of them, each time anew.
 WHICH = "from ray._private.services import canonicalize_bootstrap_address as f; print('found', f('auto'))"
 
 
 def find_cluster(address: str) -> tuple[str, str | None]:
-    """Makes sure that a Ray cluster answers.
+    """Checks that a Ray cluster answers.
 
     Args:
         address: auto, host:port or ray://host:port.
 
     Returns:
-        Its address, and how to come to it, `token` or `disabled`, as RAY_AUTH_MODE has it; None leaves that to Ray.
+        Its address, and its RAY_AUTH_MODE, `token` or `disabled`; None leaves that to Ray.
 
     Raises:
-        ConfigError: Nobody answers there, it is no Ray, or it does not let us in.
+        ConfigError: Nothing answers there, it is not Ray, or it refuses access.
     """
     named = address if address != "auto" else _find_auto()
     host, port = _split(named)
     try:
         socket.create_connection((host, port), CONNECT_S).close()
     except OSError as error:
-        raise _nobody(named, f"{error.strerror or error}") from None
+        raise no_cluster(named, f"{error.strerror or error}") from None
     if named.startswith(CLIENT):
         return named, None
     chosen = env.ray_auth_mode()
@@ -50,22 +50,22 @@ def find_cluster(address: str) -> tuple[str, str | None]:
         if code == 0:
             return named, mode
         if "AuthenticationError" not in said:
-            raise _nobody(named, _last_line(said))
+            raise no_cluster(named, _last_line(said))
     raise ConfigError(
-        f"--address {named}: this Ray cluster lets in only who has its token, and that of this machine is not it, or there is "
-        "none; put the cluster's into ~/.ray/auth_token, or name its file in RAY_AUTH_TOKEN_PATH"
+        f"--address {named}: this Ray cluster requires its token, and this machine has none or another one; "
+        "put the cluster's token into ~/.ray/auth_token, or name its file in RAY_AUTH_TOKEN_PATH"
     )
 
 
 def _find_auto() -> str:
-    """Returns which cluster auto is: that of RAY_ADDRESS, else one that runs on this machine."""
+    """Resolves auto: the cluster of RAY_ADDRESS, or one that runs on this machine."""
     named = env.ray_address()
     if named is not None and named != "auto":
         return named
     code, said = _ask(["-c", WHICH], env.ray_auth_mode())
     found = [line.split()[1] for line in said.splitlines() if line.startswith("found ") and ":" in line]
     if code or not found:
-        raise _nobody("auto", "none runs on this machine" if "any running" in said else _last_line(said))
+        raise no_cluster("auto", "no cluster runs on this machine" if "any running" in said else _last_line(said))
     return found[0]
 
 
@@ -90,17 +90,18 @@ def _ask(arguments: list[str], mode: str | None) -> tuple[int, str]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return 1, f"what listens there did not answer as Ray does within {HEALTH_S:.0f} s"
+        return 1, f"no answer in Ray's protocol within {HEALTH_S:.0f} s"
     return asked.returncode, asked.stdout
 
 
 def _last_line(said: str) -> str:
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return (lines[-1] if lines else "it says nothing")[:300].rstrip(".")
+    return (lines[-1] if lines else "no output")[:300].rstrip(".")
 
 
-def _nobody(address: str, why: str) -> ConfigError:
+def no_cluster(address: str, why: str) -> ConfigError:
+    """Returns the error for an address where no cluster answers."""
     return ConfigError(
         f"--address {address}: no Ray cluster answers there ({why}); start one with `ray start --head`, give its host:port, or "
-        "leave --address out and Ray is started on this machine"
+        "leave --address out to start Ray on this machine"
     )

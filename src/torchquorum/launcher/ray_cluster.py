@@ -1,7 +1,7 @@
-"""Ray's part: which cluster, who gets a place in it, and what to say when there is none.
+"""The connection to a Ray cluster, and the reservations that a run holds in it.
 
-`on_ray` calls it. The only module that imports ray, and only when a run on Ray begins. What always holds: a Ray that was started
-here ends here; placement groups are the run's own, and are removed with it; waiting for places has a deadline.
+Called by `on_ray`. Imports ray only when a run on Ray begins. What always holds: a Ray that was started here is shut down here;
+a run's placement groups are removed with it; every wait for a reservation has a deadline.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import importlib.util
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from torchquorum import env
+from torchquorum.clock import SYSTEM, Clock
 from torchquorum.cluster import TaskId
 from torchquorum.errors import ConfigError, DeadlineError, TorchQuorumError
-from torchquorum.launcher.ray_address import find_cluster
+from torchquorum.launcher.ray_address import find_cluster, no_cluster
 from torchquorum.launcher.ray_host import TaskHost
-from torchquorum.launcher.ray_lines import Quiet
+from torchquorum.launcher.ray_lines import RayOutputFilter
 
 SAY_EVERY_S = 15.0
 POLL_S = 0.2
 REMOVE_S = 10.0
-STORE_BYTES = 80 << 20  # tensors do not travel by Ray's object store: the least that it takes
+STORE_BYTES = 80 << 20  # the minimum: tensors do not go through Ray's object store
 LOOPBACK = "127.0.0.1"
 
 
@@ -35,11 +35,11 @@ class Ray:
     """Where on Ray a run takes place: `tq.launch(train, on=tq.Ray(gpus_per_worker=1))`.
 
     Attributes:
-        address: The Ray cluster: auto, host:port or ray://host:port. None takes the one that RAY_ADDRESS names or that this
-            process uses already, and starts Ray on this machine if there is none.
-        cpus_per_worker: CPUs that each worker reserves; None for one, or for its share of the cores of a Ray started here.
-        gpus_per_worker: GPUs likewise, on one machine; may be a fraction.
-        placement_timeout_s: How long to wait for the machines of the ps tasks and of the first workers.
+        address: The Ray cluster: auto, host:port or ray://host:port. None uses the cluster of RAY_ADDRESS or the one that
+            this process is connected to, and starts Ray on this machine if there is neither.
+        cpus_per_worker: CPUs that each worker reserves; None for 1, or for an equal share of the cores of a Ray started here.
+        gpus_per_worker: GPUs that each worker reserves on its machine; may be a fraction.
+        placement_timeout_s: How long to wait for the machines of the ps tasks and of the first workers, in seconds.
     """
 
     address: str | None = None
@@ -53,11 +53,11 @@ class Ray:
             if value is not None and not least <= value < float("inf"):
                 raise ConfigError(f"{name}={value:g}: must be {least} or more")
             if name != "placement_timeout_s" and value is not None and value > 1 and value != int(value):
-                raise ConfigError(f"{name}={value:g}: above 1 Ray gives whole ones only; say {int(value)}")
+                raise ConfigError(f"{name}={value:g}: above 1 Ray allows whole numbers only; use {int(value)}")
 
 
 def check_installed() -> None:
-    """Makes sure that there is a Ray to import.
+    """Checks that Ray is installed.
 
     Raises:
         ConfigError: It is not installed.
@@ -67,7 +67,7 @@ def check_installed() -> None:
 
 
 def import_ray() -> Any:
-    """Returns Ray.
+    """Imports Ray.
 
     Raises:
         ConfigError: It is not installed.
@@ -79,29 +79,29 @@ def import_ray() -> Any:
 
 
 def refresh_configuration() -> None:
-    """Lets a Ray that was imported before read its settings again, where it can."""
+    """Makes a Ray that was imported earlier read its settings again, where it can."""
     with contextlib.suppress(ImportError, AttributeError):
         from ray._raylet import Config  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 
         Config.initialize("")
 
 
-class Connection:
+class RayConnection:
     """A Ray cluster in use.
 
     Args:
-        options: Which one.
-        ps: How many ps tasks will want a CPU.
-        workers: How many workers.
-        say: Takes what Ray says meanwhile that is of use.
+        options: Which cluster.
+        ps: Number of ps tasks; each reserves one CPU.
+        workers: Number of workers.
+        say: Receives the useful lines that Ray prints.
 
     Attributes:
         ray: The module.
-        is_own: Whether it was started here, for this run.
-        cpus_per_worker: What a worker reserves.
+        is_own: Whether it was started here for this run.
+        cpus_per_worker: CPUs that a worker reserves.
 
     Raises:
-        ConfigError: Ray is not installed, or there is no cluster at that address.
+        ConfigError: Ray is not installed, or no cluster answers at that address.
     """
 
     def __init__(self, options: Ray, ps: int, workers: int, say: Callable[[str], None] = lambda _: None) -> None:
@@ -123,34 +123,33 @@ class Connection:
         if found:
             if options.address not in (None, "auto"):
                 raise ConfigError(
-                    f"address={options.address!r}: this process uses a Ray cluster already; leave the address out"
+                    f"address={options.address!r}: this process already uses a Ray cluster; leave the address out"
                 )
             return
-        self._quiet = Quiet(say)
+        self._filter = RayOutputFilter(say)
         more: dict[str, Any] = {}
         if self.is_own:
-            # Reservations, not cores: on this machine as many tasks run as were asked for, as without Ray.
+            # CPUs are only reservations here: this machine runs as many tasks as were asked for, as without Ray.
             needed = ps + workers * self.cpus_per_worker
             more = {
                 "num_cpus": int(max(cores, needed + 1)),
                 "include_dashboard": False,
                 "object_store_memory": STORE_BYTES,
-                "_system_config": {"worker_niceness": 0},  # Ray's are 15 steps nicer than the local launcher's tasks
+                "_system_config": {"worker_niceness": 0},  # Ray's default is 15, the local launcher's tasks have 0
             }
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=True, **more)
-        except Exception as error:  # Ray raises anything from ValueError to Exception itself
+        except Exception as error:  # Ray raises many types, Exception itself among them
             why = " ".join(str(error).split())[:300]
+            if not self.is_own:
+                raise no_cluster(address, why) from None
             raise ConfigError(
-                f"Ray could not be started on this machine ({why}); `ray start --head` tells more"
-                if self.is_own
-                else f"--address {address}: no Ray cluster answers there ({why}); start one with `ray start --head`, give its "
-                "host:port, or leave --address out and Ray is started on this machine"
+                f"Ray could not be started on this machine ({why}); `ray start --head` shows more"
             ) from None
 
     @property
     def host(self) -> str | None:
-        """By which address tasks reach each other: loopback where all are here, None where each machine has its own."""
+        """The address by which tasks reach each other: loopback on a Ray started here, None where each machine has its own."""
         return LOOPBACK if self.is_own else None
 
     def machines(self) -> list[dict[str, Any]]:
@@ -167,27 +166,27 @@ class Connection:
         return f"{len(machines)} machine{'s' if len(machines) != 1 else ''}: {shown}; free: {free}"
 
     def close(self) -> None:
-        """Leaves the cluster, if it was joined for this run; one that was started here ends."""
+        """Disconnects, if this run connected; shuts down a Ray that was started here."""
         if self._connected:
             self._connected = False
             self.ray.shutdown()
-            self._quiet.restore()
+            self._filter.restore()
             env.set_ray_auth_mode(self._auth_before)
 
 
-class Seat:
-    """A place on the cluster that is reserved for a task, and the actor that sits there.
+class Reservation:
+    """What the cluster reserves for one task, and the task's actor there.
 
     Args:
         connection: The cluster.
         task: The task.
         group: The placement group.
-        bundle: Which part of the group.
+        bundle: The index of its bundle in the group.
         resources: What the task reserves.
     """
 
     def __init__(
-        self, connection: Connection, task: TaskId, group: Any, bundle: int, resources: dict[str, float]
+        self, connection: RayConnection, task: TaskId, group: Any, bundle: int, resources: dict[str, float]
     ) -> None:
         self._connection, self.task, self.group, self._bundle = connection, task, group, bundle
         self.resources = resources
@@ -197,7 +196,7 @@ class Seat:
 
     @property
     def host(self) -> Any:
-        """Returns the actor, made when it is first asked for; Ray makes it anew when it dies, elsewhere if need be."""
+        """Returns the actor, created on first use; Ray restarts it when it dies, on another machine if needed."""
         if self._host is None:
             ray = self._connection.ray
             strategy = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
@@ -219,11 +218,11 @@ class Seat:
 
     @property
     def is_reserved(self) -> bool:
-        """Whether the cluster has room for the task now; then its actor is there or about to be."""
+        """Whether the cluster has made room for the task; then its actor runs or is about to."""
         return self._connection.ray.util.placement_group_table(self.group).get("state") == "CREATED"
 
-    def leave(self) -> Any:
-        """Ends the actor; returns what fails once it has gone, or None if there was none."""
+    def release(self) -> Any:
+        """Ends the actor; returns a call that fails once it is gone, or None if there was no actor."""
         if self._host is None:
             return None
         host, self._host = self._host, None
@@ -231,109 +230,116 @@ class Seat:
         return host.follow.remote(0.0)
 
 
-class Hall:
-    """The seats of a run: reserves them, waits for them, gives them back.
+class Reservations:
+    """All reservations of a run: makes them, waits for them, gives them back.
 
     Args:
         connection: The cluster.
         options: What a worker reserves, and how long to wait.
-        say: Takes a line for people.
+        say: Receives progress messages.
+        clock: Used for all waits.
     """
 
-    def __init__(self, connection: Connection, options: Ray, say: Callable[[str], None]) -> None:
-        self._connection, self._options, self._say = connection, options, say
+    def __init__(
+        self, connection: RayConnection, options: Ray, say: Callable[[str], None], clock: Clock = SYSTEM
+    ) -> None:
+        self._connection, self._options, self._say, self._clock = connection, options, say, clock
         self._groups: list[Any] = []
-        self._seats: list[Seat] = []
+        self._made: list[Reservation] = []
 
-    def reserve(self, tasks: list[TaskId]) -> list[Seat]:
-        """Reserves seats for tasks that go together, ps tasks on different machines where there are some; does not wait."""
+    def reserve(self, tasks: list[TaskId]) -> list[Reservation]:
+        """Reserves room for tasks in one placement group, on different machines where possible; does not wait."""
         wanted = [self._resources(task) for task in tasks]
         group = self._connection.ray.util.placement_group(wanted, strategy="SPREAD")
         self._groups.append(group)
-        seats = [Seat(self._connection, t, group, i, r) for i, (t, r) in enumerate(zip(tasks, wanted, strict=True))]
-        self._seats += seats
-        return seats
+        reservations = [
+            Reservation(self._connection, t, group, i, r) for i, (t, r) in enumerate(zip(tasks, wanted, strict=True))
+        ]
+        self._made += reservations
+        return reservations
 
-    def give_back(self, seat: Seat) -> None:
-        """Gives one seat back that has a group of its own."""
-        seat.leave()
-        self._connection.ray.util.remove_placement_group(seat.group)
-        self._groups.remove(seat.group)
-        self._seats.remove(seat)
+    def give_back(self, reservation: Reservation) -> None:
+        """Gives back a reservation whose group holds nothing else."""
+        reservation.release()
+        self._connection.ray.util.remove_placement_group(reservation.group)
+        self._groups.remove(reservation.group)
+        self._made.remove(reservation)
 
-    def wait(self, seats: list[Seat]) -> None:
-        """Waits until all these seats, of one group, are there.
+    def wait(self, reservations: list[Reservation]) -> None:
+        """Waits until the cluster has made all these reservations, which share one group.
 
         Raises:
-            DeadlineError: They are not after `placement_timeout_s`.
-            ConfigError: They cannot be, on a Ray that was started here.
+            DeadlineError: It has not after `placement_timeout_s`.
+            ConfigError: It never can, on a Ray that was started here.
         """
-        began = told = time.monotonic()
+        began = told = self._clock.now()
         if self._connection.is_own:
-            self._check_own(seats)
-        while not seats[0].group.wait(timeout_seconds=POLL_S):
-            now = time.monotonic()
+            self._check_own(reservations)
+        while not reservations[0].group.wait(timeout_seconds=POLL_S):
+            now = self._clock.now()
             if now - began > self._options.placement_timeout_s:
-                raise DeadlineError(self.explain(seats, now - began))
+                raise DeadlineError(self.explain(reservations, now - began))
             if now - told > SAY_EVERY_S:
                 told = now
-                self._say(f"waiting for {describe_seats(seats)}: {now - began:.0f} s; {self._connection.describe()}")
+                self._say(
+                    f"waiting for {describe_reservations(reservations)}: {now - began:.0f} s; {self._connection.describe()}"
+                )
 
-    def explain(self, seats: list[Seat], waited_s: float) -> str:
-        """Returns what was asked for, what the cluster has, and what to do."""
+    def explain(self, reservations: list[Reservation], waited_s: float) -> str:
+        """Returns an error message: what was asked for, what the cluster has, and what to do."""
         return (
-            f"waited {waited_s:.0f} s for {describe_seats(seats)} on Ray, and there is no room; the cluster has "
+            f"waited {waited_s:.0f} s for {describe_reservations(reservations)} on Ray, and there is no room; the cluster has "
             f"{self._connection.describe()}. Add machines, ask for less (--ps, --cpus-per-worker, --gpus-per-worker), "
             "or wait longer with --placement-timeout"
         )
 
     def close(self) -> None:
-        """Gives every seat back; returns when no actor and no placement group is left."""
+        """Gives all reservations back; returns when no actor and no placement group is left."""
         ray = self._connection.ray
-        leaving = [ref for seat in self._seats if (ref := seat.leave()) is not None]
+        leaving = [ref for reservation in self._made if (ref := reservation.release()) is not None]
         for group in self._groups:
             ray.util.remove_placement_group(group)
         if leaving:
             ray.wait(leaving, num_returns=len(leaving), timeout=REMOVE_S, fetch_local=False)
-        deadline = time.monotonic() + REMOVE_S
+        deadline = self._clock.now() + REMOVE_S
         while any(ray.util.placement_group_table(g).get("state") not in (None, "REMOVED") for g in self._groups):
-            if time.monotonic() > deadline:
+            if self._clock.now() > deadline:
                 self._say(
-                    f"Ray has not removed the run's placement groups within {REMOVE_S:.0f} s; it will with the job"
+                    f"Ray has not removed the run's placement groups within {REMOVE_S:.0f} s; it removes them with the job"
                 )
                 break
-            time.sleep(POLL_S)
-        self._groups, self._seats = [], []
+            self._clock.sleep(POLL_S)
+        self._groups, self._made = [], []
 
     def _resources(self, task: TaskId) -> dict[str, float]:
         if task.job == "ps":
             return {"CPU": 1}
         asked = {"CPU": self._connection.cpus_per_worker, "GPU": self._options.gpus_per_worker}
-        # Ray has no empty reservation; a hundredth of a CPU is none.
+        # Ray has no empty reservation; a hundredth of a CPU comes close.
         return {name: float(amount) for name, amount in asked.items() if amount} or {"CPU": 0.01}
 
-    def _check_own(self, seats: list[Seat]) -> None:
+    def _check_own(self, reservations: list[Reservation]) -> None:
         there = self._connection.ray.cluster_resources()
-        for seat in seats:
-            for name, amount in seat.resources.items():
+        for reservation in reservations:
+            for name, amount in reservation.resources.items():
                 if amount > there.get(name, 0):
                     raise ConfigError(
-                        f"{seat.task} wants {describe_resources(seat.resources)}, and this machine has "
-                        f"{describe_resources(there)}; ask for less, or give a larger Ray cluster with --address"
+                        f"{reservation.task} needs {describe_resources(reservation.resources)}, and this machine has "
+                        f"{describe_resources(there)}; ask for less, or use a larger Ray cluster with --address"
                     )
 
 
 def describe_resources(resources: dict[str, float]) -> str:
-    """Returns amounts in words: 4 CPU, 1 GPU."""
+    """Returns resources in words: 4 CPU, 1 GPU."""
     shown = [f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if resources.get(name)]
     return ", ".join(shown) or "no CPU"
 
 
-def describe_seats(seats: list[Seat]) -> str:
-    """Returns what seats were asked for: 2 ps with 1 CPU each, 1 worker with 4 CPU, 1 GPU."""
+def describe_reservations(reservations: list[Reservation]) -> str:
+    """Returns reservations in words: 2 ps with 1 CPU each, 1 worker with 4 CPU, 1 GPU."""
     parts: list[str] = []
     for job in ("ps", "worker"):
-        of_job = [seat for seat in seats if seat.task.job == job]
+        of_job = [reservation for reservation in reservations if reservation.task.job == job]
         if of_job:
             each = " each" if len(of_job) > 1 else ""
             name = "workers" if job == "worker" and len(of_job) > 1 else job
@@ -341,5 +347,5 @@ def describe_seats(seats: list[Seat]) -> str:
     return " and ".join(parts)
 
 
-class GoneError(TorchQuorumError):
-    """A task's actor is gone, mostly with its machine."""
+class ActorLostError(TorchQuorumError):
+    """A task's actor is gone, usually with its machine."""

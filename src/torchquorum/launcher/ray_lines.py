@@ -1,8 +1,7 @@
-"""What Ray prints by itself into the driver's output: kept where it helps, as one line of the launcher's own.
+"""Filters what Ray prints into the driver's output: useful messages become one line of the launcher, the rest is dropped.
 
-`ray_cluster` puts it in place for the time of a run on a Ray that was joined for it. Ray has no setting for these lines, so its
-function is exchanged; where a version of Ray has another, its lines appear as Ray writes them. What always holds: `restore`
-leaves Ray as it was.
+`ray_cluster` installs it while it is connected. Ray has no setting for these lines, so its print function is replaced; with a
+version of Ray that has no such function, its lines appear unchanged. What always holds: `restore` leaves Ray as it was.
 """
 
 from __future__ import annotations
@@ -16,23 +15,23 @@ LONGEST = 300
 
 
 def shorten(message: str) -> str | None:
-    """Returns what a message of Ray's says in one line, or None where the launcher says it itself or it is of no use."""
+    """Returns a message of Ray as one line, or None where it is useless or the launcher reports the same itself."""
     first = next((line.strip() for line in message.splitlines() if line.strip()), "")
     lost = re.search(r"node with node id.*\baddress: (\S+).*marked dead", first)
     if lost is not None:
         return f"Ray has lost the machine {lost[1]}"
     if not first or first.startswith(("Raylet is terminated", "[state-dump]")):
-        return None  # twenty lines of the raylet's state follow, and another message says which machine it was
+        return None  # followed by twenty lines of the raylet's state; another message names the machine
     if re.match(r"A worker died or was killed|.*\bActor .*TaskHost|\d+ Workers? .*killed", first):
         return None
     return f"Ray: {first[:LONGEST]}"
 
 
-class Quiet:
-    """Ray's lines, taken from its output.
+class RayOutputFilter:
+    """Replaces Ray's print function until `restore`.
 
     Args:
-        say: Takes a line for people, on a thread of Ray's.
+        say: Receives the lines to print, on a thread of Ray.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -48,7 +47,7 @@ class Quiet:
             setattr(worker, PRINTER, self._take)
 
     def _take(self, data: Any, *_: Any, **__: Any) -> None:
-        """Takes what Ray wants printed."""
+        """Stands in for Ray's print function."""
         for message in data.get("lines", ()):
             line = shorten(str(message))
             if line is not None and line not in self._said:
@@ -56,7 +55,7 @@ class Quiet:
                 self._say(line)
 
     def restore(self) -> None:
-        """Leaves Ray as it was."""
+        """Puts Ray's own function back."""
         if self._module is not None:
             setattr(self._module, PRINTER, self._printer)
             self._module = None

@@ -1,61 +1,126 @@
-"""Asks ps task 0 how the run is doing: used by the live view and by `torchquorum status`. Imports no torch."""
+"""Asks a ps task how the run is doing, or for one answer: used by launchers, the live view and the command line. Imports no torch.
+
+What always holds: `poll` never waits unless it was told to; `ask_ps` ends with the answer or an error by its deadline.
+"""
 
 from __future__ import annotations
 
 import os
-import time
+import secrets
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
-import torchquorum.transport.messages as m
+import torchquorum.wire.messages as m
+from torchquorum.clock import SYSTEM, Clock
 from torchquorum.cluster.secret import Access, read_access
-from torchquorum.transport import codec
-from torchquorum.transport.zmq_channel import ZmqChannel
+from torchquorum.errors import DeadlineError
+from torchquorum.wire import codec
+from torchquorum.wire.channel import Channel
+from torchquorum.wire.rpc import SAME, Asker, Patience
+from torchquorum.wire.zmq_channel import ZmqChannel
+
+REPEAT_S = 0.5
+LEADER = "/job:ps/task:0"
+_Kind = TypeVar("_Kind", bound=m.Message)
+
+
+def connect_ps(address: str, access: Access) -> Channel:
+    """Connects to a ps task as an observer, which is no part of the run."""
+    return ZmqChannel(address, f"watch/{os.getpid()}/{secrets.token_hex(4)}".encode(), access, LEADER)
+
+
+def ask_ps(
+    channel: Channel,
+    address: str,
+    message: m.Message,
+    kind: type[_Kind],
+    timeout_s: float,
+    *,
+    repeat: bool = True,
+    clock: Clock = SYSTEM,
+) -> _Kind:
+    """Asks a ps task and returns its answer.
+
+    Args:
+        channel: The connection to it.
+        address: Where it listens, for the message.
+        message: The question.
+        kind: The kind of the answer.
+        timeout_s: When to give up.
+        repeat: Whether to ask again while no answer comes; False for a question that must be asked once.
+        clock: Tells the time.
+
+    Raises:
+        RefusedError: The ps refuses.
+        DeadlineError: There is no answer in time.
+        SecretError: The ps does not accept our secret.
+    """
+    patience = Patience(probe_s=min(REPEAT_S, timeout_s))
+    asker = Asker(channel=channel, me="torchquorum", there=f"{LEADER} ({address})", patience=patience, clock=clock)
+    again = SAME if repeat else None
+    try:
+        return asker.ask(message, kind=kind, what="an answer", limit_s=timeout_s, again=again, starting=True)[0]
+    except DeadlineError:
+        raise DeadlineError(
+            f"no answer from {address} within {timeout_s:g} s; is a ps task of torchquorum running there? Give the address of "
+            f"ps task 0, as in --ps_hosts. `torchquorum doctor --ps_hosts={address}` looks closer"
+        ) from None
 
 
 class Watcher:
-    """Polls a run's status without ever blocking.
+    """Polls a run's status without blocking.
 
     Args:
         address: Where ps task 0 listens.
         every_s: How often to ask.
         access: The cluster's secret, if it has one; None takes that of the environment.
+        clock: Tells the time.
+        connect: Makes the connection.
     """
 
-    def __init__(self, address: str, every_s: float = 0.5, access: Access | None = None) -> None:
-        name = f"watch/{os.getpid()}/{time.monotonic_ns():x}".encode()
-        self._channel = ZmqChannel(address, name, read_access() if access is None else access, "/job:ps/task:0")
-        self.every_s, self._asked_at = every_s, 0.0
+    def __init__(
+        self,
+        address: str,
+        every_s: float = 0.5,
+        access: Access | None = None,
+        *,
+        clock: Clock = SYSTEM,
+        connect: Callable[[str, Access], Channel] = connect_ps,
+    ) -> None:
+        self._address, self.every_s, self._clock = address, every_s, clock
+        self._channel = connect(address, read_access() if access is None else access)
+        self._next_ask = self._heard_at = clock.now()
         self.status: dict[str, Any] = {}
 
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Asks if it is time to, takes what has come; returns whether something has.
 
         Raises:
-            SecretError: The ps does not let us in.
+            SecretError: The ps does not accept our secret.
         """
-        now = time.monotonic()
-        if now - self._asked_at >= self.every_s:
-            self._asked_at = now
+        now = self._clock.now()
+        if now >= self._next_ask:
+            self._next_ask = now + self.every_s
             self._channel.send([codec.encode(m.StatusRequest())])
         news = False
         while (frames := self._channel.receive(0.0 if news else timeout_s)) is not None:
             message, _ = codec.split(frames)
             if isinstance(message, m.Status):
-                self.status, news = message.body, True
+                self.status, news, self._heard_at = message.body, True, self._clock.now()
         return news
 
-    def wait(self, timeout_s: float) -> bool:
-        """Asks until an answer has come; returns whether it did in time.
+    def ask(self, timeout_s: float) -> dict[str, Any]:
+        """Asks until an answer has come, and returns it; see `ask_ps` for what it raises."""
+        self.status = ask_ps(
+            self._channel, self._address, m.StatusRequest(), m.Status, timeout_s, clock=self._clock
+        ).body
+        self._heard_at = self._clock.now()
+        return self.status
 
-        Raises:
-            SecretError: The ps does not let us in.
-        """
-        deadline = time.monotonic() + timeout_s
-        while not self.poll(min(0.2, timeout_s)):
-            if time.monotonic() > deadline:
-                return False
-        return True
+    @property
+    def silent_s(self) -> float:
+        """For how long no answer has come."""
+        return self._clock.now() - self._heard_at
 
     def close(self) -> None:
         """Closes the connection."""
@@ -66,7 +131,7 @@ class RunWatcher:
     """Polls the status of a run whose ps task 0 may not be there yet, or may move.
 
     Args:
-        where: Returns where ps task 0 listens by now, or None.
+        where: Returns where ps task 0 listens now, or None.
         every_s: How often to ask.
         access: Returns the cluster's secret, once the address is known.
     """
@@ -83,7 +148,7 @@ class RunWatcher:
         """Asks if it is time to, takes what has come; returns whether something has.
 
         Raises:
-            SecretError: The ps does not let us in.
+            SecretError: The ps does not accept our secret.
         """
         address = self._where()
         if address != self._watched:

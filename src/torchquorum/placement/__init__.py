@@ -1,4 +1,4 @@
-"""Where things go: variables to shards, and the names of devices, to which a worker puts modules and operations."""
+"""Which variable is on which shard."""
 
 from torchquorum.placement.layout import Layout, Piece, Section, Variable, check_same_variables, place
 

@@ -1,10 +1,9 @@
-"""Which variable lives on which shard, and at which bytes of the shard's flat memory.
+"""Which variable is on which shard, and at which bytes of the shard's flat memory.
 
-Computed alike by the chief, the other workers and the ps tasks from the same list of variables, so only that list ever
-travels. What always holds: every element of every variable is in exactly one piece; a shard's memory is one contiguous
-section per dtype; within a section the pieces stand by parameter group, then in creation order. Every piece begins on a
-cache line, here and in the worker's buffers, because a product of matrices may round differently on another alignment;
-the padding between is always zero.
+The chief, the other workers and the ps tasks all compute it from the same list of variables, so only that list is sent. What
+always holds: every element of every variable is in exactly one piece; a shard's memory is one contiguous section per dtype;
+within a section the pieces are in order of parameter group, then of creation. Every piece begins on a cache line, here and in
+the worker's buffers, because a matrix product may round differently at another alignment; the padding is always zero.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ ALIGN_BYTES = 64
 
 
 def padded(numel: int, dtype: str) -> int:
-    """Returns the room, in elements, that `numel` elements take, so that what follows is aligned."""
+    """Returns `numel` rounded up, in elements, so that the next piece is aligned."""
     per_line = ALIGN_BYTES // ITEM_BYTES[dtype]
     return -(-numel // per_line) * per_line
 
@@ -37,7 +36,7 @@ class Variable:
         name: The parameter's qualified name in the worker's module.
         shape: Its shape.
         dtype: Its dtype as torch names it, without the prefix: float32.
-        group: Which of the optimizer's parameter groups it belongs to; CONSTANT if the optimizer does not know it.
+        group: The index of its parameter group; CONSTANT if the optimizer does not have it.
     """
 
     name: str
@@ -99,7 +98,7 @@ class Region:
 
 @dataclass(frozen=True)
 class Layout:
-    """The placement of all variables over all shards: trained ones and constants in regions of their own."""
+    """The placement of all variables on all shards: trained variables and constants have separate regions."""
 
     variables: tuple[Variable, ...]
     num_shards: int
@@ -112,7 +111,7 @@ class Layout:
 
     @cached_property
     def constants(self) -> tuple[Region, ...]:
-        """Returns a region per shard with the parameters that no optimizer knows."""
+        """Returns a region per shard with the parameters that the optimizer does not have."""
         return tuple(self._region(parts, constant=True) for parts in self.parts)
 
     def shard_of(self, name: str) -> list[int]:
@@ -146,11 +145,11 @@ def place(
     """Places variables on shards.
 
     Args:
-        variables: In creation order, which every task must share.
+        variables: In creation order, the same on every task.
         num_shards: The number of ps tasks.
         strategy: `round_robin` in creation order, as TensorFlow's replica_device_setter; or `greedy`: each variable to
             the shard with the fewest bytes so far, the lowest index on ties.
-        slice_bytes: A variable of more bytes is cut into one equal slice per shard; None never cuts.
+        slice_bytes: A larger variable is split into one equal slice per shard; None splits none.
 
     Returns:
         The layout, the same for the same arguments.
@@ -158,7 +157,7 @@ def place(
     if strategy not in STRATEGIES:
         raise ConfigError(f"placement strategy {strategy!r}: allowed are {', '.join(STRATEGIES)}")
     if slice_bytes is not None and slice_bytes < 1:
-        raise ConfigError(f"slice_bytes={slice_bytes}: must be 1 or more; leave it out to slice nothing")
+        raise ConfigError(f"slice_bytes={slice_bytes}: must be 1 or more; leave it out to split none")
     parts: list[list[tuple[int, int, int]]] = [[] for _ in range(num_shards)]
     load = [0] * num_shards
     turn = 0
@@ -182,19 +181,19 @@ def place(
 
 
 def check_same_variables(ours: Sequence[Variable], theirs: Sequence[Variable], who: str) -> None:
-    """Raises RefusedError, with the first differences, unless `who` brings the variables that the ps tasks hold."""
+    """Raises RefusedError, with the first differences, unless `who` has the variables that the ps tasks hold."""
     if tuple(ours) == tuple(theirs):
         return
     here, there = [str(v) for v in ours], [str(v) for v in theirs]
     missing = [v for v in here if v not in there]
     extra = [v for v in there if v not in here]
-    lines = [f"- the ps tasks hold {v}" for v in missing[:5]] + [f"+ {who} brings {v}" for v in extra[:5]]
+    lines = [f"- the ps tasks hold {v}" for v in missing[:5]] + [f"+ {who} has {v}" for v in extra[:5]]
     if len(missing) > 5 or len(extra) > 5:
-        lines.append(f"  in all {len(missing)} variables are held and not brought, {len(extra)} brought and not held")
+        lines.append(f"  in total, {len(missing)} variables only on the ps tasks, {len(extra)} only in {who}")
     if not lines:
         lines = [f"  the order or the parameter groups differ: {here[:5]} against {there[:5]}"]
     raise RefusedError(
-        f"{who} has another model than the one the chief created:\n"
+        f"{who} has another model than the one that the chief created:\n"
         + "\n".join(lines)
         + "\nStart every task with the same program and the same arguments."
     )

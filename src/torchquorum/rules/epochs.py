@@ -1,14 +1,14 @@
-"""The batches of the epochs, shared out: which are free, who has which, which of them are in the variables.
+"""Assigns the batches of epochs to workers: which are free, which worker has which, which are part of the variables.
 
-Owned by the thread of ps task 0 (and by tests). Pure like the quorum beside it: it is told what happened (a worker takes
-batches, a gradient was decided on, a worker is gone) and holds numbers only. Batch i of epoch e is number e * size + i; which
-rows that is every worker knows by itself. A batch is free, or leased to one life of a worker for one of its local steps, or
-given (its gradient was accepted and waits for its round), or done (its gradient is in the variables, or can never be).
+Owned by the thread of ps task 0 (and by tests). Pure like the quorum: it takes events (a worker takes batches, a gradient was
+decided on, a worker is gone) and holds numbers only. Batch i of epoch e is number e * size + i; every worker knows its rows.
+A batch is free, or leased to one incarnation of a worker for one of its local steps, or given (its gradient was accepted and
+waits for its round), or done (its gradient is part of the variables, or never can be).
 
 What always holds:
-- a batch is in exactly one of these places, so it is given to an update at most once;
-- a batch whose gradient was refused, or whose worker is gone, is free again and the next to be taken;
-- what a worker computed from batches that were taken from it does not count: `counts` says so before the quorum is asked.
+- a batch is in exactly one of these states, so it is part of at most one update;
+- a batch whose gradient was refused, or whose worker is gone, is free again and the next to be assigned;
+- a gradient from batches that were taken away from its worker does not count: `counts` is asked before the quorum.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NEVER = 1 << 62
 
 
 class Life(NamedTuple):
-    """One life of a worker."""
+    """One incarnation of a worker."""
 
     worker: int
     incarnation: int
@@ -32,13 +32,13 @@ class Life(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """What a worker that asks for batches is given.
+    """The answer to a worker that asks for batches.
 
     Attributes:
-        numbers: The batches, in the order in which to use them; none if all that are left are leased to others.
-        over: Whether nothing will come any more: every batch of all epochs is given or done, but for those that workers
-            have taken who have nothing to compute either.
-        void: Whether the worker was taken for dead and what it holds is others' now; it must say that it has dropped it.
+        numbers: The batches, in the order of use; none if all remaining ones are leased to others.
+        over: Whether no batch will follow: every batch of all epochs is given or done, except those of workers that have
+            nothing to compute either.
+        void: Whether the worker was declared dead and its batches were reassigned; it must confirm that it dropped them.
     """
 
     numbers: tuple[int, ...] = ()
@@ -48,13 +48,13 @@ class Grant:
 
 @dataclass(slots=True)
 class _Holder:
-    """What one life of a worker has: by batch, the local step that it is for; and its last request with the answer."""
+    """The leases of one incarnation, as the local step of each batch; and its last request with the answer."""
 
     leases: dict[int, int] = field(default_factory=dict)
     floor: int = -1  # a gradient of a step up to here counts only if it has a lease
     request: int = -1
     answer: Grant = Grant()
-    waiting: bool = False  # it has nothing to compute until it is given something
+    waiting: bool = False  # it has nothing to compute until it gets a batch
 
 
 class Pool:
@@ -82,7 +82,7 @@ class Pool:
         self.again = self.unusable = 0
         self._shrink()
 
-    # -- what happens -------------------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------------------
 
     def take(
         self,
@@ -94,7 +94,7 @@ class Pool:
         void: int | None = None,
         idle: bool = False,
     ) -> Grant:
-        """A worker asks for batches, one for each of these local steps; the same request again has the same answer.
+        """A worker asks for batches, one for each of these local steps; a repeated request gets the same answer.
 
         Near the end less is given than was asked for, so that nobody has many while others have none.
 
@@ -125,7 +125,7 @@ class Pool:
         return holder.answer
 
     def assign(self, life: Life, steps: Mapping[int, int]) -> bool:
-        """A worker says for which local steps its batches are, otherwise than it said before.
+        """A worker changes the local steps of its batches.
 
         Returns:
             False if one of them is not its own (any more).
@@ -137,12 +137,12 @@ class Pool:
         return True
 
     def counts(self, key: Key) -> bool:
-        """Whether a gradient may count: its batches are still its worker's, or it has none."""
+        """Whether a gradient may count: its worker still has its batches, or it has none."""
         holder = self._holders.get(Life(key.worker, key.incarnation))
         return holder is None or key.local_step > holder.floor or key.local_step in holder.leases.values()
 
     def decided(self, key: Key, *, accepted: bool, spent: bool = False) -> tuple[int, ...]:
-        """A gradient was accepted or refused; `spent`: what was refused would be refused again.
+        """A gradient was accepted or refused; `spent`: its batch would be refused again.
 
         Returns:
             The batches that it was computed from.
@@ -154,7 +154,7 @@ class Pool:
         numbers = tuple(n for n, step in holder.leases.items() if step == key.local_step)
         for number in numbers:
             del holder.leases[number]
-        # A worker's gradients are decided on in order, so of an earlier step nothing can come any more.
+        # A worker's gradients are decided on in order, so no gradient of an earlier step can follow.
         for number in [n for n, step in holder.leases.items() if step < key.local_step]:
             del holder.leases[number]
             self._return(number)
@@ -175,7 +175,7 @@ class Pool:
         return numbers
 
     def gone(self, life: Life, *, for_good: bool) -> None:
-        """A worker died, left or was replaced: its leases are free. If it may come back, it must say that it has none."""
+        """A worker died, left or was replaced: its leases are freed. If it may come back, it must confirm that it has none."""
         holder = self._holders.get(life)
         if holder is None:
             return
@@ -184,7 +184,7 @@ class Pool:
         if for_good:
             del self._holders[life]
 
-    # -- what is asked ------------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------------
 
     @property
     def over(self) -> bool:
@@ -193,12 +193,12 @@ class Pool:
 
     @property
     def leased(self) -> int:
-        """Returns how many batches workers have."""
+        """Returns how many batches are leased."""
         return sum(len(h.leases) for h in self._holders.values())
 
     @property
     def done(self) -> tuple[int, list[int]]:
-        """Returns below which number all batches are done, and which above it are: all that a checkpoint needs."""
+        """Returns the number below which all batches are done, and the done ones above it: all that a checkpoint needs."""
         return self._low, sorted(self._done)
 
     @property
@@ -207,11 +207,11 @@ class Pool:
         return self._low + len(self._done)
 
     def is_void(self, life: Life, local_step: int) -> bool:
-        """Whether what a worker pushes after this local step does not count: what it computes is not its any more."""
+        """Whether the gradients of a worker after this local step do not count: its batches were reassigned."""
         holder = self._holders.get(life)
         return holder is not None and holder.floor > local_step
 
-    # -- how ----------------------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------------------
 
     @property
     def _none_free(self) -> bool:

@@ -90,13 +90,13 @@ def Sync(aggregate: int | None = None) -> Rule:
 
 
 def Bounded(max_lead: int) -> Rule:
-    """Async, but nobody runs more than `max_lead` local steps ahead: stale synchronous parallel (Ho et al. 2013)."""
+    """Async, but no worker runs more than `max_lead` local steps ahead: stale synchronous parallel (Ho et al. 2013)."""
     _check_number("max_lead", max_lead, 0, "for no bound use Async()")
     return Rule(name="Bounded", aggregate=1, max_lead=max_lead)
 
 
 def Buffered(aggregate: int) -> Rule:
-    """Async in batches: every `aggregate` gradients, whoever sent them, their mean is an update (FedBuff, 2021)."""
+    """Async in batches: the mean of every `aggregate` gradients, from any workers, is an update (FedBuff, 2021)."""
     _check_number("aggregate", aggregate, 1, "for an update per gradient use Async()")
     return Rule(name="Buffered", aggregate=aggregate)
 
@@ -106,7 +106,7 @@ _FORMS = "async, async:pipeline, sync, sync:K, sync:KofN, bounded:S, buffered:K"
 
 
 def parse_rule(text: str, num_workers: int | None = None) -> Rule:
-    """Reads a rule as the command line writes it.
+    """Reads a rule in the notation of the command line.
 
     Args:
         text: One of async, async:pipeline, sync, sync:2, sync:2of3, bounded:3, buffered:4 (case and spaces do not matter).
@@ -137,7 +137,7 @@ def parse_rule(text: str, num_workers: int | None = None) -> Rule:
 
 
 def _backup(text: str, argument: str) -> int:
-    """Reads K or KofN; N only says how many workers the writer has in mind."""
+    """Reads K or KofN; N is only checked against the number of workers."""
     aggregate, of, workers = argument.partition("of")
     needed = _number(text, aggregate)
     if of and needed > _number(text, workers):

@@ -1,16 +1,16 @@
 """The quorum: one pure state machine that decides when gradients become an update.
 
-Owned by the thread of ps task 0 (and by tests and simulators). It is told what happened (a worker joined, a gradient
-arrived, time passed) and returns what follows, as data: accepted, refused and why, applied, released. It holds no
-tensors, opens no sockets and reads no clock: `now` is an argument, in seconds of any monotonic clock.
+Owned by the thread of ps task 0 (and by tests and simulators). It takes events (a worker joined, a gradient arrived, time
+passed) and returns decisions as data: accepted, refused with a reason, applied, released. It holds no tensors, opens no
+sockets and reads no clock: `now` is an argument, in seconds of any monotonic clock.
 
 What always holds:
-- the version never goes back and grows by one per `Applied`;
+- the version never decreases, and grows by one per `Applied`;
 - every gradient is accepted or refused exactly once, and an accepted one is in exactly one `Applied` or, when the run
   ends before its round closed, in `Discarded`;
-- a worker that waits is released as soon as what it waits for has happened: among the live workers at least one is
-  always computing, unless the run is over;
-- an event costs about as much as what follows from it, not as much as there are workers.
+- a waiting worker is released as soon as its condition holds: at least one live worker is always computing, unless the
+  run is over;
+- the cost of an event depends on what follows from it, not on the number of workers.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ LIVENESS_S = 5.0
 
 
 def remembered_lives(num_workers: int) -> int:
-    """Returns how many earlier incarnations are remembered, over all workers: a run of weeks must not fill the memory."""
+    """Returns how many earlier incarnations are remembered, over all workers: memory must stay bounded in a run of weeks."""
     return max(1024, 4 * num_workers)
 
 
 class Reason(StrEnum):
-    """Why a gradient was accepted or refused; these words stand in the ledger."""
+    """Why a gradient was accepted or refused; the ledger records these words."""
 
     FRESH = "fresh"  # computed at the current version
     WITHIN_BOUND = "within bound"  # stale, and the rule allows that much
     STALE = "stale"  # older than max_staleness
-    ALREADY_IN_ROUND = "already in round"  # this worker counts once per round and has been counted
+    ALREADY_IN_ROUND = "already in round"  # this worker counts once per round, and was counted
     PAST_LAST_STEP = "past last step"  # the run has made its last update
     OLD_INCARNATION = "old incarnation"  # sent by a process that has been replaced
-    EXPIRED = "expired"  # its worker had been declared dead while it computed
-    NOT_FINITE = "not finite"  # it holds NaN or infinity
+    EXPIRED = "expired"  # its worker was declared dead while it computed
+    NOT_FINITE = "not finite"  # it contains NaN or infinity
 
 
 class Key(NamedTuple):
-    """Names one gradient: which task computed it, in which life, as which of its local steps."""
+    """Identifies one gradient: the worker that computed it, its incarnation and its local step."""
 
     worker: int
     incarnation: int
@@ -75,7 +75,7 @@ class Refused:
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """The gradient had been decided on before: whatever was answered then is to be answered again."""
+    """The gradient was decided on before: the same answer is sent again."""
 
     key: Key
 
@@ -97,7 +97,7 @@ class Discarded:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """The worker may go on, from `version`; `stop` says that the run is over."""
+    """The worker may continue, from `version`; `stop` means that the run is over."""
 
     worker: int
     incarnation: int
@@ -108,7 +108,7 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Died:
-    """The worker is not counted as alive any more."""
+    """The worker no longer counts as alive."""
 
     worker: int
     incarnation: int
@@ -120,7 +120,7 @@ Action = Accepted | Refused | Repeated | Applied | Discarded | Released | Died
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What a held worker waits for, in words and numbers for people."""
+    """What a held worker waits for, for status messages."""
 
     what: str
     have: int
@@ -128,18 +128,18 @@ class Wait:
     missing: tuple[int, ...]
 
     def to_dict(self) -> dict[str, object]:
-        """Returns it for a status: at most eight of the missing, and how many they are."""
+        """Returns it for a status: at most eight missing workers, and their number."""
         few = list(self.missing[:8])
         return {"what": self.what, "have": self.have, "need": self.need, "missing": few, "count": len(self.missing)}
 
 
 @dataclass(slots=True)
 class Worker:
-    """What the quorum knows of one worker.
+    """The state of one worker.
 
     `clock` measures its lead: it counts its gradients, but starts level with the slowest live worker when it joins or
-    comes back to life, so that nobody waits for it to repeat history. `gave_at` is the version whose round it has given
-    a gradient to. `paused`: it is alive and has nothing to compute, so that it is not counted and nobody waits for it.
+    comes back, so that no worker waits for it to catch up. `gave_at` is the version whose round has its gradient.
+    `paused`: it is alive and has nothing to compute, so it is not counted and no worker waits for it.
     """
 
     incarnation: int
@@ -161,18 +161,18 @@ class Worker:
 
 @dataclass(slots=True)
 class Quorum:
-    """The rule at work. See the module's first lines for what always holds.
+    """The state machine. The module's docstring lists what always holds.
 
     Attributes:
         rule: When gradients become an update.
-        num_workers: How many workers the cluster names; `Sync()` waits for that many gradients.
-        version: How many updates have been applied.
+        num_workers: The number of workers in the cluster; `Sync()` waits for that many gradients.
+        version: The number of applied updates.
         last_step: The version at which the run is over; None runs until it is stopped.
-        liveness_s: A worker not heard of for longer is declared dead.
+        liveness_s: A worker that is silent for longer is declared dead.
         stopped: Whether the run is over.
-        workers: Everyone who ever joined, by index.
-        round: The gradients of the open round, as they came.
-        held: The workers that have pushed and not been released.
+        workers: Every worker that ever joined, by index.
+        round: The gradients of the open round, in order of arrival.
+        held: The workers that have pushed and are not released.
         live: How many workers are alive and not paused.
         idle: How many of these are held; the others compute.
         replaced: Earlier incarnations, as (worker, incarnation), and the last local step of each that was decided on.
@@ -190,19 +190,19 @@ class Quorum:
     live: int = 0
     idle: int = 0
     replaced: dict[tuple[int, int], int] = field(default_factory=dict)
-    _clocks: Counter[int] = field(default_factory=Counter)  # how many live workers stand at each clock
-    _slowest: int = 0  # the slowest clock when waiting workers were last looked through
-    _came_back: bool = False  # somebody came back to life and nothing has been settled since
+    _clocks: Counter[int] = field(default_factory=Counter)  # how many live workers are at each clock
+    _slowest: int = 0  # the slowest clock when waiting workers were last checked
+    _came_back: bool = False  # a worker came back, and `_settle` has not run since
 
     def __post_init__(self) -> None:
         self.stopped = self.stopped or self._finished()
 
-    # -- what happens -------------------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------------------
 
     def join(self, worker: int, incarnation: int, now: float) -> list[Action]:
-        """A worker is ready to compute; a new incarnation replaces the old one, for good.
+        """A worker is ready to compute; a new incarnation replaces the old one permanently.
 
-        Joining again repeats the release; an incarnation that was replaced, or that has left, is not let in again.
+        Joining again repeats the release; an incarnation that was replaced, or that has left, is not accepted again.
         """
         known = self.workers.get(worker)
         if (worker, incarnation) in self.replaced:
@@ -225,9 +225,9 @@ class Quorum:
         return [self._release(worker), *self._settle()]
 
     def seen(self, worker: int, incarnation: int, now: float) -> None:
-        """A sign of life. A worker that was declared dead is alive again, but what it was computing is fenced off.
+        """A sign of life. A worker that was declared dead is alive again, but the gradient it was computing is fenced.
 
-        What follows for those who wait comes with the next event, at the latest with the next `expire`.
+        The effect on waiting workers comes with the next event, at the latest with the next `expire`.
         """
         known = self.workers.get(worker)
         if known is None or known.incarnation != incarnation or known.left:
@@ -239,7 +239,7 @@ class Quorum:
             self._came_back = True
 
     def leave(self, worker: int, incarnation: int) -> list[Action]:
-        """A worker goes for good; gradients that it gave still count."""
+        """A worker leaves for good; its accepted gradients still count."""
         known = self.workers.get(worker)
         if known is None or known.incarnation != incarnation or known.left:
             return []
@@ -248,7 +248,7 @@ class Quorum:
         return self._settle()
 
     def pause(self, worker: int, incarnation: int, now: float) -> list[Action]:
-        """A live worker has nothing to compute: until it pushes, or `resume`, it is not counted, as if it were dead."""
+        """A live worker has nothing to compute: it is not counted, as if dead, until it pushes or `resume`."""
         self.seen(worker, incarnation, now)
         known = self.workers.get(worker)
         if known is None or known.incarnation != incarnation or not known.counted or known.held:
@@ -257,7 +257,7 @@ class Quorum:
         return self._settle()
 
     def resume(self, worker: int, incarnation: int, now: float) -> list[Action]:
-        """A paused worker computes again; its clock starts level with the slowest, as that of one who comes back."""
+        """A paused worker computes again; its clock starts level with the slowest, as after coming back."""
         self.seen(worker, incarnation, now)
         known = self.workers.get(worker)
         if known is None or known.incarnation != incarnation or not known.paused:
@@ -267,24 +267,24 @@ class Quorum:
         return self._settle()
 
     def fence(self, worker: int, incarnation: int) -> None:
-        """What this worker is about to push is out of date: it will be refused as expired."""
+        """The next gradient of this worker is out of date: it will be refused as expired."""
         known = self.workers.get(worker)
         if known is not None and known.incarnation == incarnation:
             known.fenced = True
 
     def lost(self, worker: int, incarnation: int, why: str) -> list[Action]:
-        """A worker is known to be dead: its process is gone, or it has not been heard of."""
+        """A worker is known to be dead: its process is gone, or it was silent for too long."""
         known = self.workers.get(worker)
         if known is None or known.incarnation != incarnation or not known.alive:
             return []
         return [self._bury(worker, why), *self._settle()]
 
     def somebody_silent(self, now: float) -> bool:
-        """Whether `expire` would find somebody to declare dead, or somebody has come back and nothing has followed."""
+        """Whether `expire` would declare a worker dead, or a worker came back and `_settle` has not run since."""
         return self._came_back or any(w.alive and now - w.last_seen > self.liveness_s for w in self.workers.values())
 
     def expire(self, now: float) -> list[Action]:
-        """Time has passed: whoever has not been heard of for `liveness_s` is declared dead."""
+        """Time has passed: workers that were silent for `liveness_s` are declared dead."""
         silent_s = {i: now - w.last_seen for i, w in self.workers.items() if w.alive}
         died: list[Action] = [
             self._bury(i, f"not heard of for {s:.1f} s") for i, s in sorted(silent_s.items()) if s > self.liveness_s
@@ -292,7 +292,7 @@ class Quorum:
         return [*died, *self._settle()] if died or self._came_back else []
 
     def push(self, key: Key, version: int, now: float, *, finite: bool = True) -> list[Action]:
-        """A gradient, computed at `version`, has arrived in full."""
+        """A gradient, computed at `version`, has arrived completely."""
         worker = self.workers.get(key.worker)
         if worker is None or worker.incarnation != key.incarnation:
             return [self._turn_away(key, version, now)]
@@ -316,20 +316,20 @@ class Quorum:
         return [Refused(key, version, self.version, reason, now), *self._settle(key.worker)]
 
     def stop(self) -> list[Action]:
-        """The run is over now: everyone who waits is released and told so."""
+        """The run is over: every waiting worker is released with `stop`."""
         self.stopped = True
         return self._settle()
 
     def close(self) -> list[Action]:
-        """The server ends, and this is its last call: gradients in an open round will never be applied, and that is said."""
+        """The server ends, and this is its last call: the gradients of the open round are discarded."""
         keys, self.round = tuple(self.round), []
         return [Discarded(keys)] if keys else []
 
-    # -- what people ask ----------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------------
 
     @property
     def alive(self) -> list[int]:
-        """Returns the live workers, in order, those that have nothing to compute too."""
+        """Returns the live workers, in order, including paused ones."""
         return sorted(i for i, w in self.workers.items() if w.alive)
 
     @property
@@ -346,7 +346,7 @@ class Quorum:
             return None
         if self._counted_in_round(known):
             given = {key.worker for key in self.round}
-            short = self.live < self.needed  # then those who gave have been asked again
+            short = self.live < self.needed  # then workers that gave were asked again
             counted = [i for i in self.alive if self.workers[i].counted]
             missing = tuple(i for i in counted if (not self.workers[i].held if short else i not in given))
             return Wait("the quorum", len(self.round), self.needed, missing)
@@ -354,10 +354,10 @@ class Quorum:
         missing = tuple(i for i in self.alive if self.workers[i].counted and self.workers[i].clock == slowest)
         return Wait("the slowest worker", known.clock - slowest, self.rule.max_lead or 0, missing)
 
-    # -- how it is decided --------------------------------------------------------------------------------------------
+    # -- decisions ----------------------------------------------------------------------------------------------------
 
     def _turn_away(self, key: Key, version: int, now: float) -> Action:
-        """Answers a gradient whose sender has been replaced, or has never joined."""
+        """Refuses a gradient whose sender was replaced, or never joined."""
         past = key.worker, key.incarnation
         if key.local_step <= self.replaced.get(past, key.local_step - 1):
             return Repeated(key)
@@ -381,10 +381,10 @@ class Quorum:
         return Reason.FRESH if staleness <= 0 else Reason.WITHIN_BOUND
 
     def _settle(self, pushed: int | None = None) -> list[Action]:
-        """Closes the round if it is full, then releases everyone who has no more reason to wait.
+        """Closes the round if it is full, then releases every worker whose wait is over.
 
-        After a push that changed nothing for the others only the pusher is looked at, so that a round costs as much as
-        it has gradients, not the square of that.
+        After a push that changed nothing for the others only the pusher is checked, so the cost of a round is linear in
+        its gradients, not quadratic.
         """
         actions: list[Action] = []
         while len(self.round) >= self.needed and not self.stopped:
@@ -406,14 +406,14 @@ class Quorum:
         return not self.stopped and (too_far_ahead or self._counted_in_round(worker))
 
     def _counted_in_round(self, worker: Worker) -> bool:
-        """Whether this worker has given its one gradient to the round that is open now."""
+        """Whether this worker has given its one gradient to the open round."""
         return self.rule.once_per_round and worker.gave_at == self.version
 
     def _ask_for_more(self) -> list[Action]:
-        """The round cannot fill by itself: whoever gave least goes on, as many as are wanted.
+        """Releases as many workers as the round needs, those that gave least first, if it cannot fill otherwise.
 
-        That is so when fewer workers live than the quorum needs, and when everyone waits: some because they have been
-        counted, the rest because those are too far behind them.
+        That happens when fewer workers live than the quorum needs, and when all workers wait: some because they were
+        counted, the others because those are too far behind.
         """
         computing = self.live - self.idle
         if self.stopped or not self.rule.once_per_round or (self.live >= self.needed and computing):
@@ -431,12 +431,12 @@ class Quorum:
         return min(self._clocks, default=0)
 
     def _level(self) -> int:
-        """Returns where the clock of somebody who comes now starts: level with the slowest, or with those who were."""
+        """Returns the clock of a worker that joins now: that of the slowest live worker, or the highest if none lives."""
         return self._slowest_clock() if self.live else max((w.clock for w in self.workers.values()), default=0)
 
     def _bury(self, index: int, why: str) -> Died:
         worker = self.workers[index]
-        worker.fenced = not worker.held  # one that waited was not computing anything that could be out of date
+        worker.fenced = not worker.held  # a waiting worker was not computing a gradient that could be out of date
         self._mark(index, alive=False, held=worker.held)
         return Died(index, worker.incarnation, why)
 
@@ -451,7 +451,7 @@ class Quorum:
         self._count_clock(worker.clock, 1)
 
     def _mark(self, index: int, *, alive: bool, held: bool, paused: bool = False) -> None:
-        """The only place where a worker's state changes, so that the counts follow it."""
+        """The only place that changes a worker's state, so that the counts stay right."""
         worker = self.workers[index]
         was, counted = worker.alive and not worker.paused, alive and not paused
         if counted != was:

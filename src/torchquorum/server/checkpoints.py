@@ -1,8 +1,7 @@
 """How shard 0 makes a checkpoint of all shards: a snapshot in the log, a part from each, the workers' positions, a manifest.
 
-Owned by the service of ps task 0; the other shards have only `Parts`. One checkpoint is made at a time. What always
-holds: it is published only when every shard has written its part of the same version; whatever fails is said, removed and
-costs nothing that was saved before.
+Owned by `Leading`. One checkpoint is made at a time. What always holds: it is published only when every shard has written its
+part of the same version; what fails is reported and removed, and checkpoints saved before stay.
 """
 
 from __future__ import annotations
@@ -17,11 +16,10 @@ from torchquorum.formats.checkpoint_manifest import CheckpointError, FileInfo, M
 from torchquorum.formats.checkpoint_write import begin, part_name
 from torchquorum.formats.journal import JournalError
 from torchquorum.formats.storage import Location, locate
-from torchquorum.server.buffers import BufferHome
+from torchquorum.server.buffer_home import BufferHome
 from torchquorum.server.leader import Leader
-from torchquorum.server.saver import Published, Saver
-from torchquorum.server.shard import Shard
-from torchquorum.transport.messages import Part, SaveState
+from torchquorum.server.saver import Published, Saver, Written
+from torchquorum.wire.messages import Part, SaveState
 
 POSITIONS_S = 5.0
 STAND_IN_S = 60.0
@@ -41,67 +39,47 @@ class Saving:
     begun_at: float
     data: dict[str, dict[str, Any]] = field(default_factory=dict)
     parts: dict[int, Part] = field(default_factory=dict)
-    heard: set[int] = field(default_factory=set)
-    heard_buffers: set[int] = field(default_factory=set)
+    positions_from: set[int] = field(default_factory=set)
+    buffers_from: set[int] = field(default_factory=set)
     publishing: bool = False
     waits_for_positions: bool = True
 
 
-class Parts:
-    """A shard's part of a checkpoint: written by the saver's thread, then told to shard 0 until it has heard of it."""
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-        self.saver = Saver()
-        self.untold: Part | None = None
-
-    def write(self, shard: Shard) -> None:
-        """Hands the snapshots that a shard has taken to the saver."""
-        for entry, snapshot in shard.taken:
-            self.saver.write(entry.number, locate(entry.partial), self._index, shard.plan.num_shards, snapshot)
-        shard.taken.clear()
-
-    def take_results(self, shard: Shard | None, checkpoints: Checkpoints | None) -> Part | None:
-        """Takes what the saver has finished; returns the part that shard 0 has not heard of yet."""
-        for result in self.results(shard):
-            if checkpoints is None:
-                self.untold = result if isinstance(result, Part) else None
-            elif isinstance(result, Part):
-                checkpoints.part(result)
-            else:
-                checkpoints.published(result)
-        return self.untold
-
-    def results(self, shard: Shard | None) -> list[Part | Published]:
-        """Returns what the saver has finished."""
-        found: list[Part | Published] = []
-        for result in self.saver.results():
-            if isinstance(result, Published):
-                found.append(result)
-                continue
-            if shard is not None:
-                shard.snapshot_written()
-            info = result.info or FileInfo(0, "")
-            pieces = msgspec.to_builtins(result.snapshot.pieces)
-            scalars = result.snapshot.scalars
-            found.append(Part(self._index, result.number, info.size_bytes, info.sha256, pieces, scalars, result.error))
-        return found
+def part_of(shard: int, written: Written) -> Part:
+    """Returns the message to shard 0 about a part that was written, or failed to be."""
+    info, snapshot = written.info or FileInfo(0, ""), written.snapshot
+    pieces = msgspec.to_builtins(snapshot.pieces)
+    return Part(shard, written.number, info.size_bytes, info.sha256, pieces, snapshot.scalars, written.error)
 
 
 class Checkpoints:
-    """The checkpoint that is being made, and how the last one went. `say` prints a line for people."""
+    """The checkpoint that is being made, and how the last one went.
+
+    Args:
+        leader: Decides; a checkpoint begins with an entry in its log.
+        saver: Writes.
+        say: Prints a line for people.
+        buffers: The model's buffers, if it has any.
+        positions: Each worker's position in the checkpoint that the run goes on from.
+        generation: Which creation of the variables this is.
+    """
 
     def __init__(
-        self, leader: Leader, saver: Saver, say: Callable[[str], None], buffers: BufferHome | None = None
+        self,
+        leader: Leader,
+        saver: Saver,
+        say: Callable[[str], None],
+        *,
+        buffers: BufferHome | None = None,
+        positions: dict[str, dict[str, Any]] | None = None,
+        generation: int = 0,
     ) -> None:
         self._leader, self._plan, self._saver, self._say = leader, leader.plan, saver, say
-        self._buffers = buffers
+        self._buffers, self._restored, self._generation = buffers, positions or {}, generation
         self.saving: Saving | None = None
         self.last = SaveState(-1, "none", -1, "", "")
         self._began_at = leader.quorum.version  # of this there is a checkpoint, or nothing worth one
         self._positions: dict[int, dict[int, dict[str, Any]]] = {}
-        self.restored: dict[str, dict[str, Any]] = {}
-        self.reign = 0
         self._stood_in_at: float | None = None
         self._next: tuple[int, str, int] | None = None
         self.first_is_due = False
@@ -146,7 +124,7 @@ class Checkpoints:
         return dead and (self._stood_in_at is None or now - self._stood_in_at > STAND_IN_S)
 
     def stand_in_for_chief(self, now: float) -> None:
-        """While the chief is dead nobody asks for checkpoints, so shard 0 makes them itself."""
+        """While the chief is dead it asks for no checkpoints, so shard 0 makes them itself."""
         chief = self._leader.quorum.workers.get(0)
         if chief is None or chief.alive or chief.left:
             self._stood_in_at = None
@@ -166,19 +144,23 @@ class Checkpoints:
         known = self._positions.setdefault(worker, {})
         known[version] = {**body, "version": version}
         if self.saving is not None:
-            self.saving.heard.add(worker)
+            self.saving.positions_from.add(worker)
         while len(known) > REMEMBERED_POSITIONS:
             del known[min(known)]
 
-    def buffers_heard(self, worker: int) -> None:
-        """Notes that a worker has given its buffers."""
+    def buffers_received(self, worker: int) -> None:
+        """Notes that a worker has sent its buffers."""
         if self.saving is not None:
-            self.saving.heard_buffers.add(worker)
+            self.saving.buffers_from.add(worker)
 
     def wants_position(self, worker: int) -> int:
         """Returns the version for which a worker's position is wanted, or -1."""
         saving = self.saving
         return saving.version if saving is not None and not saving.publishing and self._misses(worker, saving) else -1
+
+    def restored_position(self, worker: int) -> dict[str, Any] | None:
+        """Returns the position that the checkpoint which the run goes on from holds for a worker."""
+        return self._restored.get(str(worker))
 
     def _missing(self, saving: Saving) -> bool:
         workers = self._leader.quorum.workers  # one that has nothing to compute cannot be asked, and has not moved
@@ -187,11 +169,11 @@ class Checkpoints:
     def _misses(self, worker: int, saving: Saving) -> bool:
         """Whether a worker's position, or its buffers, are still to come: of the very version, or, without rounds, recent."""
         exact = self._plan.rule.once_per_round
-        if saving.version not in self._positions.get(worker, {}) and (exact or worker not in saving.heard):
+        if saving.version not in self._positions.get(worker, {}) and (exact or worker not in saving.positions_from):
             return True
         if self._buffers is None or self._buffers.has(worker, saving.version):
             return False
-        return exact or worker not in saving.heard_buffers
+        return exact or worker not in saving.buffers_from
 
     def _position_of(self, worker: int, version: int) -> dict[str, Any] | None:
         known = self._positions.get(worker, {})
@@ -206,8 +188,8 @@ class Checkpoints:
         if self.saving is not None and self.saving.number == part.number:
             self.saving.parts[part.shard] = part
 
-    def advance(self, now: float) -> None:
-        """Publishes when all is there, or gives up when a part has failed."""
+    def advance(self, now: float, wall: float) -> None:
+        """Publishes when everything is there, or gives up when a part has failed."""
         if self.saving is None and self._next is not None:
             waiting, self._next = self._next, None
             self.save(*waiting, now)
@@ -223,21 +205,21 @@ class Checkpoints:
         if self._missing(saving) and saving.waits_for_positions and now - saving.begun_at < POSITIONS_S:
             return
         saving.publishing = True
-        self._leader.flush()  # a checkpoint never holds updates that the ledger does not know after a crash
-        manifest, buffers = self._manifest(saving), {}
+        self._leader.history.flush()  # a checkpoint never holds updates that the ledger does not know after a crash
+        manifest, buffers = self._manifest(saving, wall), {}
         if self._buffers is not None:
             exact = self._plan.rule.once_per_round
             manifest.buffers, buffers = self._buffers.save(saving.version, self._leader.quorum.alive, exact=exact)
         self._saver.publish(saving.number, saving.partial, manifest, saving.keep, buffers)
 
     def save_first(self, now: float) -> None:
-        """A journal has to go on from something: saves the variables as they were created; until then nobody is let in."""
+        """A journal goes on from a checkpoint: saves the variables as they were created; workers may join after that."""
         assert self._plan.logdir is not None
         self.first_is_due = True
         self.save(FIRST, self._plan.logdir, self._plan.keep, now)
 
-    def give_up(self) -> None:
-        """The variables go: so does what was written of a checkpoint, which nobody will publish any more."""
+    def discard(self) -> None:
+        """The variables are discarded: what was written of an unpublished checkpoint is removed."""
         if self.saving is not None and not self.saving.publishing:
             self._saver.abandon(self.saving.partial)
         self.saving = None
@@ -272,7 +254,7 @@ class Checkpoints:
             return
         self.saving, self.first_is_due = None, False
         self.last = SaveState(saving.number, "done", saving.version, str(result.path), "")
-        self._leader.note("saved", text=result.path.name, values={"step": saving.version})
+        self._leader.history.note("saved", text=result.path.name, values={"step": saving.version})
         self._say(f"saved {result.path}")
 
     def _fail(self, saving: Saving, error: str) -> None:
@@ -287,7 +269,7 @@ class Checkpoints:
         if self.first_is_due:
             raise JournalError(f"the run cannot be durable: its first checkpoint failed: {error}")
 
-    def _manifest(self, saving: Saving) -> Manifest:
+    def _manifest(self, saving: Saving, wall: float) -> Manifest:
         files, pieces, scalars = {}, [], {}
         for shard, part in sorted(saving.parts.items()):
             files[part_name(shard, self._plan.num_shards)] = FileInfo(part.size_bytes, part.sha256)
@@ -300,8 +282,9 @@ class Checkpoints:
                 workers[str(worker)] = body
         return Manifest(
             step=saving.version,
+            created_at=wall,
             num_ps=self._plan.num_shards,
-            reign=self.reign,
+            generation=self._generation,
             plan=msgspec.to_builtins(self._plan),
             scalars={"optimizer": scalars},
             pieces=pieces,

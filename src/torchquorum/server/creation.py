@@ -1,7 +1,7 @@
-"""What is checked of a creation before anything is made, or given up for it.
+"""How the chief's Create becomes a run: what is checked before anything is made or discarded for it, then the run itself.
 
-Called by the service when the chief creates variables, or has them made anew. What always holds: a creation that is refused
-here has cost nothing; the variables that are there stay.
+Called by the service. What always holds: a creation that `check_creation` refuses has cost nothing, and variables that are
+there stay; one that fails later leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -9,17 +9,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torchquorum.errors import LostCreationError, RefusedError
-from torchquorum.formats.checkpoint import Reader, load_manifest
+from torchquorum.formats.checkpoint import CheckpointReader, load_manifest
 from torchquorum.formats.storage import locate
-from torchquorum.server.me import Me
+from torchquorum.server.buffer_home import BufferHome
+from torchquorum.server.identity import Identity
+from torchquorum.server.journaling import take_up_journal
+from torchquorum.server.run import Following, Leading, TaskLife
+from torchquorum.server.shard import Shard
 from torchquorum.server.snapshot import check_same_model
-from torchquorum.transport.buffers import MODES, Packing
-from torchquorum.transport.codec import Frame
-from torchquorum.transport.memory import frame_tensor
-from torchquorum.transport.messages import Create
+from torchquorum.wire.codec import Frame
+from torchquorum.wire.frames import frame_tensor
+from torchquorum.wire.messages import Create
+from torchquorum.wire.packing import MODES, Packing
 
 
-def check_creation(me: Me, create: Create, frames: Sequence[Frame]) -> None:
+def check_creation(me: Identity, create: Create, frames: Sequence[Frame]) -> None:
     """Checks that a shard can be made as the chief asks.
 
     Raises:
@@ -53,5 +57,34 @@ def check_creation(me: Me, create: Create, frames: Sequence[Frame]) -> None:
         return
     path = locate(create.restore)
     manifest = load_manifest(path)
-    with Reader(path, manifest) as reader:
+    with CheckpointReader(path, manifest) as reader:
         check_same_model(manifest, reader, plan)
+
+
+def create_run(life: TaskLife, create: Create, frames: Sequence[Frame], now: float, wall: float) -> Leading | Following:
+    """Makes a run as the chief asks: from its values, or from a checkpoint and the journal after it.
+
+    Raises:
+        RefusedError: The journal does not lead where the chief says.
+        CheckpointError: The checkpoint cannot be read.
+    """
+    plan, index, manifest = create.plan, life.me.index, None
+    if create.restore is None:
+        shard = Shard(index, plan, frames[0], frames[1], generation=create.generation)
+    else:
+        shard, manifest = Shard.restored(index, plan, locate(create.restore), create.generation)
+    run: Leading | Following | None = None
+    try:
+        replayed = take_up_journal(shard, create, life.announce)
+        if index > 0:
+            return Following(life, shard)
+        buffers = None
+        if plan.buffers:
+            buffers = BufferHome.opened(plan, frames[-1], create.restore, shard.workers.peer_of, life.announce)
+        positions, data = (manifest.workers, manifest.data) if manifest is not None else ({}, {})
+        run = Leading(life, shard, buffers, positions)
+        run.begin(data, replayed, now, wall, save=bool(plan.durable) and manifest is None)
+        return run
+    except BaseException:
+        (run or shard).close()
+        raise

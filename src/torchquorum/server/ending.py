@@ -1,7 +1,7 @@
-"""When the job is over: nobody is left, or nobody ever came.
+"""When the job is over: all workers have left, or none ever came.
 
-Owned by the service of ps task 0, which tells it who left and how. What always holds: workers that never came get a moment,
-dead ones get longer; a run whose chief is gone, or was done before the others, is saved before it ends.
+Owned by ps task 0 over all its runs, each of which reports the workers that leave. What always holds: workers that never came
+are waited for a moment, dead ones longer; a run whose chief is gone, or was done before the others, is saved before it ends.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Ending:
     """Looks whether the job is over.
 
     Attributes:
-        failed: Whether a worker failed, or something was lost that nobody will make again.
+        failed: Whether a worker failed, or something was lost for good.
         chief_finished: Whether the chief has left because it was done.
     """
 
@@ -36,7 +36,7 @@ class Ending:
         workers = leader.quorum.workers
         if not workers:
             return
-        if leader.quorum.live > 0 or leader.quorum.alive:  # who has nothing to compute is there all the same
+        if leader.quorum.live > 0 or leader.quorum.alive:  # a worker that has nothing to compute counts as present
             self._idle_since = None
             return
         self._idle_since = now if self._idle_since is None else self._idle_since
@@ -49,7 +49,7 @@ class Ending:
         if over and (not waited_for or idle_s > LATE_S):
             alone = 0 in dead or self.chief_finished
             if alone and checkpoints is not None and checkpoints.save_unasked(now):
-                return  # the chief died, or was done before the others, and nobody has saved the end
+                return  # the chief died, or was done before the others, and the end is not saved
             leader.end(ok=not self.failed, why="the run is over" if not self.failed else "a worker failed")
         elif not over and idle_s > IDLE_S:
             names = ", ".join(f"/job:worker/task:{i}" for i in [*missing, *dead]) or "all workers"

@@ -1,19 +1,19 @@
 """The other ps tasks as shard 0 sees them: where they are, what of the log they have, and who has gone silent.
 
-Owned by the service of shard 0. What always holds: a shard is sent each entry of the log at least once, in order; one that
-says it has followed less than it was sent is sent the rest again.
+Owned by the service of shard 0, and used by each run. What always holds: a shard is sent each entry of the log at least once,
+in order; one that reports fewer entries than it was sent is sent the rest again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container
 
-import torchquorum.transport.messages as m
+import torchquorum.wire.messages as m
 from torchquorum.cluster import TaskId
-from torchquorum.server.leader import Leader
-from torchquorum.server.me import Me
-from torchquorum.server.shard import Reply
-from torchquorum.transport.channel import Peer
+from torchquorum.server.decision_log import DecisionLog
+from torchquorum.server.identity import Identity
+from torchquorum.server.reply import Reply
+from torchquorum.wire.channel import Peer
 
 SILENCE_S = 30.0
 
@@ -21,7 +21,7 @@ SILENCE_S = 30.0
 class Followers:
     """What shard 0 knows of the others."""
 
-    def __init__(self, me: Me) -> None:
+    def __init__(self, me: Identity) -> None:
         self._me = me
         self._peers: dict[int, Peer] = {}
         self._heard: dict[int, float] = {}
@@ -32,7 +32,7 @@ class Followers:
         self.sent.clear()
 
     def hear(
-        self, peer: Peer, message: m.Have | m.ShardHello, reign: int, log_ends: int, now: float
+        self, peer: Peer, message: m.Have | m.ShardHello, generation: int, log_ends: int, now: float
     ) -> m.Message | None:
         """Notes that a shard lives; returns what to answer instead of going on, if it is not one of ours now.
 
@@ -48,7 +48,7 @@ class Followers:
             shard = str(TaskId("ps", message.shard))
             text = m.refuse_protocol(shard, message.protocol, message.package, str(self._me.task))
             return m.Fault("protocol", text)
-        if message.reign != reign:
+        if message.generation != generation:
             return m.Alive(0, False)  # of before a restore, or ahead of ours
         if not 0 <= message.followed <= log_ends:
             raise ValueError(f"shard {message.shard} has followed {message.followed} entries, more than the log has")
@@ -56,14 +56,14 @@ class Followers:
         self._heard[message.shard] = now
         return None
 
-    def news(self, leader: Leader, reign: int, end: int) -> list[Reply]:
-        """Returns what each shard has not been sent of the log, which ends at `end`."""
+    def news(self, log: DecisionLog, generation: int, end: int) -> list[Reply]:
+        """Returns what each shard has not been sent of the first `end` entries of the log."""
         replies = []
         for shard, peer in self._peers.items():
-            first, entries = leader.unseen_by(shard)
+            first, entries = log.unseen_by(shard)
             sent = max(first, min(self.sent.get(shard, 0), end))
             if sent < end:
-                replies.append(Reply(peer, m.Log(reign, sent, entries[sent - first :])))
+                replies.append(Reply(peer, m.Log(generation, sent, entries[sent - first :])))
                 self.sent[shard] = end
         return replies
 

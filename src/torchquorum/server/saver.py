@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from torchquorum.clock import SYSTEM, Clock
 from torchquorum.errors import TorchQuorumError
 from torchquorum.formats.checkpoint_manifest import FileInfo, Manifest
 from torchquorum.formats.checkpoint_write import (
@@ -28,7 +29,7 @@ from torchquorum.formats.checkpoint_write import (
 from torchquorum.formats.journal import clear
 from torchquorum.formats.ledger import sync_ledger
 from torchquorum.formats.storage import Location
-from torchquorum.server.snapshot import Snapshot
+from torchquorum.server.snapshot import ShardSnapshot
 
 
 @dataclass(slots=True)
@@ -36,7 +37,7 @@ class Written:
     """A shard's part is on disk, or not."""
 
     number: int
-    snapshot: Snapshot
+    snapshot: ShardSnapshot
     info: FileInfo | None
     error: str
 
@@ -51,20 +52,26 @@ class Published:
 
 
 class Saver:
-    """One thread, started with the first checkpoint."""
+    """One thread, started with the first checkpoint.
 
-    def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+    Args:
+        clock: Tells how old the files of dead writers are.
+        inline: Does each job when it is submitted, on the caller's thread: for a ps task on a virtual clock.
+    """
+
+    def __init__(self, clock: Clock = SYSTEM, *, inline: bool = False) -> None:
+        self._clock, self._inline = clock, inline
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Written | Published] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._open = 0
+        self._pending = 0
 
     @property
     def busy(self) -> bool:
         """Whether a result is still to come."""
-        return self._open > 0
+        return self._pending > 0
 
-    def write(self, number: int, partial: Location, shard: int, num_shards: int, snapshot: Snapshot) -> None:
+    def write(self, number: int, partial: Location, shard: int, num_shards: int, snapshot: ShardSnapshot) -> None:
         """Writes a shard's part; the result is a Written."""
 
         def job() -> Written:
@@ -73,7 +80,7 @@ class Saver:
             except (TorchQuorumError, OSError) as error:
                 return Written(number, snapshot, None, str(error))
 
-        self._submit(job)
+        self.submit(job)
 
     def publish(
         self, number: int, partial: Location, manifest: Manifest, keep: int, buffers: Mapping[str, torch.Tensor]
@@ -87,18 +94,18 @@ class Saver:
                 if isinstance(partial, Path):
                     sync_ledger(partial.parent)
                 path = publish(partial, manifest)
-                prune(path.parent, keep)
+                prune(path.parent, keep, clock=self._clock)
                 if isinstance(path, Path):  # a journal is on a file system
-                    clear(path.parent, manifest.reign, manifest.step)
+                    clear(path.parent, manifest.generation, manifest.step)
                 return Published(number, path, "")
             except (TorchQuorumError, OSError) as error:
                 return Published(number, None, str(error))
 
-        self._submit(job)
+        self.submit(job)
 
     def abandon(self, partial: Location) -> None:
         """Removes what was written of a checkpoint that will not be."""
-        self._submit(lambda: abandon(partial), answered=False)
+        self.submit(lambda: abandon(partial), answered=False)
 
     def results(self) -> list[Written | Published]:
         """Returns what has been finished since the last call. Called by the ps thread."""
@@ -106,22 +113,35 @@ class Saver:
         while True:
             try:
                 found.append(self._results.get_nowait())
-                self._open -= 1
+                self._pending -= 1
             except queue.Empty:
                 return found
 
-    def _submit(self, job: Callable[[], Any], *, answered: bool = True) -> None:
-        self._open += answered
+    def drop_results(self) -> None:
+        """The run is over: what is still being written for it is finished, and its results are dropped."""
+        self._results, self._pending = queue.SimpleQueue(), 0
+
+    def submit(self, job: Callable[[], Any], *, answered: bool = True) -> None:
+        """Does a job after those before it; `answered` says that its result is for `results`."""
+        results = self._results
+
+        def work() -> None:
+            result = job()
+            if answered:
+                results.put(result)
+
+        self._pending += answered
+        if self._inline:
+            work()
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="torchquorum-saver", daemon=True)
             self._thread.start()
-        self._jobs.put(job)
+        self._jobs.put(work)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            result = job()
-            if result is not None:
-                self._results.put(result)
+            job()
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Finishes what was begun and ends the thread."""

@@ -1,8 +1,8 @@
 """The thread of a ps task: receives, hands to the service, sends what it answers, until the job ends.
 
-Everything that is concurrent or timed about a ps is here. `serve` is called by `tq.join()` in a ps process, or runs as a
-thread of a program that trains alone. What always holds: whoever is in the service has the turn; that is the ps thread,
-or, for what comes on a lane with a thread of its own, that thread.
+Everything that is concurrent or timed about a ps is here. `serve` is called by `tq.join()` in a ps process; `PsTask` also runs on
+a thread of a program that trains alone. What always holds: one thread at a time is in the service, the one that holds the turn;
+that is the ps thread, or, for a connection with a thread of its own, that thread.
 """
 
 from __future__ import annotations
@@ -10,41 +10,40 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import select
-import sys
 import threading
-import time
-from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-import zmq
 
+from torchquorum.clock import SYSTEM, Clock
 from torchquorum.cluster import ClusterSpec, TaskId
 from torchquorum.cluster.secret import OPEN, Access
 from torchquorum.cluster.signals import Signals
 from torchquorum.errors import DeadlineError, RefusedError, TaskLostError
 from torchquorum.formats.storage import locate, write_whole
-from torchquorum.server.me import Me
-from torchquorum.server.service import LEADER, Service
-from torchquorum.server.shard import Reply
-from torchquorum.server.update import warm_up
-from torchquorum.transport import codec
-from torchquorum.transport.channel import Channel, Listener, Peer
-from torchquorum.transport.codec import Frame
-from torchquorum.transport.door import DoorListener
-from torchquorum.transport.lane_listener import Take
-from torchquorum.transport.memory import host_id
-from torchquorum.transport.zmq_channel import ZmqListener, bind_host, connector
+from torchquorum.memory.segments import host_id
+from torchquorum.server.identity import Identity
+from torchquorum.server.outbox import Outbox
+from torchquorum.server.processes import ProcessWatch
+from torchquorum.server.reply import LEADER
+from torchquorum.server.run import Leading
+from torchquorum.server.service import Service
+from torchquorum.update.updater import warm_up
+from torchquorum.wire import transports
+from torchquorum.wire.channel import Channel, Listener, Peer
+from torchquorum.wire.codec import Frame
+from torchquorum.wire.messages import End
+from torchquorum.wire.transport import Listening
 
 TICK_S = 0.25
 SAVING_TICK_S = 0.01
-BOARD_TICK_S = 0.02
+FASTPATH_TICK_S = 0.02
 SAY_EVERY_S = 15.0
 WAIT_FOR_CHIEF_S = 3600.0
 FAREWELL_S = 3.0
 LEADER_SILENCE_S = 30.0
-TAKE_AT_ONCE = 64
+RECEIVED_AT_ONCE = 64
 
 
 def new_incarnation() -> int:
@@ -52,65 +51,96 @@ def new_incarnation() -> int:
     return secrets.randbits(62)
 
 
-class Server:
+@dataclass(frozen=True, kw_only=True)
+class ServeOptions:
+    """How a ps task serves.
+
+    Attributes:
+        listen_fd: A listening socket made by the launcher, if any.
+        access: Which tasks may connect, and the secret with which this one connects to shard 0.
+        say: Prints a line for people.
+        report: Where shard 0 writes the report when the job ends.
+        started_at: When the job was started, in seconds since the epoch; by default now.
+        clock: Tells the time.
+    """
+
+    listen_fd: int | None = None
+    access: Access = OPEN
+    say: Callable[[str], None] = print
+    report: str | None = None
+    started_at: float | None = None
+    clock: Clock = SYSTEM
+
+
+class PsTask:
     """A ps task at work.
 
     Args:
-        cluster: Who exists.
+        cluster: The cluster.
         index: Which ps this is.
-        listen_fd: A listening socket made by the launcher, if any.
-        access: Whom this task lets in, and the secret with which it talks to shard 0.
-        say: Prints a line for people.
-        report: Where shard 0 writes the report when the job ends.
-        started_at: When the job was started, in seconds since the epoch.
-        connect: How to reach shard 0, and how to listen; replaced where the network is not ZeroMQ.
+        options: How it serves.
+        listener: Where messages come in; by default the cluster's address of this task.
+        leader: The connection to shard 0; by default made where there is one.
     """
 
     def __init__(
         self,
         cluster: ClusterSpec,
         index: int,
+        options: ServeOptions | None = None,
         *,
         listener: Listener | None = None,
         leader: Channel | None = None,
-        listen_fd: int | None = None,
-        say: Callable[[str], None] = print,
-        report: str | None = None,
-        started_at: float | None = None,
-        access: Access = OPEN,
     ) -> None:
+        self._options = options = options or ServeOptions()
+        self._clock, self._say = options.clock, options.say
         incarnation = new_incarnation()
-        started = time.time() if started_at is None else started_at
         self.task = TaskId("ps", index)
-        self._turn, self._ps_thread = threading.Lock(), threading.get_ident()
+        self._turn = threading.Lock()
         self._failed: BaseException | None = None
-        self._for_leader: deque[list[Frame]] = deque()
-        self._listener = listener or _open(
-            cluster.address(self.task), listen_fd, access, lambda line: say(f"{self.task}: {line}"), self._take
+        self._end: End | None = None
+        self._listener = listener or transports.listen(
+            Listening(
+                address=cluster.address(self.task),
+                listen_fd=options.listen_fd,
+                access=options.access,
+                take=self._take,
+                say=self._announce,
+                clock=self._clock,
+            )
         )
-        me = Me(
+        me = Identity(
             cluster=cluster,
             index=index,
             incarnation=incarnation,
             host=host_id(),
-            started_at=started,
-            door=self._listener.name if isinstance(self._listener, DoorListener) else "",
-            lane=self._listener.lane if isinstance(self._listener, DoorListener) else "",
+            started_at=self._clock.wall() if options.started_at is None else options.started_at,
+            ways=tuple(self._listener.ways),
         )
         self._leader = leader
         if index > 0 and leader is None:
             name = f"ps/{index}/{incarnation:016x}".encode()
-            self._leader = connector(cluster, access)(cluster.address(TaskId("ps", 0)), name)
-        self.service = Service(me, say)
-        if isinstance(self._listener, DoorListener | ZmqListener):
-            heard_of = self._listener
-            self.service.turned_away = lambda: heard_of.turned_away
-        self._say, self._report = say, report
-        self._signals = Signals(lambda line: say(f"{self.task}: {line}"), "stopping the run")
+            self._leader = transports.connector(cluster, options.access, self._clock)(
+                cluster.address(TaskId("ps", 0)), name
+            )
+        self.service = Service(me, self._say, self._clock)
+        self.service.turned_away = lambda: self._listener.turned_away
+        self._outbox = Outbox(self.service, self._listener, self._leader)
+        self._signals = Signals(self._announce, "stopping the run")
         self._stopped = False
-        self._watched: dict[int, tuple[int, int]] = {}
-        self._poller = select.poll()
-        self._held: list[Reply] = []
+        self.processes = ProcessWatch(self.service.pids)
+
+    def _announce(self, line: str) -> None:
+        self._say(f"{self.task}: {line}")
+
+    @property
+    def ended(self) -> End | None:
+        """Returns the end of the job, once it has come."""
+        return self._end or self.service.ended
+
+    def end(self, why: str) -> None:
+        """Ends this task, as if its process were killed. May be called on any thread."""
+        self._end = End(False, why)
 
     def serve(self) -> bool:
         """Serves until the job ends.
@@ -121,52 +151,50 @@ class Server:
         Raises:
             DeadlineError: The chief never came.
         """
-        self._ps_thread = threading.get_ident()
+        self._outbox.begin()
         warm_up()
         self._signals.install()
-        started = told = ticked = forgiven = time.monotonic()
-        while self.service.ended is None:
+        started = said = ticked = counted = self._clock.now()
+        while self.ended is None:
             self._receive()
-            now = time.monotonic()
+            now = self._clock.now()
             if now - ticked >= self._tick_s:
                 ticked = now
                 with self._turn:
                     self._tick(now)
-                    if now - forgiven >= 1.0:
-                        forgiven = now
-                        self.service.strangers.forgive()
+                    if now - counted >= 1.0:
+                        counted = now
+                        self.service.rate_limit.reset()
             self._check_leader(now)
             self._obey_signals()
-            if self.service.shard is None and now - told >= SAY_EVERY_S:
-                told = now
+            if self.service.run is None and now - said >= SAY_EVERY_S:
+                said = now
                 self._wait_for_chief(now - started)
-        end = self.service.ended
-        self._farewell()
+        end = self.ended
+        if self._end is None:
+            self._farewell()
         if not end.ok:
-            self._say(f"{self.task}: ended: {end.why}")
+            self._announce(f"ended: {end.why}")
         return end.ok
 
     def close(self) -> None:
-        """Gives sockets, memory and files up."""
+        """Closes sockets and files, and releases memory."""
         self._signals.remove()
-        for fd in self._watched:
-            os.close(fd)
-        self._watched.clear()
-        self._listener.close()  # first, and with it the threads of lanes: whoever is in the service comes out
-        self.service.parts.saver.close()
-        if self.service.ledger is not None:
-            self.service.ledger.close()
-        if self.service.shard is not None:
-            self.service.shard.close()
+        self.processes.close()
+        self._listener.close()  # first, and with it the threads of connections: none is in the service after this
+        self.service.close()
         if self._leader is not None:
             self._leader.close()
 
     @property
     def _tick_s(self) -> float:
-        if self.service.parts.saver.busy:
+        if self.service.life.saver.busy:
             return SAVING_TICK_S
         with self._turn:
-            return BOARD_TICK_S if self.service.board is not None and self.service.board.is_open else TICK_S
+            run = self.service.run
+            return FASTPATH_TICK_S if run is not None and run.fastpath_is_open else TICK_S
+
+    # -- messages -----------------------------------------------------------------------------------------------------
 
     def _receive(self) -> None:
         """Waits for a message, then takes all that are there before it looks at the clock again."""
@@ -178,126 +206,73 @@ class Server:
             while (frames := self._leader.receive(0.0)) is not None:
                 self._handle(LEADER, frames)
             received = self._listener.receive(0.0)
-        taken = 0
-        while received is not None and self.service.ended is None:
+        count = 0
+        while received is not None and self.ended is None:
             self._handle(*received)
-            taken += 1
-            received = self._listener.receive(0.0) if taken < TAKE_AT_ONCE else None
+            count += 1
+            received = self._listener.receive(0.0) if count < RECEIVED_AT_ONCE else None
         with self._turn:
-            self._send_held()
+            self._outbox.commit()
         self._after_others()
 
     def _handle(self, peer: Peer, frames: list[Frame]) -> None:
         with self._turn:
-            self._send(self.service.handle(peer, frames, time.monotonic(), time.time()))
+            self._outbox.send(self.service.handle(peer, frames, self._clock.now(), self._clock.wall()))
 
     def _take(self, peer: Peer, frames: list[Frame]) -> None:
-        """Handles a message on a lane's own thread; what only the ps thread can do is left to that."""
+        """Handles a message on a connection's own thread; what only the ps thread can do is left to that."""
         if torch.get_num_threads() > 1:
-            torch.set_num_threads(1)  # of this thread and later ones: not so many for each lane
+            torch.set_num_threads(1)  # of this thread and later ones: not as many for each connection
         try:
             self._handle(peer, frames)
         except BaseException as error:
             self._failed = error
-        service = self.service
-        left = self._failed or self._held or self._for_leader or service.strangers.unwanted
-        if (left or service.ended is not None) and isinstance(self._listener, DoorListener):
-            self._listener.ring()
+        left = self._failed or self._outbox.waiting or self.service.rate_limit.exceeded
+        if left or self.ended is not None:
+            self._listener.wake()
 
     def _after_others(self) -> None:
-        """Does what threads of lanes have left to this one."""
-        self._send_to_leader()
-        while self.service.strangers.unwanted:
-            self._listener.hang_up(self.service.strangers.unwanted.pop())
+        """Does what the threads of connections have left to this one."""
+        self._outbox.send_to_leader()
+        while self.service.rate_limit.exceeded:
+            self._listener.hang_up(self.service.rate_limit.exceeded.pop())
         if self._failed is not None:
             raise self._failed
 
-    def _send_to_leader(self) -> None:
-        while self._for_leader and self._leader is not None:
-            self._leader.send(self._for_leader.popleft())
-
-    def _send(self, replies: list[Reply]) -> None:
-        """Sends answers; in a run that is to survive a loss of power, once the disk has what they tell of."""
-        journal = self.service.shard.journal if self.service.shard is not None else None
-        if self._held or (journal is not None and journal.uncommitted):
-            self._held += replies
-        else:
-            self._send_now(replies)
-
-    def _send_held(self) -> None:
-        """One wait for the disk serves all that was handled since the last."""
-        if self._held:
-            self.service.commit()
-            held, self._held = self._held, []
-            self._send_now(held)
-
-    def _send_now(self, replies: list[Reply]) -> None:
-        for reply in replies:
-            frames = [codec.encode(reply.message), *reply.frames]
-            if reply.peer == LEADER:
-                self._for_leader.append(frames)
-                if threading.get_ident() == self._ps_thread:
-                    self._send_to_leader()
-                continue
-            try:
-                sent = self._listener.send(reply.peer, frames)
-            except zmq.ZMQError:
-                continue  # the peer is gone
-            if sent is not None and reply.slot is not None and self.service.shard is not None:
-                self.service.shard.versions.sending(reply.slot, sent)
+    # -- time ---------------------------------------------------------------------------------------------------------
 
     def _tick(self, now: float) -> None:
-        self._send(self.service.tick(now, time.time()))
+        wall = self._clock.wall()
+        self._outbox.send(self.service.tick(now, wall))
+        self._send_heartbeat()
+        for worker, incarnation in self.processes.ended():
+            self._outbox.send(self.service.process_ended(worker, incarnation, now, wall))
+        self._outbox.commit()
+
+    def _send_heartbeat(self) -> None:
         heartbeat = self.service.heartbeat()
         if heartbeat is not None:
-            self._send([heartbeat])
-        self._watch()
-        for fd, _ in self._poller.poll(0):
-            worker, incarnation = self._watched.pop(fd)
-            self._poller.unregister(fd)
-            os.close(fd)
-            self._send(self.service.process_ended(worker, incarnation, now, time.time()))
-        self._send_held()
-
-    def _watch(self) -> None:
-        """Watches the processes of workers on this host, so that a death is known at once."""
-        for fd in [fd for fd, key in self._watched.items() if key not in self.service.pids]:
-            self._poller.unregister(fd)
-            del self._watched[fd]
-            os.close(fd)
-        watched = set(self._watched.values())
-        for key, pid in list(self.service.pids.items()):
-            if key in watched:
-                continue
-            try:
-                fd = os.pidfd_open(pid)
-            except ProcessLookupError:
-                self._send(self.service.process_ended(*key, time.monotonic(), time.time()))
-                continue
-            except OSError:  # no file is left to watch it with: its beats are what says that it lives
-                continue
-            self._watched[fd] = key
-            self._poller.register(fd, select.POLLIN)
+            self._outbox.send([heartbeat])
 
     def _wait_for_chief(self, waited_s: float) -> None:
         chief = TaskId("worker", 0)
-        where = self.service.me.cluster.address(chief)
+        where = self.service.life.me.cluster.address(chief)
         if waited_s > WAIT_FOR_CHIEF_S:
             raise DeadlineError(
                 f"{self.task}: waited {waited_s:.0f} s for {chief} ({where}) to create the variables and gave up. "
                 f"Start it with the same --ps_hosts and --worker_hosts, and check that it can reach this task."
             )
-        self._say(f"{self.task}: waiting for {chief} ({where}) to create the variables: {waited_s:.0f} s")
+        self._announce(f"waiting for {chief} ({where}) to create the variables: {waited_s:.0f} s")
 
     def _obey_signals(self) -> None:
         """Ctrl-C on a ps: the run is stopped, the chief saves, and the ps ends when all have left."""
         if self._signals.asked and not self._stopped:
             self._stopped = True
-            if self.service.leader is None:
+            if not isinstance(self.service.run, Leading):
                 raise KeyboardInterrupt
             with self._turn:
-                self._send(self.service.stop(time.time()))
-                self._send_held()
+                self._outbox.send(self.service.stop(self._clock.wall()))
+                self._outbox.commit()
 
     def _check_leader(self, now: float) -> None:
         if self.service.refused:
@@ -306,71 +281,51 @@ class Server:
         if heard is not None and now - heard > LEADER_SILENCE_S:
             first = TaskId("ps", 0)
             raise TaskLostError(
-                f"{self.task}: {first} ({self.service.me.cluster.address(first)}), which decides for all ps tasks, has not "
-                f"answered for {now - heard:.0f} s. The job cannot go on; look at that task's output and start the job again."
+                f"{self.task}: {first} ({self.service.life.me.cluster.address(first)}), which decides for all ps tasks, has "
+                f"not answered for {now - heard:.0f} s. The job cannot go on; look at that task's output and start the job "
+                "again."
             )
 
+    # -- the end ------------------------------------------------------------------------------------------------------
+
     def _farewell(self) -> None:
-        """Answers a little longer, so that workers hear their Bye and shards the end of the log; then the report."""
-        self._write_report()
-        leader, deadline = self.service.leader, time.monotonic() + FAREWELL_S
-        shards = self.service.me.cluster.num_tasks("ps")
-        if leader is None or shards == 1:
-            heartbeat = self.service.heartbeat()
+        """Writes the report, then answers a little longer: workers get their Bye and shards the end of the log."""
+        run = self.service.run
+        if not isinstance(run, Leading):
             with self._turn:
-                self._send([heartbeat] if heartbeat else [])
+                self._send_heartbeat()
             return
-        while leader.log and time.monotonic() < deadline:
+        self._write_report(run)
+        deadline = self._clock.now() + FAREWELL_S
+        while run.plan.num_shards > 1 and run.leader.log.entries and self._clock.now() < deadline:
             received = self._listener.receive(0.05)
             if received is not None:
                 self._handle(*received)
                 with self._turn:
-                    self._send_held()
+                    self._outbox.commit()
 
-    def _write_report(self) -> None:
-        if self.service.leader is None:
-            return
+    def _write_report(self, run: Leading) -> None:
         with self._turn:
             body = self.service.status()
-        logdir = self.service.leader.plan.logdir
-        for target in filter(None, (self._report, logdir and str(locate(logdir) / "report.json"))):
+        logdir = run.plan.logdir
+        for target in filter(None, (self._options.report, logdir and str(locate(logdir) / "report.json"))):
             try:
                 write_whole(locate(target), json.dumps(body, indent=2) + "\n")
             except OSError as error:
-                self._say(f"{self.task}: the report {target} could not be written: {error.strerror}")
+                self._announce(f"the report {target} could not be written: {error.strerror}")
 
 
-def _open(address: str, listen_fd: int | None, access: Access, say: Callable[[str], None], take: Take) -> Listener:
-    outside = ZmqListener(address, listen_fd, access=access, say=say)
-    if sys.platform != "linux":  # pragma: no cover (other systems)
-        return outside
-    try:
-        return DoorListener(outside, lanes=bind_host(address) if access.secret is None else None, take=take)
-    except BaseException:
-        outside.close()
-        raise
-
-
-def serve(
-    cluster: ClusterSpec,
-    index: int,
-    *,
-    listen_fd: int | None,
-    say: Callable[[str], None],
-    report: str | None,
-    started_at: float | None,
-    access: Access = OPEN,
-) -> None:
+def serve(cluster: ClusterSpec, index: int, options: ServeOptions) -> None:
     """Runs a ps task until the job ends.
 
     Raises:
         TaskLostError: The job ended badly.
     """
-    server = Server(cluster, index, listen_fd=listen_fd, say=say, report=report, started_at=started_at, access=access)
-    locked = ", for those who know the secret" if access.secret is not None else ""
-    say(f"{server.task}: serving on {cluster.address(server.task)} (process {os.getpid()}){locked}")
+    ps = PsTask(cluster, index, options)
+    locked = ", for those who know the secret" if options.access.secret is not None else ""
+    options.say(f"{ps.task}: serving on {cluster.address(ps.task)} (process {os.getpid()}){locked}")
     try:
-        if not server.serve():
-            raise TaskLostError(f"{server.task}: the job did not end well; see the lines above")
+        if not ps.serve():
+            raise TaskLostError(f"{ps.task}: the job did not end well; see the lines above")
     finally:
-        server.close()
+        ps.close()

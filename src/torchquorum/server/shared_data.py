@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-import torchquorum.transport.messages as m
+import torchquorum.wire.messages as m
 from torchquorum.errors import ConfigError
 from torchquorum.rules.epochs import Life, Pool
 from torchquorum.rules.quorum import Key, Reason
@@ -32,7 +32,7 @@ class SharedData:
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
-    def take(self, message: m.TakeBatches, live: int, *, stopped: bool) -> m.Batches:
+    def take(self, message: m.TakeBatches, live: int, *, stopped: bool) -> m.LeasedBatches:
         """Answers a worker that asks for batches.
 
         Raises:
@@ -45,7 +45,7 @@ class SharedData:
         life = Life(message.worker, message.incarnation)
         void = message.void if message.void >= 0 else None
         grant = pool.take(life, message.request, () if stopped else steps, live=live, void=void, idle=message.idle)
-        return m.Batches(message.request, list(grant.numbers), grant.over or stopped, grant.void)
+        return m.LeasedBatches(message.request, list(grant.numbers), grant.over or stopped, grant.void)
 
     def use(self, message: m.UseBatches) -> m.BatchesUsed:
         """Notes for which steps a worker's batches are."""

@@ -12,17 +12,17 @@ from typing import Any
 
 import torch
 
-from torchquorum.formats.checkpoint import Reader
+from torchquorum.formats.checkpoint import CheckpointReader
 from torchquorum.formats.checkpoint_manifest import CheckpointError, Manifest, Spec, Stored, torch_dtype
 from torchquorum.formats.checkpoint_write import part_name, tensor_key
+from torchquorum.memory.slots import section_views
 from torchquorum.placement.layout import Layout, Region, Variable
-from torchquorum.transport.memory import tensor_frame
-from torchquorum.transport.messages import Plan
-from torchquorum.transport.slots import section_views
+from torchquorum.wire.frames import tensor_frame
+from torchquorum.wire.messages import Plan
 
 
 @dataclass(slots=True)
-class Snapshot:
+class ShardSnapshot:
     """What one shard writes: its tensors by key, where each belongs, and the optimizer's numbers."""
 
     version: int
@@ -31,13 +31,13 @@ class Snapshot:
     scalars: dict[str, Any]
 
 
-class Taker:
+class SnapshotBuilder:
     """Collects the tensors of one snapshot."""
 
     def __init__(self, layout: Layout, index: int, version: int) -> None:
         self._variables = layout.variables
         self._file = part_name(index, layout.num_shards)
-        self.snapshot = Snapshot(version, {}, [], {})
+        self.snapshot = ShardSnapshot(version, {}, [], {})
 
     def add(
         self, kind: Any, variable: int, values: torch.Tensor, start: int, *, state: str = "", shape: Any = None
@@ -72,7 +72,7 @@ class Taker:
 class SavedState:
     """A checkpoint's optimizer state, as `Update.restore` asks for it."""
 
-    def __init__(self, reader: Reader) -> None:
+    def __init__(self, reader: CheckpointReader) -> None:
         self._reader = reader
 
     def states(self, variable: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -84,7 +84,7 @@ class SavedState:
         return self._reader.read("optimizer", variable, state, start, stop)
 
 
-def read_region(reader: Reader, kind: Any, region: Region, variables: tuple[Variable, ...]) -> torch.Tensor:
+def read_region(reader: CheckpointReader, kind: Any, region: Region, variables: tuple[Variable, ...]) -> torch.Tensor:
     """Returns the memory of a region, read from a checkpoint."""
     memory = torch.zeros(region.size_bytes, dtype=torch.uint8)
     for section, values in zip(region.sections, section_views(region, memory), strict=True):
@@ -96,7 +96,7 @@ def read_region(reader: Reader, kind: Any, region: Region, variables: tuple[Vari
     return memory
 
 
-def frames_of(reader: Reader, plan: Plan, index: int) -> tuple[memoryview, memoryview]:
+def frames_of(reader: CheckpointReader, plan: Plan, index: int) -> tuple[memoryview, memoryview]:
     """Returns what a Create would have carried for this shard: its variables and its constants."""
     layout = plan.layout()
     regions = layout.trained[index], layout.constants[index]
@@ -104,7 +104,7 @@ def frames_of(reader: Reader, plan: Plan, index: int) -> tuple[memoryview, memor
     return tensor_frame(values), tensor_frame(constants)
 
 
-def check_same_model(manifest: Manifest, reader: Reader, plan: Plan) -> None:
+def check_same_model(manifest: Manifest, reader: CheckpointReader, plan: Plan) -> None:
     """Raises CheckpointError if a checkpoint is of another model, or was made with another optimizer."""
     here, there = {v.name for v in plan.variables}, set(reader.variables())
     if here != there:

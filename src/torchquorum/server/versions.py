@@ -1,6 +1,6 @@
 """The published versions of one shard: a few slots of shared memory, each one whole version.
 
-Owned by the ps thread. What always holds: a slot that a live worker may still read, that is on its way to one, or that is
+Owned by the shard. What always holds: a slot that a live worker may still read, that is on its way to one, or that is
 the current version is never written. A reader that was frozen and lost its lease can tell by the slot's number.
 """
 
@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from torchquorum.memory.slots import Slots
 from torchquorum.placement.layout import Region
-from torchquorum.transport.channel import Sent
-from torchquorum.transport.slots import Slots
+from torchquorum.wire.channel import Sent
 
 SAVING = -1  # the reader that stands for the thread that writes checkpoints
 
@@ -26,6 +26,7 @@ class Versions:
         self._readers: dict[int, int] = {}
         self.also_busy: Callable[[], list[int]] = list
         self._sending: list[tuple[int, Sent]] = []
+        self._published: dict[int, int] = {}
         self.current = 0
         self.version = version
         self.slots.mark(0, version)
@@ -75,10 +76,20 @@ class Versions:
         self.slots.mark(slot, version)
         self.current, self.version = slot, version
 
-    def adopt(self, slot: int, version: int) -> None:
-        """Takes up a version that a worker has made and marked; its slot may hold a later one by now."""
-        self.current, self.version = slot, version
+    def expect(self, version: int, slot: int) -> None:
+        """A worker has published a version in a slot; the log comes to it later."""
+        self._published[version] = slot
+
+    def adopt(self, version: int) -> bool:
+        """Makes a version that a worker has published the current one; False if none has.
+
+        Its slot may hold a later version by now.
+        """
+        slot = self._published.pop(version, None)
+        if slot is not None:
+            self.current, self.version = slot, version
+        return slot is not None
 
     def close(self) -> None:
-        """Gives the memory up."""
+        """Releases the memory."""
         self.slots.close()

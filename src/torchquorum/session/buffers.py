@@ -1,37 +1,29 @@
 """Whose buffers are the run's, on a worker's side: `tq.Session(buffers=...)`.
 
-Owned by the session. What always holds: every worker begins with the same buffers, or, where a run goes on, with those it had
-then; a model without persistent buffers, or `buffers="local"`, costs nothing and sends nothing.
+Owned by the session's attachment. What always holds: every worker begins with the same buffers, or, where a run continues, with those
+it had then; a model without persistent buffers, or `buffers="local"`, costs nothing and sends nothing.
 """
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 
-from torchquorum.errors import ConfigError
-from torchquorum.session.join import say
-from torchquorum.transport.buffers import MODES
-from torchquorum.transport.messages import Plan
-from torchquorum.worker.buffer_link import BufferLink
-from torchquorum.worker.buffers import LocalBuffers
-from torchquorum.worker.client import Client
+from torchquorum.session.config import Setup
+from torchquorum.wire.messages import Plan
+from torchquorum.worker.link import Link
+from torchquorum.worker.local_buffers import LocalBuffers
 
-if TYPE_CHECKING:
-    from torchquorum.session.session import Session
+Ask = Callable[[], Mapping[str, torch.Tensor]]
 
 
-class RunBuffers:
+class SessionBuffers:
     """The buffers of one session."""
 
-    def __init__(self, session: Session, mode: str) -> None:
-        if mode not in MODES:
-            raise ConfigError(f"buffers={mode!r}: must be one of {', '.join(map(repr, MODES))}")
-        self._session, self._mode = session, mode
+    def __init__(self, setup: Setup) -> None:
+        self._setup, self._mode = setup, setup.member.buffers
         self._known: LocalBuffers | None = None
         self._initial: dict[str, torch.Tensor] | None = None
 
@@ -39,7 +31,7 @@ class RunBuffers:
     def local(self) -> LocalBuffers | None:
         """Returns this worker's buffers, if it has any that count."""
         if self._known is None and self._mode != "local":
-            self._known = LocalBuffers(self._session.model, lambda line: say(f"{self._session.task}: {line}"))
+            self._known = LocalBuffers(self._setup.model, self._setup.say)
         return self._known if self._known is not None and self._known.specs else None
 
     def describe(self, plan: Plan) -> None:
@@ -47,39 +39,35 @@ class RunBuffers:
         plan.buffers_mode = self._mode
         plan.buffers = self.local.specs if self.local is not None else []
 
-    def connect(self, client: Client) -> None:
-        """Gives a client the means to send buffers."""
-        if self.local is None:
-            return
-        task = self._session.task
-        ps = task.cluster.address(task.cluster.tasks("ps")[0])
-        name = f"buffers/{task.index}/{secrets.token_hex(8)}".encode()
-        client.buffers = BufferLink(lambda: task.connect(ps, name), task.index, client.incarnation, self.local)
-
-    def begin(self, client: Client) -> None:
-        """Takes the buffers that this worker begins, or goes on, with."""
+    def connect(self, link: Link) -> None:
+        """Gives a link the model's buffers, if there are any that count."""
         if self.local is not None:
-            values = client.take_buffers(joining=True)
+            link.use_buffers(self.local)
+
+    def load_first(self, link: Link) -> None:
+        """Takes the buffers that this worker begins, or continues, with."""
+        if self.local is not None:
+            values = link.take_buffers(joining=True)
             self.local.aside = None
             self.local.load(values)
 
-    def first_values(self) -> None:
-        """Keeps the buffers that the run begins with, or goes back to them."""
+    def reset(self) -> None:
+        """Keeps the buffers that the run begins with, or returns to them."""
         if self.local is not None and self._initial is not None:
             self.local.aside = None
             self.local.load(self._initial)
         elif self.local is not None:
             self._initial = self.local.clone()
 
-    def take(self, ask: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+    def take(self, ask: Ask) -> None:
         """Takes the run's buffers into the model; `ask` asks for them."""
-        if self.local is not None and not self._has_them:
+        if self.local is not None and not self._are_the_runs:
             self.local.load(ask())
 
     @contextmanager
-    def shared(self, ask: Callable[[], Mapping[str, torch.Tensor]]) -> Iterator[None]:
+    def shared(self, ask: Ask) -> Iterator[None]:
         """Inside this block the model's buffers are the run's; afterwards they are this worker's again."""
-        if self.local is None or self._has_them or self.local.aside is not None:
+        if self.local is None or self._are_the_runs or self.local.aside is not None:
             yield
             return
         values = ask()
@@ -93,7 +81,7 @@ class RunBuffers:
                 self.local.load(own)
 
     @property
-    def _has_them(self) -> bool:
+    def _are_the_runs(self) -> bool:
         """Whether this worker's buffers are the run's anyway."""
-        task = self._session.task
+        task = self._setup.task
         return task.num_workers == 1 or (self._mode == "chief" and task.is_chief)

@@ -1,106 +1,131 @@
-"""What a program says about devices: keywords of `tq.Session` and `tq.join`, or TensorFlow's ConfigProto with the same meaning.
+"""The options of a session in groups, each checked when it is built, and what a task brings to a run.
 
-Read by the session and by `tq.join`. What always holds: a value that makes no sense, or a keyword that contradicts the
-ConfigProto, is an error before anything has begun.
+Built by `tq.Session` and `tq.graph.GraphSession` from their arguments; read by every part of the session. What always holds: a group that
+exists makes sense, and nothing in it changes afterwards. Options of devices are in `torchquorum.devices.options`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
+from torch import nn
+
+from torchquorum.clock import Clock
 from torchquorum.errors import ConfigError
-
-
-@dataclass(kw_only=True)
-class GPUOptions:
-    """As tf.GPUOptions, as far as it means something here.
-
-    Attributes:
-        per_process_gpu_memory_fraction: The share of each GPU's memory that this process may take, above 0 and up to 1.
-        allow_growth: Without effect: torch takes memory only as it needs it.
-    """
-
-    per_process_gpu_memory_fraction: float | None = None
-    allow_growth: bool = False
-
-
-@dataclass(kw_only=True)
-class ConfigProto:
-    """As tf.ConfigProto, as far as it means something here; `tq.Session` and `tq.join` take it as `config=`.
-
-    Attributes:
-        log_device_placement: Print where every variable lives and every operation of the first step runs.
-        allow_soft_placement: Use the CPU for a device that is not there or cannot run an operation.
-        gpu_options: How much of a GPU's memory this process may take.
-        device_filters: Without effect: a task waits for the ps tasks and the chief only.
-    """
-
-    log_device_placement: bool | None = None
-    allow_soft_placement: bool | None = None
-    gpu_options: GPUOptions = field(default_factory=GPUOptions)
-    device_filters: Sequence[str] = ()
+from torchquorum.session.join import Task, say
+from torchquorum.session.position import Resumable
+from torchquorum.wire.packing import MODES as BUFFER_MODES
+from torchquorum.wire.rpc import Patience
+from torchquorum.worker.optimizer import Optimizer
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceOptions:
-    """What was asked for about devices; None where nothing was said.
+class StopOptions:
+    """When the run is over: at a global step, after a number of steps, or after a time; None for no limit."""
+
+    last_step: int | None = None
+    num_steps: int | None = None
+    max_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in (("last_step", self.last_step), ("num_steps", self.num_steps)):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ConfigError(
+                    f"{name}={value!r}: must be a whole number, 1 or more; leave it out to train until the loop ends"
+                )
+        if self.last_step is not None and self.num_steps is not None:
+            raise ConfigError(f"last_step={self.last_step} and num_steps={self.num_steps}: give one of the two")
+        if self.max_seconds is not None and self.max_seconds <= 0:
+            raise ConfigError(f"max_seconds={self.max_seconds}: must be more than 0; leave it out for no limit")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveOptions:
+    """When checkpoints are made, by seconds or by global steps (0 s: only at the end; None: the default), and how many are kept."""
+
+    every_s: float | None = None
+    every_steps: int | None = None
+    keep: int = 5
+
+    def __post_init__(self) -> None:
+        if self.every_s is not None and self.every_steps is not None:
+            raise ConfigError(
+                f"save_every_s={self.every_s} and save_every_steps={self.every_steps}: give one of the two"
+            )
+        if self.every_s is not None and self.every_s < 0:
+            raise ConfigError(f"save_every_s={self.every_s}: must be 0 or more; 0 saves only at the end")
+        if self.every_steps is not None and self.every_steps < 1:
+            raise ConfigError(f"save_every_steps={self.every_steps}: must be 1 or more")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreOptions:
+    """What the run continues from after a restart: its newest checkpoint, its journal (empty, `write` or `fsync`), or step 0 again."""
+
+    restore: bool = True
+    durable: str = ""
+    start_afresh: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemberOptions:
+    """How a worker takes part: when it counts as dead, how many it waits for (None: the cluster's least), whose buffers count."""
+
+    liveness_s: float = 5.0
+    wait_for_workers: int | None = None
+    buffers: str = "chief"
+
+    def __post_init__(self) -> None:
+        if self.liveness_s <= 0:
+            raise ConfigError(f"liveness_s={self.liveness_s}: must be more than 0 seconds")
+        if self.buffers not in BUFFER_MODES:
+            raise ConfigError(f"buffers={self.buffers!r}: must be one of {', '.join(map(repr, BUFFER_MODES))}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What one task brings to a run: its place in the cluster, what it trains, and its options.
 
     Attributes:
-        log: Whether to print the placement log.
-        soft: Whether the CPU may stand in.
-        memory_fraction: The share of each GPU's memory for this process.
+        logdir: The run's folder as every task understands it; None for none.
+        patience: How long to wait for what.
+        data: Sources whose position belongs to a checkpoint, by name.
     """
 
-    log: bool = False
-    soft: bool | None = None
-    memory_fraction: float | None = None
+    task: Task
+    model: nn.Module
+    optimizer: Optimizer
+    logdir: str | None = None
+    patience: Patience = field(default_factory=Patience)
+    stop: StopOptions = field(default_factory=StopOptions)
+    save: SaveOptions = field(default_factory=SaveOptions)
+    restore: RestoreOptions = field(default_factory=RestoreOptions)
+    member: MemberOptions = field(default_factory=MemberOptions)
+    data: Mapping[str, Resumable] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.optimizer, Optimizer):
+            raise ConfigError(
+                f"optimizer={type(self.optimizer).__name__}: wrap it first: tq.Optimizer(optimizer, rule=tq.Sync())"
+            )
+        if not 1 <= self.wait_for_workers <= self.task.num_workers:
+            raise ConfigError(
+                f"wait_for_workers={self.wait_for_workers}: the cluster has {self.task.num_workers} workers"
+            )
 
-def read_device_options(
-    config: ConfigProto | None,
-    *,
-    log_device_placement: bool | None = None,
-    allow_soft_placement: bool | None = None,
-    gpu_memory_fraction: float | None = None,
-) -> DeviceOptions:
-    """Puts keywords and a ConfigProto together.
+    @property
+    def clock(self) -> Clock:
+        """Returns the task's clock."""
+        return self.task.clock
 
-    Raises:
-        ConfigError: A value is not allowed, or the two contradict each other.
-    """
-    if config is not None and not isinstance(config, ConfigProto):
-        raise ConfigError(f"config={config!r}: must be a tq.ConfigProto(allow_soft_placement=True, ...)")
-    given = config or ConfigProto()
-    fraction = _agree(
-        "gpu_memory_fraction",
-        gpu_memory_fraction,
-        "gpu_options.per_process_gpu_memory_fraction",
-        given.gpu_options.per_process_gpu_memory_fraction,
-    )
-    for name, value in (("log_device_placement", log_device_placement), ("allow_soft_placement", allow_soft_placement)):
-        for said in (value, getattr(given, name)):
-            if said is not None and not isinstance(said, bool):
-                raise ConfigError(f"{name}={said!r}: must be True or False")
-    return DeviceOptions(
-        log=bool(_agree("log_device_placement", log_device_placement, "config", given.log_device_placement)),
-        soft=_agree("allow_soft_placement", allow_soft_placement, "config", given.allow_soft_placement),
-        memory_fraction=None if fraction is None else check_fraction(fraction),
-    )
+    @property
+    def wait_for_workers(self) -> int:
+        """Returns how many workers must have joined before training starts."""
+        if self.member.wait_for_workers is not None:
+            return self.member.wait_for_workers
+        return self.task.min_workers if self.task.cluster.elastic else 1
 
-
-def check_fraction(fraction: Any, *, label: str = "gpu_memory_fraction=") -> float:
-    """Returns the fraction if it is one, above 0 and up to 1."""
-    number = isinstance(fraction, int | float) and not isinstance(fraction, bool)
-    if not number or not 0 < fraction <= 1:
-        raise ConfigError(
-            f"{label}{fraction!r}: must be more than 0 and at most 1, such as 0.4; leave it out for no limit"
-        )
-    return float(fraction)
-
-
-def _agree(name: str, keyword: Any, other: str, configured: Any) -> Any:
-    if keyword is not None and configured is not None and keyword != configured:
-        raise ConfigError(f"{name}={keyword!r} and {other} says {configured!r}: they must agree; keep one of the two")
-    return configured if keyword is None else keyword
+    def say(self, line: str) -> None:
+        """Prints a line for people, with the task's name."""
+        say(f"{self.task}: {line}")

@@ -1,7 +1,7 @@
-"""A worker's place among the ps tasks: the client that trains, and beside it the beat that says it is alive.
+"""A worker's connections: the link that trains, and beside it the heartbeat that says the worker is alive.
 
-Owned by the session, used on its thread. What always holds: at most one client and one beat are open; a connection that is made
-again after a loss is of the same life, so that surviving ps tasks know the worker; the beat runs from joining to closing.
+Owned by the session, used on its thread. What always holds: at most one link and one heartbeat are open; a link that is made
+again after a loss is of the same life, so that surviving ps tasks know the worker; the heartbeat runs from joining to closing.
 """
 
 from __future__ import annotations
@@ -9,82 +9,99 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 
+from torchquorum.clock import SYSTEM, Clock
 from torchquorum.errors import ConfigError
 from torchquorum.session.join import Task, say
-from torchquorum.transport.messages import Plan
-from torchquorum.worker.beat import Beat
-from torchquorum.worker.client import Client, Patience
+from torchquorum.wire.messages import Plan
+from torchquorum.wire.rpc import Patience
 from torchquorum.worker.flat import FlatParameters
+from torchquorum.worker.heartbeat import Heartbeat
+from torchquorum.worker.link import Link
+from torchquorum.worker.worker_end import WorkerEnd
 
 
-class Connection:
-    """One worker's connection, made once or, after a loss, again."""
+class WorkerConnection:
+    """One worker's link and heartbeat, made once or, after a loss, again."""
 
-    def __init__(self, task: Task, kind: type[Client], patience: Patience, beat_every_s: float) -> None:
-        self._task, self._kind, self._patience, self._beat_every_s = task, kind, patience, beat_every_s
-        self._client: Client | None = None
-        self._beat: Beat | None = None
+    def __init__(
+        self,
+        task: Task,
+        patience: Patience,
+        beat_every_s: float,
+        clock: Clock = SYSTEM,
+        make_link: Callable[[WorkerEnd], Link] = Link,
+    ) -> None:
+        self._task, self._patience, self._beat_every_s, self._clock = task, patience, beat_every_s, clock
+        self._make_link = make_link
+        self._link: Link | None = None
+        self._heartbeat: Heartbeat | None = None
         self._lead = 0
 
     @property
-    def known(self) -> Client:
-        """Returns the client, open or not; an error before the session has begun."""
-        if self._client is None:
+    def known(self) -> Link:
+        """Returns the link, open or not; an error before the session has begun."""
+        if self._link is None:
             raise ConfigError("the session has not begun: use it as `with tq.Session(...) as session:`")
-        return self._client
+        return self._link
 
     @property
-    def running(self) -> Client:
-        """Returns the client of a session that is under way; an error before and after."""
-        client = self.known
-        if self._beat is None:
+    def running(self) -> Link:
+        """Returns the link of a session that is under way; an error before and after."""
+        link = self.known
+        if self._heartbeat is None:
             raise ConfigError("the session is over; ask inside its `with` block")
-        return client
+        return link
 
     @property
     def lead(self) -> int:
-        """Returns the worker that does what is the chief's to do, as ps task 0 last said."""
-        return self._beat.lead if self._beat is not None else self._lead
+        """Returns the worker that does the chief's tasks, as ps task 0 last said."""
+        return self._heartbeat.lead if self._heartbeat is not None else self._lead
 
     @property
     def asked_to_leave(self) -> bool:
         """Whether ps task 0 wants this worker to go, because fewer are wanted."""
-        return self._beat is not None and self._beat.leave
+        return self._heartbeat is not None and self._heartbeat.leave
 
-    def open(self, prepare: Callable[[Client], None]) -> Client:
-        """Makes the client; after a loss, in the same life: surviving ps tasks know this worker.
+    def open(self, prepare: Callable[[Link], None]) -> Link:
+        """Makes the link; after a loss, in the same life: surviving ps tasks know this worker.
 
         Args:
-            prepare: Gives the client what it needs beyond the connection, before it goes on from an earlier one.
+            prepare: Gives the link what it needs beyond the connection, before it goes on from an earlier one.
         """
-        before = self._client
-        client = self._kind(
-            self._task.cluster,
-            self._task.index,
-            secrets.randbits(62) if before is None else before.incarnation,
-            self._task.connect,
-            transport=self._task.transport,
-            patience=self._patience,
-            say=say,
+        before = self._link
+        link = self._make_link(
+            WorkerEnd(
+                cluster=self._task.cluster,
+                index=self._task.index,
+                incarnation=secrets.randbits(62) if before is None else before.incarnation,
+                connect=self._task.connect,
+                transport=self._task.transport,
+                patience=self._patience,
+                say=say,
+                clock=self._clock,
+            )
         )
-        prepare(client)
+        prepare(link)
         if before is not None:
-            client.go_on_from(before)
-        self._client = client
-        return client
+            link.go_on_from(before)
+        self._link = link
+        return link
 
     def join(self, plan: Plan, flat: FlatParameters) -> None:
-        """Takes the worker's place in the run, and starts the beat."""
-        first = self._task.cluster.address(self._task.cluster.tasks("ps")[0])
-        beats = self._task.connect(first, f"beat/{self._task.index}/{secrets.token_hex(8)}".encode())
-        self._beat = Beat(beats, self._task.index, self.known.incarnation, self._beat_every_s, self._lead)
-        self.known.join(plan, flat)
+        """Joins the run, and starts the heartbeat."""
+        task, link = self._task, self.known
+        first = task.cluster.address(task.cluster.tasks("ps")[0])
+        channel = task.connect(first, f"beat/{task.index}/{secrets.token_hex(8)}".encode())
+        self._heartbeat = Heartbeat(
+            channel, task.index, link.incarnation, self._beat_every_s, self._lead, clock=self._clock
+        )
+        link.join(plan, flat)
 
     def close(self) -> None:
-        """Ends the beat and closes the client; harmless if there is none."""
-        if self._beat is not None:
-            self._beat.stop()
-            self._lead = self._beat.lead
-            self._beat = None
-        if self._client is not None:
-            self._client.close()
+        """Ends the heartbeat and closes the link; harmless if there is none."""
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+            self._lead = self._heartbeat.lead
+            self._heartbeat = None
+        if self._link is not None:
+            self._link.close()

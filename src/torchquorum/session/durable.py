@@ -1,31 +1,31 @@
-"""What survives, as the session sees it: the option `durable`, how far a journal leads, what is saved.
+"""What survives a crash, as the session sees it: the option `durable`, how far a journal leads, what is saved.
 
-The chief asks when it makes the variables again; the ps tasks then replay what it found. What always holds: the version that
-is found is one that every shard has, and no worker was ever told of a later one.
+The chief asks when it creates the variables again; the ps tasks then replay what it found. What always holds: every shard has the version
+that is found, and no worker was ever answered with a later one.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from torchquorum import env
+from torchquorum.clock import SYSTEM, Clock
 from torchquorum.errors import ConfigError
 from torchquorum.formats.checkpoint import CheckpointError, list_checkpoints, load_manifest, newest_good
 from torchquorum.formats.journal import MODES, find_common
 from torchquorum.formats.storage import is_remote, locate
-from torchquorum.server.durable import check_plan
-from torchquorum.transport.messages import JournalRef, Plan
+from torchquorum.server.journaling import check_plan
+from torchquorum.wire.messages import JournalRef, Plan
 
 
-def read_durable(given: bool | str | None, logdir: str | None) -> str:
-    """Returns how updates are journalled: not at all (empty), write or fsync; by default as the launcher says.
+def read_durable(option: bool | str | None, logdir: str | None) -> str:
+    """Returns how updates are journalled: not at all (empty), write or fsync; by default as the launcher asks.
 
     Raises:
-        ConfigError: There is no such way, or no folder for the journal.
+        ConfigError: The mode is unknown, or there is no folder for the journal.
     """
-    chosen = env.durable() if given is None else given
+    chosen = env.durable() if option is None else option
     mode = "" if chosen in (None, False, "") else MODES[0] if chosen is True else str(chosen).strip().lower()
     if mode and mode not in MODES:
         raise ConfigError(f"durable={chosen!r}: must be one of {', '.join(MODES)}, or True for {MODES[0]}")
@@ -40,7 +40,7 @@ def read_durable(given: bool | str | None, logdir: str | None) -> str:
 
 
 def find_checkpoint(logdir: str, last_step: int | None, say: Callable[[str], None]) -> str | None:
-    """Finds the newest good checkpoint of a run's folder, and says which, or what is wrong with newer ones."""
+    """Finds the newest good checkpoint of a run's folder, and prints which one, or what is wrong with newer ones."""
     try:
         found, skipped = newest_good(locate(logdir))
     except CheckpointError as error:
@@ -56,26 +56,26 @@ def find_checkpoint(logdir: str, last_step: int | None, say: Callable[[str], Non
     return str(found[0])
 
 
-def find_journal(path: str | None, plan: Plan, say: Callable[[str], None]) -> JournalRef:
+def find_journal(path: str | None, plan: Plan, say: Callable[[str], None], clock: Clock = SYSTEM) -> JournalRef:
     """Finds how far the journal leads beyond a checkpoint, on all shards.
 
     Raises:
-        JournalError: It was made by another number of ps tasks, or with another optimizer.
+        JournalError: It was written by another number of ps tasks, or with another optimizer.
     """
-    at = time.time_ns()
+    at = int(clock.wall() * 1e9)
     if path is None:
         return JournalRef(0, 0, 0, at)
     manifest = load_manifest(locate(path))
     if is_remote(path):  # there are no journals on object stores
-        return JournalRef(manifest.step, manifest.reign, manifest.reign, at)
-    line = find_common(Path(path).parent, plan.num_shards, manifest.reign, manifest.step)
+        return JournalRef(manifest.step, manifest.generation, manifest.generation, at)
+    line = find_common(Path(path).parent, plan.num_shards, manifest.generation, manifest.step)
     if line.version > manifest.step:
         if line.plan is not None:
             check_plan(line.plan, plan, Path(path).parent)
         say(f"the journal leads on to global step {line.version}")
-    return JournalRef(line.version, manifest.reign, line.reigns[-1], at)
+    return JournalRef(line.version, manifest.generation, line.generations[-1], at)
 
 
 def is_saved(logdir: str | None, step: int) -> bool:
-    """Whether a step is in the run's folder: ps task 0 saves the last one if it takes the chief for dead."""
+    """Whether a step is saved in the run's folder: ps task 0 saves the last step if the chief counts as dead."""
     return logdir is not None and any(i.step >= step and i.problem is None for i in list_checkpoints(locate(logdir)))

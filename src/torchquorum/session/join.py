@@ -1,6 +1,7 @@
-"""`tq.join()`: who am I? A ps task serves here until the job ends; a worker gets its `Task` and goes on.
+"""`tq.join()`: finds out which task this process is. A ps task serves here until the job ends; a worker gets its `Task` and continues.
 
-Called once, at the top of a program. With no cluster anywhere, the program trains alone, with a ps inside this process.
+Called once, at the top of a program. What always holds: without a cluster the program trains alone, with a ps inside this process; flags
+of the cluster are removed from sys.argv, so that the program's own parser sees only its own.
 """
 
 from __future__ import annotations
@@ -9,24 +10,26 @@ import argparse
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 from torchquorum import env
-from torchquorum.cluster import ClusterSpec, Resolved, TaskId, resolve
+from torchquorum.clock import SYSTEM, Clock
+from torchquorum.cluster import ClusterSpec, Resolved, TaskArguments, TaskId, resolve
 from torchquorum.cluster.environment import explain_alone
 from torchquorum.cluster.program import fill_in, own_flags, read_program_flags
 from torchquorum.cluster.secret import OPEN, Access
+from torchquorum.devices.inventory import configure, limit_gpu_memory
+from torchquorum.devices.options import ConfigProto, read_device_options
 from torchquorum.errors import TorchQuorumError
 from torchquorum.lines import write_line
-from torchquorum.server.serve import Server, serve
-from torchquorum.session.config import ConfigProto, read_device_options
-from torchquorum.session.meeting import meet
-from torchquorum.transport.channel import Channel
-from torchquorum.transport.inprocess import InProcessNetwork
-from torchquorum.transport.zmq_channel import ZmqChannel, connector
-from torchquorum.worker.devices import limit_gpu_memory, settle
+from torchquorum.server.serve import PsTask, ServeOptions, serve
+from torchquorum.session.rendezvous import exchange_addresses
+from torchquorum.wire.channel import Channel
+from torchquorum.wire.inprocess import InProcessNetwork
+from torchquorum.wire.transports import connector
+from torchquorum.wire.zmq_channel import ZmqChannel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +40,13 @@ class Task:
         cluster: Who exists.
         id: Which task this is; its text is /job:worker/task:0.
         transport: auto, shm or tcp.
-        source: Where this was learnt: flags, launcher, TF_CONFIG, CLUSTER_SPEC, torchrun, SLURM_*, arguments, defaults, or
+        source: Where this was found: flags, launcher, TF_CONFIG, CLUSTER_SPEC, torchrun, SLURM_*, arguments, defaults, or
             alone.
         flags: The values of the program's own flags, if `tq.join(parser=...)` was given its parser.
         connect: Makes a channel to a ps task.
+        separate: Whether the tasks are processes of their own.
         access: The cluster's secret, if it has one, and whether this task may do without.
+        clock: Tells the time to all that waits in this task's session.
     """
 
     cluster: ClusterSpec
@@ -50,8 +55,10 @@ class Task:
     source: str = "arguments"
     flags: argparse.Namespace = field(default_factory=argparse.Namespace, repr=False, compare=False)
     connect: Callable[[str, bytes], Channel] = field(default=ZmqChannel, repr=False)
+    separate: bool = field(default=False, repr=False)
     alone: Alone | None = field(default=None, repr=False)
     access: Access = field(default=OPEN, repr=False)
+    clock: Clock = field(default=SYSTEM, repr=False, compare=False)
 
     @property
     def job(self) -> str:
@@ -88,7 +95,7 @@ class Task:
 
 
 class Alone:
-    """A ps inside this process, for a program that was given no cluster."""
+    """A ps inside this process, for a program without a cluster."""
 
     def __init__(self, report: str | None) -> None:
         self._report = report or env.report()
@@ -99,13 +106,14 @@ class Alone:
     def start(self) -> None:
         """Starts the ps for one session."""
         listener = self.network.listen(self.cluster.address(TaskId("ps", 0)))
-        server = Server(self.cluster, 0, listener=listener, say=say, report=self._report, started_at=env.started_at())
+        options = ServeOptions(say=say, report=self._report, started_at=env.started_at())
+        ps = PsTask(self.cluster, 0, options, listener=listener)
 
         def run() -> None:
             try:
-                server.serve()
+                ps.serve()
             finally:
-                server.close()
+                ps.close()
 
         self._thread = threading.Thread(target=run, name="torchquorum-ps", daemon=True)
         self._thread.start()
@@ -142,24 +150,23 @@ def join(
 
     Args:
         argv: Where to look for flags (--job_name, --task_id, --ps_hosts, --worker_hosts, --min_workers, --transport,
-            --secret_file, --insecure). By default sys.argv, from which they are then removed, so that a parser of your own sees only its
-            own flags.
+            --secret_file, --insecure). By default sys.argv, from which they are then removed, so that your own parser sees only its own.
         parser: Your program's own parser. Its flags are read here, on a ps too, into `task.flags`. It may declare the
-            cluster's flags: then they are in its help, and their defaults hold where nothing else names a cluster.
-        cluster: The cluster, given directly: {"ps": ["host:port"], "worker": ["host:port", ...]}.
-        job_name: ps or worker, given directly.
-        task_index: The task's number, given directly.
-        transport: auto, shm or tcp, given directly.
+            cluster's flags: then they are in its help, and their defaults apply where nothing else names a cluster.
+        cluster: The cluster: {"ps": ["host:port"], "worker": ["host:port", ...]}.
+        job_name: ps or worker.
+        task_index: The task's number.
+        transport: auto, shm or tcp.
         report: Where ps task 0 writes the report as JSON when the job ends.
-        secret_file: The file with the cluster's secret, given directly; tasks off loopback need one.
+        secret_file: The file with the cluster's secret; tasks off loopback need one.
         insecure: True lets this task listen for other hosts without a secret.
-        min_workers: So many workers must be there for the run to begin; the others of the cluster may come and go.
+        min_workers: This many workers must be there for the run to begin; the others of the cluster may come and go.
         allow_soft_placement: Use the CPU for a device that is not there or cannot run an operation, in the whole program.
         gpu_memory_fraction: The share of each GPU's memory that this process may take, so that several can share one.
         config: The last two as TensorFlow's ConfigProto.
 
     Returns:
-        The task. Without any cluster in sight, a task that trains alone with a ps inside this process.
+        The task. Without a cluster, one that trains alone with a ps inside this process.
 
     Raises:
         TorchQuorumError: The cluster or the flags make no sense; the message says what to change.
@@ -169,43 +176,34 @@ def join(
     options = read_device_options(
         config, allow_soft_placement=allow_soft_placement, gpu_memory_fraction=gpu_memory_fraction
     )
-    given, defaults = sys.argv[1:] if argv is None else argv, None
-    flags = argparse.Namespace()
-    if parser is not None:
-        flags, defaults = read_program_flags(parser, given)
+    arguments = sys.argv[1:] if argv is None else argv
+    flags, defaults = read_program_flags(parser, arguments) if parser is not None else (argparse.Namespace(), None)
     found = resolve(
-        given,
-        cluster,
-        job_name,
-        task_index,
-        transport,
-        defaults,
-        secret_file,
-        insecure,
-        meet=lambda meeting: meet(meeting, say=say),
+        arguments,
+        TaskArguments(
+            cluster=cluster,
+            job_name=job_name,
+            task_index=task_index,
+            transport=transport,
+            secret_file=secret_file,
+            insecure=insecure,
+            min_workers=min_workers,
+        ),
+        defaults=defaults,
+        meet=lambda rendezvous: exchange_addresses(rendezvous, say=say),
         own=own_flags(parser),
-        min_workers=min_workers,
     )
     fill_in(flags, found)
     if found is None or found.task.job != "ps":
-        settle(task=found.task if found and found.task.job == "worker" else TaskId("worker", 0), soft=options.soft)
+        configure(task=found.task if found and found.task.job == "worker" else TaskId("worker", 0), soft=options.soft)
         limit_gpu_memory(options.memory_fraction)
     if found is None:
-        alone = Alone(report)
-        say(f"torchquorum: {explain_alone()}: training alone, with a ps in this process")
-        task = Task(cluster=alone.cluster, id=TaskId("worker", 0), source="alone", flags=flags)
-        return replace(task, connect=alone.network.connect, alone=alone)
+        return _join_alone(report, flags)
     if argv is None:
         sys.argv[1:] = found.remaining
-    if "defaults" in found.source:
-        ps, workers = (" ".join(addresses) for addresses in found.cluster.as_dict().values())
-        say(f"{found.task}: what no flag says is the program's default: ps at {ps}, workers at {workers}")
-    elif found.source not in ("launcher", "arguments") or "not used" in found.why:
-        say(f"{found.task}: {found.why}")
+    _announce(found)
     if found.task.job == "ps":
         _serve(found, report)
-    if found.access.note:
-        say(f"{found.task}: {found.access.note}")
     return Task(
         cluster=found.cluster,
         id=found.task,
@@ -213,30 +211,52 @@ def join(
         source=found.source,
         flags=flags,
         connect=connector(found.cluster, found.access),
+        separate=True,
         access=found.access,
     )
 
 
-def _serve(found: Resolved, report: str | None) -> None:
+def _join_alone(report: str | None, flags: argparse.Namespace) -> Task:
+    alone = Alone(report)
+    say(f"torchquorum: {explain_alone()}: training alone, with a ps in this process")
+    return Task(
+        cluster=alone.cluster,
+        id=TaskId("worker", 0),
+        source="alone",
+        flags=flags,
+        connect=alone.network.connect,
+        alone=alone,
+    )
+
+
+def _announce(found: Resolved) -> None:
+    """Prints where the cluster was found, unless the user knows, and a note about its secret."""
+    if "defaults" in found.source:
+        ps, workers = (" ".join(addresses) for addresses in found.cluster.as_dict().values())
+        say(f"{found.task}: what no flag says is the program's default: ps at {ps}, workers at {workers}")
+    elif found.source not in ("launcher", "arguments") or "not used" in found.why:
+        say(f"{found.task}: {found.why}")
     if found.access.note:
         say(f"{found.task}: {found.access.note}")
+
+
+def _serve(found: Resolved, report: str | None) -> None:
+    options = ServeOptions(
+        listen_fd=found.listen_fd,
+        say=say,
+        report=(report or env.report()) if found.task.index == 0 else None,
+        started_at=env.started_at(),
+        access=found.access,
+    )
     try:
-        serve(
-            found.cluster,
-            found.task.index,
-            listen_fd=found.listen_fd,
-            say=say,
-            report=(report or env.report()) if found.task.index == 0 else None,
-            started_at=env.started_at(),
-            access=found.access,
-        )
+        serve(found.cluster, found.task.index, options)
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     raise SystemExit(0)
 
 
 def _show_errors_without_traceback() -> None:
-    """A user's mistake needs a message, not a traceback; everything else is shown as before."""
+    """A user's mistake is shown as a message without a traceback; everything else is shown as before."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

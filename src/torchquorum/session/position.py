@@ -1,7 +1,7 @@
-"""A worker's position: how far it is in its data, and the state of its random number generators, in JSON's types.
+"""A worker's position: how far it is in its data, and the state of its random number generators, as JSON values.
 
-Taken by the session whenever the worker first holds a new version, restored when a run goes on from a checkpoint. What
-always holds: a worker that continues from a position draws the same batches and the same random numbers as it did then.
+Captured whenever the worker first holds a new version, restored when a run continues from a checkpoint. What always holds: a worker that
+continues from a position draws the same batches and the same random numbers as it did then.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import numpy as np
 import torch
 
 from torchquorum.errors import ConfigError
-from torchquorum.worker.buffers import CapturedBuffers, LocalBuffers
+from torchquorum.worker.local_buffers import CapturedBuffers, LocalBuffers
 
 
 class Resumable(Protocol):
-    """Something with a position: `tq.Batches`, a `tq.Prefetcher`, or your own."""
+    """A data source with a position: `tq.Batches`, a `tq.data.Prefetcher`, or your own."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position in JSON's types."""
+        """Returns the position as JSON values."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> Any:
@@ -41,7 +41,7 @@ def _tensor(text: str) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Captured:
-    """A position as it was taken, cheaply: at every step. `encode` makes it JSON-able, when it is wanted."""
+    """A position as captured at every step, which has to be cheap; `encode` turns it into JSON values when one is needed."""
 
     data: dict[str, dict[str, Any]]
     torch: torch.Tensor
@@ -51,7 +51,7 @@ class Captured:
     buffers: CapturedBuffers | None = None
 
     def encode(self) -> dict[str, Any]:
-        """Returns the position in JSON's types."""
+        """Returns the position as JSON values."""
         version, internal, gauss = self.python
         kind, keys, at, has_gauss, cached = self.numpy
         return {
@@ -64,7 +64,7 @@ class Captured:
 
 
 def capture(data: Mapping[str, Resumable], buffers: LocalBuffers | None = None) -> Captured:
-    """Takes the position of the data and of the generators of torch, Python and NumPy in this process, and the buffers."""
+    """Captures the position of the data, the generators of torch, Python and NumPy in this process, and the buffers."""
     return Captured(
         data={name: source.state_dict() for name, source in data.items()},
         torch=torch.get_rng_state(),
@@ -76,7 +76,7 @@ def capture(data: Mapping[str, Resumable], buffers: LocalBuffers | None = None) 
 
 
 def restore(body: Mapping[str, Any], data: Mapping[str, Resumable], say: Callable[[str], None]) -> None:
-    """Goes to a position; what it does not speak of stays as it is, and so does data that cannot go there."""
+    """Restores a position; what it does not contain stays as it is, and so does data that cannot be moved there."""
     for name, source in data.items():
         if name in body.get("data", {}):
             try:

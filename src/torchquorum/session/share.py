@@ -1,36 +1,49 @@
-"""`session.share(...)`: the worker's side of data that ps task 0 shares out by batch.
+"""`session.share(...)`: the worker's side of data that ps task 0 hands out by batch.
 
 Owned by the training loop's thread, which takes batches from it; a hook of its session, because it has to know when a step
-is pushed. It talks to ps task 0 over a channel of its own and asks for batches before it needs them. What always holds: ps
-task 0 knows, before a gradient is pushed, which batches it was computed from; so a worker may die at any moment, and the
-batches that it has not given are given to others.
+is pushed. It asks ps task 0 over the worker's link, for batches that are needed soon. What always holds: ps task 0 knows, before a
+gradient is pushed, which batches it was computed from; so a worker may die at any moment, and the batches that it has not
+finished go to others.
 """
 
 from __future__ import annotations
 
-import secrets
-import time
 from collections import deque
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, TypeVar
 
-import torchquorum.transport.messages as m
-from torchquorum.cluster import TaskId
+import torchquorum.wire.messages as m
 from torchquorum.data.numbered import NumberedBatches
-from torchquorum.errors import ConfigError, DeadlineError, TaskLostError
-from torchquorum.session.hooks import Hook, Ran
-from torchquorum.session.join import say
-from torchquorum.transport import codec
-from torchquorum.transport.channel import Channel
-from torchquorum.worker.faults import error_of
-
-if TYPE_CHECKING:
-    from torchquorum.session.session import Session
+from torchquorum.errors import ConfigError, DeadlineError
+from torchquorum.session.hooks.hook import Hook, Ran
+from torchquorum.wire.rpc import Arrived, Pending, error_of
+from torchquorum.worker.link import Link
+from torchquorum.worker.optimizer import Optimizer
 
 AHEAD = 8
 POLL_S = 0.02
 _NOTHING = object()
-_Kind = TypeVar("_Kind", bound=m.Message)
+_Answer = TypeVar("_Answer")
+
+
+class ShareSession(Protocol):
+    """What a share needs of its session."""
+
+    optimizer: Optimizer
+    hooks: list[Hook]
+
+    @property
+    def local_step(self) -> int:
+        """Returns how many gradients this worker has computed."""
+        ...
+
+    def should_stop(self) -> bool:
+        """Whether the run is over."""
+        ...
+
+    def surviving(self, ask: Callable[[], _Answer]) -> _Answer:
+        """Asks the ps tasks for something; if one is lost meanwhile, finds it again and asks once more."""
+        ...
 
 
 class Share(Hook):
@@ -45,16 +58,14 @@ class Share(Hook):
         batches_per_epoch: How many batches an epoch has, for all workers together.
     """
 
-    def __init__(self, session: Session, batches: NumberedBatches, epochs: int | None, name: str) -> None:
+    def __init__(self, session: ShareSession, batches: NumberedBatches, epochs: int | None, name: str) -> None:
         self._session, self._batches = session, batches
         self._spec = m.ShareSpec(name, batches.rows, batches.batch_size, batches.per_epoch, epochs, batches.seed)
         self.batches_per_epoch = batches.per_epoch
         self.epoch, self.number = 0, -1
         self._ahead = max(AHEAD, batches.ahead + 4)
-        self._channel: Channel | None = None
-        self._request = 0
         self._stream: Iterator[Any] | None = None
-        self._handed: list[int] = []  # taken by the loop since the last step
+        self._handed: list[int] = []  # that the loop has taken since the last step
         self._tainted = False  # what the loop computes now is of batches that are not this worker's any more
         self._drop()
         self._void = False
@@ -67,7 +78,7 @@ class Share(Hook):
         self._handed = []
         self._planned: dict[int, int] = {}  # of all these: the local step that ps task 0 believes each is for
         self._per_step = 1
-        self._asked: m.TakeBatches | None = None
+        self._asked: Pending | None = None  # for more batches
         self._stream = None
         self._void, self._over = True, False
 
@@ -115,7 +126,7 @@ class Share(Hook):
             if not self._leases and self._asked is None:
                 self._ask_for_more()
             if not self._leases and self._asked is not None:
-                self._session.surviving(self._answered)
+                self._session.surviving(self._finish_asking)
             if not self._leases:
                 return
             number = self._leases.popleft()
@@ -124,11 +135,13 @@ class Share(Hook):
 
     # -- around a step ------------------------------------------------------------------------------------------------
 
-    def before_run(self, session: Session) -> None:
+    def before_run(self, session: object) -> None:
         """A step is about to be pushed: ps task 0 has to know which batches it was computed from."""
-        step = session.local_step + 1
-        if self._asked is not None and min(self._asked.steps) <= step:
-            session.surviving(self._answered)
+        step, surviving = self._session.local_step + 1, self._session.surviving
+        # An answer that is on its way may be about this step: it is waited for.
+        if self._asked is not None and min(self._asked.message.steps) <= step:
+            surviving(self._finish_asking)
+        # All is known that ps task 0 believes about this step; where the loop did otherwise, it hears of it.
         planned = [n for n, s in self._planned.items() if s <= step]
         if sorted(planned) != sorted(self._handed) and not self._tainted:
             self._settle(step)
@@ -136,19 +149,19 @@ class Share(Hook):
             self._planned.pop(number, None)
         self._handed = []
         if self._tainted:
-            session.surviving(lambda: self._disown(step))
+            surviving(lambda: self._disown(step))
             self._tainted = False
 
     def _disown(self, step: int) -> None:
         """The gradient of this step is of batches that others have: says so, and it will be refused."""
         self._drop()
         self._ask_for_more(void=step)
-        self._answered()
+        self._finish_asking()
 
     def _settle(self, step: int) -> None:
         """The loop takes more or fewer batches per step than was foreseen: tells for which steps they are."""
         session = self._session
-        session.surviving(self._answered)
+        session.surviving(self._finish_asking)
         if self._tainted:
             return
         handed = self._handed
@@ -157,69 +170,77 @@ class Share(Hook):
         for place, number in enumerate([*self._fed, *self._leases]):
             self._planned[number] = step + 1 + place // self._per_step
         if self._planned:
-            self._request += 1
-            use = m.UseBatches(*self._life, self._request, self._spec.name, list(self._planned.items()))
-            session.surviving(lambda: self._ask(use, m.BatchesUsed, "ps task 0 to note its batches"))
+            steps = list(self._planned.items())
+            session.surviving(lambda: self._tell_steps(steps))
 
-    def after_run(self, session: Session, ran: Ran) -> None:
+    def _tell_steps(self, steps: list[tuple[int, int]]) -> None:
+        question = self._link.channels.question(m.UseBatches(*self._life, 0, self._spec.name, steps))
+        self._link.channels.finish(question, "ps task 0 to note its batches")
+
+    def after_run(self, session: object, ran: Ran) -> None:
         """A gradient that was refused as expired says that this worker was taken for dead: others have its batches."""
         if ran.step.accepted is False and ran.step.reason == "expired":
             self._drop()
 
-    def after_create_session(self, session: Session) -> None:
+    def after_create_session(self, session: object) -> None:
         """The session has recovered: whatever was held is asked for anew."""
         self.close()
         self._drop()
 
-    def end(self, session: Session) -> None:
+    def end(self, session: object) -> None:
         """The run is over for this worker."""
         self.close()
 
     def close(self) -> None:
-        """Gives the connection up."""
+        """Ends the processes of a DataLoader."""
         self._stream = None
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
 
     # -- ps task 0 ----------------------------------------------------------------------------------------------------
 
     @property
+    def _link(self) -> Link:
+        link = self._session.optimizer.link
+        if link is None:
+            raise ConfigError("the session is over; take batches inside its `with` block")
+        return link
+
+    @property
     def _life(self) -> tuple[int, int]:
-        return self._session.task.index, self._session.incarnation
+        return self._link.end.index, self._link.incarnation
 
     def _wait(self) -> int | None:
         """Returns the next batch's number, once there is one for this worker; None when all are used, or it should stop."""
-        session = self._session
-        started = told = time.monotonic()
+        session, end = self._session, self._link.end
+        started = reported = end.clock.now()
         while not self._over and not session.should_stop():
             self._receive()
             if not self._leases and self._asked is None:
                 self._ask_for_more(idle=True)
             if not self._leases:
-                self._answered()
+                self._finish_asking()
             if self._leases:
                 return self._leases.popleft()
             if self._over:
                 break
-            now = time.monotonic()
-            if now - started > session.patience.round_s:
+            # Ps task 0 has answered that others have all batches that are left.
+            now = end.clock.now()
+            if now - started > end.patience.round_s:
                 raise DeadlineError(
-                    f"{session.task}: waited {now - started:.0f} s for a batch of {self._spec.name!r}: other workers have all "
+                    f"{end.task}: waited {now - started:.0f} s for a batch of {self._spec.name!r}: other workers have all "
                     "that are left, and do not finish them. Look at `torchquorum status`, which says who they are."
                 )
-            if now - told >= session.patience.say_s:
-                told = now
-                say(f"{session.task}: waiting for a batch, others have those that are left: {now - started:.0f} s")
-            time.sleep(POLL_S)
+            if now - reported >= end.patience.say_s:
+                reported = now
+                end.tell(f"waiting for a batch, others have those that are left: {now - started:.0f} s")
+            end.clock.sleep(POLL_S)
         return None
 
     def _receive(self) -> None:
         """Takes an answer that has come."""
-        while self._asked is not None and self._channel is not None:
-            if (received := self._channel.receive(0.0)) is None:
-                return
-            self._hear(received)
+        if self._asked is not None:
+            self._link.attend()
+            if (arrived := self._asked.take()) is not None:
+                self._take_batches(arrived)
 
     def _ask_in_time(self) -> None:
         """Asks for more while there is still something to compute."""
@@ -228,74 +249,39 @@ class Share(Hook):
             self._ask_for_more()
 
     def _ask_for_more(self, *, idle: bool = False, void: int | None = None) -> None:
-        self._request += 1
-        held = len(self._handed) + len(self._fed) + len(self._leases)
+        leased = len(self._handed) + len(self._fed) + len(self._leases)
         if void is None:
             void = self._session.local_step if self._void else -1
         first = max(self._session.local_step, void) + 1
         last = max(self._planned.values(), default=first - 1)
         of_last = sum(step == last for step in self._planned.values()) if last >= first else self._per_step
-        steps = [last + (of_last + i) // self._per_step for i in range(max(1, self._ahead - held))]
-        self._asked = m.TakeBatches(*self._life, self._request, self._spec, steps, void, idle)
-        self._connected().send([codec.encode(self._asked)])
+        steps = [last + (of_last + i) // self._per_step for i in range(max(1, self._ahead - leased))]
+        self._asked = self._link.channels.question(m.TakeBatches(*self._life, 0, self._spec, steps, void, idle))
 
-    def _answered(self) -> None:
+    def _finish_asking(self) -> None:
         """Waits for the answer to what was asked."""
         if self._asked is not None:
-            asked = self._asked
-            self._ask(asked, m.Batches, "its share of the data", sent=True)
+            self._take_batches(self._link.channels.finish(self._asked, "its share of the data"))
 
-    def _hear(self, received: Any) -> m.Message:
-        answer, _ = codec.split(received)
-        if isinstance(answer, m.Fault) and answer.request in (-1, self._request):
+    def _take_batches(self, arrived: Arrived) -> None:
+        """Takes the batches that an answer leases to this worker."""
+        answer, asked = arrived[0], self._asked
+        if isinstance(answer, m.Fault):
             raise error_of(answer)
-        if isinstance(answer, m.Batches) and self._asked is not None and answer.request == self._asked.request:
-            asked, self._asked = self._asked, None
-            if answer.void:
-                self._drop()
-                return answer
-            self._void = False
-            self._over = answer.over
-            self._leases.extend(answer.numbers)
-            self._planned.update(zip(answer.numbers, asked.steps, strict=False))
-        return answer
-
-    def _ask(self, message: m.TakeBatches | m.UseBatches, kind: type[_Kind], what: str, *, sent: bool = False) -> None:
-        """Sends a message until it is answered."""
-        session, patience = self._session, self._session.patience
-        channel = self._connected()
-        packet = [codec.encode(message)]
-        started = asked = time.monotonic()
-        if not sent:
-            channel.send(packet)
-        while True:
-            received = channel.receive(min(0.2, patience.probe_s))
-            now = time.monotonic()
-            if received is not None:
-                answer = self._hear(received)
-                if isinstance(answer, kind) and getattr(answer, "request", -1) == message.request:
-                    return
-            session.should_stop()  # a signal shall be seen, and the chief's clock looked at
-            if now - asked >= patience.probe_s:
-                asked = now
-                channel.send(packet)
-            if now - started > patience.silence_s:
-                first = session.task.cluster.address(TaskId("ps", 0))
-                raise TaskLostError(
-                    f"{session.task}: /job:ps/task:0 ({first}) has not answered for {now - started:.0f} s while this worker "
-                    f"waited for {what}. Look at that task's output; if it is gone, start it again."
-                )
-
-    def _connected(self) -> Channel:
-        if self._channel is None:
-            task = self._session.task
-            name = f"share/{task.index}/{secrets.token_hex(8)}".encode()
-            self._channel = task.connect(task.cluster.address(TaskId("ps", 0)), name)
-        return self._channel
+        if not isinstance(answer, m.LeasedBatches) or asked is None:
+            return
+        self._asked = None
+        if answer.void:
+            self._drop()
+            return
+        self._void = False
+        self._over = answer.over
+        self._leases.extend(answer.numbers)
+        self._planned.update(zip(answer.numbers, asked.message.steps, strict=False))
 
 
 def make_share(
-    session: Session,
+    session: ShareSession,
     data: Any,
     batch_size: int | None,
     *,

@@ -1,1 +1,1 @@
-"""A worker task: flat parameters, the client that pushes and pulls, the optimizer that users see."""
+"""A worker task: flat parameters, the link that pushes and pulls, the optimizer that users see."""

@@ -1,88 +1,90 @@
-"""A worker's update on the board, made by the GPU that holds the parameters and the gradient.
+"""A worker's update on the fast path, made by the GPU that holds the parameters and the gradient.
 
-Used by `torchquorum.worker.board_steps`: `DeviceUpdate` in the worker's turn, `DeviceRound` in a round of all. In a turn the
-GPU takes the current version, if another worker has made it, subtracts rate * gradient in place, and copies the result
-into the slot of the next version: what crosses the bus is one version each way, and only one out where this worker made
-the last one itself. What always holds: if the update does not come to be published, the parameters hold something that
-nobody has; the push by message that follows brings them a version again.
+Used by `torchquorum.fastpath`: `DeviceTurn` writes the next version in the worker's turn, `DeviceRound` a part of it in a round. In a
+turn the GPU takes the current version, if another worker has made it, updates it in place, and copies the result into the slot of
+the next version: one version crosses the bus each way, and only one out where this worker made the last version itself. What
+always holds: if the update is not published, the parameters hold values that no other task has; the push by message that
+follows brings them a version again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from torchquorum.fastpath.rounds import RoundPart, parts_of
+from torchquorum.memory.slots import Sections, Slots
 from torchquorum.placement.layout import CONSTANT, Region
-from torchquorum.transport.slots import Slots
+from torchquorum.update.kernels import Kernel, mean
 from torchquorum.worker.exchange import Exchange
 from torchquorum.worker.flat import FlatParameters, Place
 
-Part = tuple[int, int, int, int]  # parameter group, section, and where it begins and ends there
 
+class DeviceTurn:
+    """The turns of one worker whose parameters are all on one GPU.
 
-class DeviceUpdate:
-    """The updates of one worker whose parameters are all on one GPU."""
+    Args:
+        flat: The worker's parameters.
+        exchange: Copies them from and to the ps's slots.
+        kernel: Makes the updates.
+        alone: Says whether no other worker uses the page, so that none waits while this one has the turn.
+    """
 
-    def __init__(self, flat: FlatParameters, exchange: Exchange) -> None:
-        self._flat, self._exchange = flat, exchange
+    direct = loads = True
+
+    def __init__(self, flat: FlatParameters, exchange: Exchange, kernel: Kernel, alone: Callable[[], bool]) -> None:
+        self._flat, self._exchange, self._kernel, self._alone = flat, exchange, kernel, alone
         trained = zip(flat.layout.variables, flat.parameters, strict=True)
         self._entries = [(p, v.group) for v, p in trained if v.group != CONSTANT]
         self._floating = [p for p, _ in self._entries if p.is_floating_point()]
-        self._seen = _changes(flat)
+        self._changes = _changes(flat)
 
-    def gradients_there(self) -> bool:
-        """Waits for the gradients to be computed, so that nobody waits for them in this worker's turn.
-
-        Returns:
-            Whether they are finite, as far as that is known already.
-        """
+    def ready(self) -> bool:
+        """Waits for the gradients, unless this worker is alone; returns whether they are finite, as far as that is known."""
+        if self._alone():
+            return True
         self._exchange.settle()
         gradients = self._flat.gradients
         return gradients is None or not gradients.in_use() or gradients.finite()
 
-    def write(self, current: int, target: int, rates: list[float], *, held: bool) -> bool:
-        """Makes the next version in the parameters and in slot `target`; False if it would not be finite.
-
-        Args:
-            current: The slot of the version to start from.
-            target: Where the next version goes.
-            rates: The learning rate of each parameter group.
-            held: Whether the parameters hold the version to start from.
-        """
-        counts = _changes(self._flat)
-        if not held or counts != self._seen:  # or somebody has changed the parameters by hand
+    def write(self, current: int, target: int, rates: Sequence[float], *, held: bool) -> bool:
+        """Makes the next version in the parameters and in slot `target`; False if it is not finite."""
+        changes = _changes(self._flat)
+        if not held or changes != self._changes:  # or the program has changed the parameters itself
             self._exchange.pull(0, current)
-        self._seen = counts
-        known = self._subtract(rates)
+        self._changes = changes
+        # The parameters hold the current version, or will when the GPU comes to what follows.
+        summed = self._update(rates)
         self._exchange.put(0, target)
-        total = None if known else sum(p.detach().sum(dtype=torch.float32) for p in self._floating)
+        total = None if summed else sum(p.detach().sum(dtype=torch.float32) for p in self._floating)
         self._exchange.settle()
+        # The GPU is done: the slot holds the next version.
         if total is None:
             return self._flat.gradients is not None and self._flat.gradients.finite()
         return math.isfinite(float(total))
 
-    def _subtract(self, rates: list[float]) -> bool:
-        """Subtracts the gradients; True if whoever computed them has summed them up, too."""
+    def _update(self, rates: Sequence[float]) -> bool:
+        """Updates the parameters; True if the gradients come with their sum, which tells whether they are finite."""
         gradients = self._flat.gradients
         if gradients is not None and gradients.in_use():
             for mine, gradient, group in self._flat.trained_runs():
-                mine.add_(gradient, alpha=-rates[group])
+                self._kernel.update(mine, gradient, rates[group])
             return gradients.totals is not None
         for parameter, group in self._entries:
             gradient = parameter.grad
             if gradient is not None:
                 if gradient.layout != torch.strided:
                     gradient = gradient.to_dense()
-                parameter.data.add_(gradient, alpha=-rates[group])
+                self._kernel.update(parameter.data, gradient, rates[group])
         return False
 
 
 @dataclass(slots=True)
-class _Move:
-    """One part of a round: where the others' gradients come from and go to, all gradients, their mean, and the version."""
+class _PartViews:
+    """One part of a round: the other workers' gradients and room for them here, all gradients, their mean, and the version."""
 
     group: int
     others: list[tuple[torch.Tensor, torch.Tensor]]
@@ -95,98 +97,103 @@ class _Move:
 class DeviceRound:
     """A worker's part of the rounds, where parameters and gradients each lie on one GPU in one piece per dtype.
 
-    Of the others' gradients only the part that is this worker's crosses the bus, and of the next version each part
-    once out and once, for everybody else, back in.
+    Of the other workers' gradients only this worker's part crosses the bus, and of the next version each part once out and
+    once, for the other workers, back in.
+
+    Args:
+        flat: The worker's parameters.
+        exchange: Reaches shared memory from the GPU.
+        versions: The ps's slots.
+        kernel: Makes the updates.
+        worker: Which worker this is.
+        num_workers: How many there are.
     """
 
-    def __init__(self, flat: FlatParameters, exchange: Exchange, ring: Slots) -> None:
-        self._flat, self._exchange, self._ring = flat, exchange, ring
+    loads = True
+
+    def __init__(
+        self, flat: FlatParameters, exchange: Exchange, versions: Slots, kernel: Kernel, worker: int, num_workers: int
+    ) -> None:
+        self._flat, self._exchange, self._versions, self._kernel = flat, exchange, versions, kernel
+        self._worker, self._parts = worker, parts_of(flat.layout, worker, num_workers)
         self._region = flat.layout.trained[0]
-        self._mine = _whole_sections(flat, self._region, ring, None)
-        self._moves: tuple[list[Part], list[int], dict[int, list[_Move]]] | None = None
+        self._mine = _whole_sections(flat, self._region, versions, None)
+        self._own: list[torch.Tensor] | None = None
+        self._given: list[Sections] = []
+        self._views: dict[int, list[_PartViews]] = {}
         self._rests: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
-        self._gradients: list[torch.Tensor] | None = None
-        self._seen = _changes(flat)
+        self._changes = _changes(flat)
 
     def ready(self) -> bool:
-        """Whether the gradients lie together, as `tq.capture` leaves them, and nobody has changed the parameters."""
+        """Whether the gradients lie together, as `tq.capture` leaves them, and the program has not changed the parameters."""
         gradients = self._flat.gradients
-        seen, self._seen = self._seen, _changes(self._flat)
-        if self._mine is None or gradients is None or not gradients.in_use() or seen != self._seen:
+        before, self._changes = self._changes, _changes(self._flat)
+        if self._mine is None or gradients is None or not gradients.in_use() or before != self._changes:
             return False
-        if self._gradients is None:
-            self._gradients = _whole_sections(self._flat, self._region, self._ring, gradients.place)
-        return self._gradients is not None
+        if self._own is None:
+            self._own = _whole_sections(self._flat, self._region, self._versions, gradients.place)
+        return self._own is not None
 
-    def write(
-        self, parts: list[Part], others: Sequence[Sequence[torch.Tensor]], me: int, target: int, rates: list[float]
-    ) -> None:
-        """Writes this worker's parts of the next version: the mean in order of worker, then the update, as the ps would.
+    def reach(self, gradients: Slots) -> None:
+        """Lets the GPU reach the gradient of another worker."""
+        self._exchange.pin(gradients.bytes[0])
 
-        Args:
-            parts: Group, section, and where in it.
-            others: Of every worker, the sections of its gradient in shared memory.
-            me: Which of them is this one.
-            target: The slot of the next version.
-            rates: The learning rate of each parameter group.
+    def write(self, gradients: list[Sections], current: int, target: int, rates: Sequence[float]) -> None:
+        """Writes this worker's parts: the mean in order of worker, then the update, as the ps would.
+
+        The parameters hold the current version, so its slot is not read.
         """
-        if self._moves is None or self._moves[0] is not parts or self._moves[1] != [id(o) for o in others]:
-            self._moves = parts, [id(o) for o in others], {}
-        moves = self._moves[2].get(target)
-        if moves is None:
-            moves = self._moves[2][target] = [self._views(part, others, me, target) for part in parts]
-        for part in moves:
+        if gradients is not self._given:
+            self._given, self._views = gradients, {}
+        views = self._views.get(target)
+        if views is None:
+            views = self._views[target] = [self._cut(part, target) for part in self._parts]
+        for part in views:
             for room, theirs in part.others:
                 room.copy_(theirs, non_blocking=True)
-            torch.add(part.given[0], part.given[1], out=part.mean)
-            for more in part.given[2:]:
-                part.mean.add_(more)
-            part.mean.div_(len(others))
-            part.here.add_(part.mean, alpha=-rates[part.group])
+            self._kernel.update(part.here, mean(part.given, part.mean), rates[part.group])
             part.out.copy_(part.here, non_blocking=True)
         self._exchange.settle()
 
-    def _views(self, part: Part, others: Sequence[Sequence[torch.Tensor]], me: int, target: int) -> _Move:
-        """Cuts the pieces of everything that one part needs, once."""
-        assert self._mine is not None and self._gradients is not None
+    def _cut(self, part: RoundPart, target: int) -> _PartViews:
+        """Returns the views of everything that one part needs."""
+        assert self._mine is not None and self._own is not None
         group, section, start, stop = part
-        here, own = self._mine[section][start:stop], self._gradients[section][start:stop]
-        given = [own if w == me else torch.empty_like(own) for w in range(len(others))]
-        theirs = [(given[w], o[section][start:stop]) for w, o in enumerate(others) if w != me]
-        out = self._ring.sections[target][section][start:stop]
-        return _Move(group, theirs, given, torch.empty_like(own), here, out)
+        here, own = self._mine[section][start:stop], self._own[section][start:stop]
+        workers = range(len(self._given))
+        given = [own if w == self._worker else torch.empty_like(own) for w in workers]
+        others = [(given[w], self._given[w][section][start:stop]) for w in workers if w != self._worker]
+        out = self._versions.sections[target][section][start:stop]
+        return _PartViews(group, others, given, torch.empty_like(own), here, out)
 
-    def pull_rest(self, parts: list[Part], target: int) -> None:
-        """Takes the others' parts of a version that has been published; this only begins."""
+    def finish(self, target: int) -> None:
+        """Takes the other workers' parts of a version that has been published; this only begins."""
         rest = self._rests.get(target)
         if rest is None:
-            rest = self._rests[target] = self._rest(parts, target)
+            rest = self._rests[target] = self._rest(target)
         for mine, theirs in rest:
             mine.copy_(theirs, non_blocking=True)
 
-    def _rest(self, parts: list[Part], target: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _rest(self, target: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns what is not this worker's part, here and in slot `target`."""
         assert self._mine is not None
         found = []
         for section, mine in enumerate(self._mine):
-            ranges = sorted((start, stop) for _, s, start, stop in parts if s == section)
+            ranges = sorted((part.start, part.stop) for part in self._parts if part.section == section)
             at = 0
             for start, stop in [*ranges, (mine.numel(), mine.numel())]:
                 if at < start:
-                    found.append((mine[at:start], self._ring.sections[target][section][at:start]))
+                    found.append((mine[at:start], self._versions.sections[target][section][at:start]))
                 at = stop
         return found
 
-    def reach(self, slots: Slots) -> None:
-        """Lets the GPU reach the gradient of another worker."""
-        self._exchange.pin(slots.bytes[0])
-
 
 def _whole_sections(
-    flat: FlatParameters, region: Region, ring: Slots, place: Place | None
+    flat: FlatParameters, region: Region, versions: Slots, place: Place | None
 ) -> list[torch.Tensor] | None:
     """Returns the parameters, or what lies at a place, section by section; None if a section is not one piece of them."""
     found = []
-    for section, values in zip(region.sections, ring.sections[0], strict=True):
+    for section, values in zip(region.sections, versions.sections[0], strict=True):
         alone = Region(sections=(section,), size_bytes=section.size_bytes)
         runs = flat.runs(alone, [values], place)
         if len(runs) != 1 or runs[0][1].numel() != values.numel():
@@ -196,5 +203,5 @@ def _whole_sections(
 
 
 def _changes(flat: FlatParameters) -> int:
-    """Returns how often somebody other than us has changed the parameters in place."""
+    """Returns how often the parameters were changed in place, but for changes through `.data`, as ours are."""
     return sum(p._version for p in flat.parameters)

@@ -11,13 +11,14 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-import torchquorum.transport.messages as m
-from torchquorum.transport.codec import Frame
-from torchquorum.transport.lane import Pieces
-from torchquorum.transport.memory import frame_tensor, tensor_frame
-from torchquorum.transport.slots import Slots, section_views
-from torchquorum.worker.early import NOTHING, Early, is_worth_it
+import torchquorum.wire.messages as m
+from torchquorum.memory.slots import Slots, section_views
+from torchquorum.wire import codec
+from torchquorum.wire.channel import Choose, Pieces
+from torchquorum.wire.codec import Frame
+from torchquorum.wire.frames import frame_tensor, tensor_frame
 from torchquorum.worker.flat import FlatParameters, Puller, Pusher
+from torchquorum.worker.overlap import NOTHING, Overlap, is_worth_it
 from torchquorum.worker.pinned import Pinned
 
 
@@ -27,12 +28,13 @@ class Exchange:
     Args:
         flat: The worker's parameters.
         shared: Of each ps task, whether it is on this host and memory is shared with it.
+        in_place: Whether gradients may be sent from where they were computed: the next are computed after the answer.
 
     Raises:
         SegmentError: No shared memory can be had.
     """
 
-    def __init__(self, flat: FlatParameters, shared: Sequence[bool]) -> None:
+    def __init__(self, flat: FlatParameters, shared: Sequence[bool], *, in_place: bool = False) -> None:
         self._flat = flat
         self._gradients: list[Slots | None] = []
         self._buffers: list[torch.Tensor | None] = []
@@ -41,8 +43,8 @@ class Exchange:
         self._pullers: list[dict[int, Puller]] = [{} for _ in shared]
         self._pieces: list[Pieces | None] = [None] * len(shared)
         self._rooms: dict[int, list[memoryview] | None] = {}
-        self._early: Early | None = None
-        self.by_lane = [False] * len(shared)
+        self._early: Overlap | None = None
+        self._in_place = [in_place and not each for each in shared]
         self.device = flat.cuda_device
         self._pinned = Pinned(self.device) if self.device is not None else None
         try:
@@ -70,7 +72,7 @@ class Exchange:
     def copy_early(self, may: Callable[[], bool]) -> None:
         """From now on gradients leave a GPU during the backward pass, whenever `may` allows it and it is worth it."""
         if self._pinned is not None and self._pinned.complete and is_worth_it(self._flat):
-            self._early = Early(self._flat, self._pushers, may, torch.cuda.Stream(self.device))
+            self._early = Overlap(self._flat, self._pushers, may, torch.cuda.Stream(self.device))
 
     def close(self) -> None:
         """Gives the memory up."""
@@ -98,13 +100,13 @@ class Exchange:
     def fill(self) -> list[list[int]]:
         """Puts the gradients where the shards find them; returns, of each, the variables that have none.
 
-        What goes by a lane is not copied but sent from where it is, unless the next gradients may come before it has left.
+        What is sent is not copied but taken from where it is, unless the next gradients may come before it has left.
         """
         absent: list[list[int]] = []
         held = self._early.held() if self._early is not None else NOTHING
         with torch.no_grad():
             for k, pusher in enumerate(self._pushers):
-                self._pieces[k] = pusher.in_pieces() if self.by_lane[k] else None
+                self._pieces[k] = pusher.in_pieces() if self._in_place[k] else None
                 absent.append(pusher(held) if self._pieces[k] is None else [])
         self.settle()
         return absent
@@ -150,6 +152,25 @@ class Exchange:
         if k not in self._rooms:
             self._rooms[k] = self._flat.memory_of(self._flat.layout.trained[k])
         return self._rooms[k]
+
+    def chooser(self, k: int, awaited: Callable[[], int | None]) -> Choose:
+        """Returns how a channel finds memory for shard k's variables: the parameters' own, if they answer the open request.
+
+        Args:
+            k: The shard.
+            awaited: Returns the number of the open request, None if there is none.
+        """
+
+        def choose(header: Frame, sizes: Sequence[int]) -> Sequence[memoryview] | None:
+            request = awaited()
+            room = self.room(k) if request is not None else None
+            if room is None or sizes[0] != sum(map(len, room)):
+                return None
+            message = codec.decode(header)
+            fits = isinstance(message, m.Variables) and message.slot < 0 and message.request == request
+            return room if fits else None
+
+        return choose
 
     def pull(self, k: int, slot: int) -> None:
         """Copies a slot of shard k into the parameters; to a GPU that may go on until `settle`."""

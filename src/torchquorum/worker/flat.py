@@ -18,7 +18,7 @@ from torch import nn
 
 from torchquorum.errors import ConfigError
 from torchquorum.placement.layout import CONSTANT, Layout, Region, Variable, padded
-from torchquorum.transport.lane import Pieces
+from torchquorum.wire.channel import Pieces
 
 MOST_PIECES = 16  # a frame that would go to more places is received in one piece and copied
 Place = dict[int, tuple[torch.Tensor, int]]  # of each parameter: the buffer that it is a view of, and where
@@ -180,7 +180,7 @@ def _places(region: Region) -> list[torch.Tensor]:
 
 
 class FlatGradients:
-    """Room for the gradients, laid out as the parameters are; whoever fills it makes its views the parameters' gradients.
+    """Room for the gradients, laid out as the parameters are; the code that fills it makes its views the parameters' gradients.
 
     Attributes:
         views: Of each parameter, its room.

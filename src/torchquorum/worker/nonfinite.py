@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from torchquorum.errors import NonfiniteError
 from torchquorum.rules.quorum import Reason
-from torchquorum.worker.client import Client, Step
+from torchquorum.worker.link import Link
+from torchquorum.worker.step import Step
 
 MOST_IN_A_ROW = 100
 SHOWN = 3
@@ -20,7 +21,7 @@ class Nonfinite:
     def __init__(self) -> None:
         self._in_a_row = 0
 
-    def follow(self, step: Step, client: Client) -> None:
+    def follow(self, step: Step, link: Link) -> None:
         """Looks at what became of a gradient, while the model still has it.
 
         Raises:
@@ -33,15 +34,13 @@ class Nonfinite:
         self._in_a_row += 1
         if self._in_a_row not in (1, MOST_IN_A_ROW):
             return
-        names = client.nonfinite()
+        names = link.nonfinite()
         shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
         if self._in_a_row == 1:
-            client.say(
-                f"the gradient of local step {step.local_step} was refused: not finite in {shown or 'a variable'}"
-            )
+            link.say(f"the gradient of local step {step.local_step} was refused: not finite in {shown or 'a variable'}")
             return
         raise NonfiniteError(
-            f"{client.task}: {MOST_IN_A_ROW} gradients in a row were refused because they hold NaN or infinity, the last one "
+            f"{link.task}: {MOST_IN_A_ROW} gradients in a row were refused because they hold NaN or infinity, the last one "
             f"in {shown or 'a variable'}, at global step {step.version}. Try a smaller learning rate or clip the gradients "
             "(torch.nn.utils.clip_grad_norm_), and look at the data; tq.Optimizer(allow_nonfinite=True) applies such "
             "gradients all the same."

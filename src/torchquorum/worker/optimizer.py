@@ -1,6 +1,6 @@
 """What users see of the worker: an optimizer whose step pushes gradients and pulls variables.
 
-Wraps a torch.optim optimizer, which says what the ps tasks shall run and is never run here. Attached by `tq.Session`.
+Wraps a torch.optim optimizer, which says what the ps tasks run and is never run here. Attached by `tq.Session`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ import torch
 
 from torchquorum.errors import ConfigError, LostPlaceError, TaskLostError
 from torchquorum.rules import Rule, Sync
-from torchquorum.transport.messages import AverageSpec, OptimizerSpec, ScheduleSpec
-from torchquorum.worker.client import Client, LaterLoss, Step
+from torchquorum.wire.messages import AverageSpec, OptimizerSpec, ScheduleSpec
 from torchquorum.worker.flat import FlatParameters
+from torchquorum.worker.link import Link
 from torchquorum.worker.nonfinite import Nonfinite
+from torchquorum.worker.run_member import LaterLoss
+from torchquorum.worker.step import Step
 
 Schedule = ScheduleSpec
 
 
-class Watcher(Protocol):
+class StepObserver(Protocol):
     """Who is told of every step: the session."""
 
     def before_run(self) -> None:
@@ -140,8 +142,8 @@ class Optimizer:
         self.allow_nonfinite = allow_nonfinite
         self._nonfinite = Nonfinite()
         self.last: Step | None = None
-        self._client: Client | None = None
-        self._watcher: Watcher | None = None
+        self._link: Link | None = None
+        self._observer: StepObserver | None = None
         self._rates = self._given_rates()
         self._last_lr = list(self._rates)
 
@@ -156,7 +158,7 @@ class Optimizer:
     @property
     def lr(self) -> list[float]:
         """Returns the learning rate of each parameter group for the next update, as the ps tasks have it."""
-        return self._client.lr if self._client is not None else self._last_lr
+        return self._link.lr if self._link is not None else self._last_lr
 
     def spec(self) -> OptimizerSpec:
         """Returns the optimizer as it travels to the ps tasks."""
@@ -169,23 +171,29 @@ class Optimizer:
             groups.append({k: _travels(v) for k, v in kept.items()})
         return OptimizerSpec(kind.__name__, groups)
 
-    def attach(self, client: Client | None, watcher: Watcher | None = None) -> None:
+    def attach(self, link: Link | None, observer: StepObserver | None = None) -> None:
         """Connects the optimizer to the ps tasks, or cuts it off; the session calls this and watches every step."""
-        if client is None and self._client is not None:
-            self._last_lr = self._client.lr
-        self._client, self._watcher = client, watcher
-        if client is not None:
-            client.allow_nonfinite = self.allow_nonfinite
+        if link is None and self._link is not None:
+            self._last_lr = self._link.lr
+        self._link, self._observer = link, observer
+        if link is not None:
+            link.allow_nonfinite = self.allow_nonfinite
+
+    @property
+    def link(self) -> Link | None:
+        """Returns the link to the ps tasks while a session runs."""
+        return self._link
 
     @property
     def flat(self) -> FlatParameters | None:
         """Returns the parameters as they lie in memory while a session runs."""
-        return self._client.flat if self._client is not None else None
+        joined = self._link.joined if self._link is not None else None
+        return joined.flat if joined is not None else None
 
     def say(self, line: str) -> None:
         """Prints a line for people, with the worker's name."""
-        if self._client is not None:
-            self._client.say(line)
+        if self._link is not None:
+            self._link.say(line)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients."""
@@ -196,7 +204,7 @@ class Optimizer:
 
         Args:
             closure: Computes loss and gradients, as in torch.optim; not needed in an ordinary loop.
-            loss: The loss, if it shall appear in progress, ledger and report.
+            loss: The loss, if it should appear in progress, ledger and report.
 
         Returns:
             What became of the gradients.
@@ -211,7 +219,7 @@ class Optimizer:
 
     def check(self) -> None:
         """Raises ConfigError if there is no session, or the learning rates were changed here."""
-        if self._client is None:
+        if self._link is None:
             raise ConfigError(
                 "optimizer.step() outside of `with tq.Session(task, model, optimizer)`: there is no ps to push to"
             )
@@ -226,19 +234,19 @@ class Optimizer:
         Args:
             loss: The loss; or a function that returns it, called when the gradients have been computed.
         """
-        assert self._client is not None
-        if self._watcher is None:
-            self.last = self._client.push(loss)
-            self._nonfinite.follow(self.last, self._client)
+        assert self._link is not None
+        if self._observer is None:
+            self.last = self._link.push(loss)
+            self._nonfinite.follow(self.last, self._link)
             return self.last
-        self._watcher.before_run()
+        self._observer.before_run()
         started = time.perf_counter()
         try:
-            self.last = self._client.push(loss)
-            self._nonfinite.follow(self.last, self._client)
+            self.last = self._link.push(loss)
+            self._nonfinite.follow(self.last, self._link)
         except (LostPlaceError, TaskLostError) as error:
-            self.last = self._watcher.recover(error)
-        self._watcher.after_run(self.last, loss() if callable(loss) else loss, time.perf_counter() - started)
+            self.last = self._observer.recover(error)
+        self._observer.after_run(self.last, loss() if callable(loss) else loss, time.perf_counter() - started)
         return self.last
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`tq.Step`: what became of one step of a worker. Made by the client, returned by `optimizer.step()`."""
+"""`tq.types.Step`: what became of one step of a worker. Made by the client, returned by `optimizer.step()`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What the command line and the API promise, as text: compared by test_frozen.py with the two files beside it.
+"""What the command line promises, as text: compared by test_frozen.py with the file beside it.
 
-Refresh them, and look at the difference before you commit it:
+Refresh it, and look at the difference before you commit it:
 
     python tests/unit/cli/freeze.py
 """
@@ -11,12 +11,10 @@ from pathlib import Path
 
 import click
 
-import torchquorum
+from torchquorum.cli.command import Named
 from torchquorum.cli.main import COMMANDS, commands
-from torchquorum.cli.shape import Named
 
 OPTIONS = Path(__file__).parent / "options.txt"
-NAMES = Path(__file__).parent / "names.txt"
 
 
 def describe_options() -> str:
@@ -36,12 +34,6 @@ def describe_options() -> str:
     return "\n".join(lines) + "\n"
 
 
-def describe_names() -> str:
-    """Returns the names of the API, one per line."""
-    return "\n".join(sorted(torchquorum.__all__)) + "\n"
-
-
 if __name__ == "__main__":
     OPTIONS.write_text(describe_options())
-    NAMES.write_text(describe_names())
-    print(f"wrote {OPTIONS} and {NAMES}: {len(COMMANDS)} commands, {len(torchquorum.__all__)} names")
+    print(f"wrote {OPTIONS}: {len(COMMANDS)} commands")

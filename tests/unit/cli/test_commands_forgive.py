@@ -62,13 +62,13 @@ def test_what_is_misspelt_gets_a_suggestion(arguments: list[str], said: str) -> 
         (["train", "--slow", "worker2:3x"], "there is no worker 2; with 2 workers"),
         (["train", "--rule", "sync:2of3"], "is for 3 workers, and there are 2"),
         (["train", "--seconds", "-1"], "--seconds -1: must be more than 0"),
-        (["train", "--data", "nowhere"], "there is no such folder"),
+        (["train", "--data", "nowhere"], "no such folder"),
         (["train", "--job_name='ps'", "--ps_host", "localhost:", "2222"], "--worker_hosts"),
         (["compare", "--rules", "sync,,asinc"], "did you mean async?"),
         (["compare", "--rules", " , "], "name at least one rule"),
         (["compare", "--rules", "sync:2of4"], "is for 4 workers, and there are 3"),
         (["compare", "onlyone"], "name at least two folders"),
-        (["report", "nowhere"], "there is no such folder"),
+        (["report", "nowhere"], "no such folder"),
         (["status", "localhost"], "has no port"),
         (["status", "localhost:2222", "--timeout=0"], "--timeout 0: must be more than 0"),
         (["doctor", "--ps_hosts=localhost:1", "--timeout=-1"], "must be more than 0"),
@@ -82,7 +82,7 @@ def test_what_is_not_allowed_is_an_error_of_ours_and_no_traceback(arguments: lis
 
 def test_names_are_understood_in_quotes_and_any_case(tmp_path: Path) -> None:
     done = call("'train'", "--model", "'MLP'", "--placement='Round-Robin'", "--data", str(tmp_path / "no"))
-    assert "there is no such folder" in str(done.exception)
+    assert "no such folder" in str(done.exception)
 
 
 def test_the_version_is_shown() -> None:

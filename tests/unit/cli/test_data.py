@@ -34,14 +34,14 @@ def test_shards_hold_every_image_once_and_are_not_overwritten_unasked(tmp_path: 
     assert done[0] == 0, done[1]
     assert names(tmp_path / "mnist") == [f"test-0000{i}-of-00004" for i in range(4)]
     assert "mnist/test-00000-of-00004 to test-00003-of-00004, 4 files: 1,003 examples" in done[1]
-    features = {"label": tq.FixedLenFeature([], "int64")}
-    labels = [x["label"].item() for x in tq.TFRecordDataset(str(tmp_path / "mnist" / "test-*"), features)]
-    assert labels == tq.load_mnist().test.labels[:1003].tolist()
+    features = {"label": tq.data.FixedLenFeature([], "int64")}
+    labels = [x["label"].item() for x in tq.data.TFRecordDataset(str(tmp_path / "mnist" / "test-*"), features)]
+    assert labels == tq.data.load_mnist().test.labels[:1003].tolist()
 
     again = run("tfrecord", "--split=test", "--limit=5", "--shards=4")
-    assert again[0] == 2 and "and 3 more: there already; --force replaces it" in again[1]
+    assert again[0] == 2 and "and 3 more: already exists; --force replaces it" in again[1]
     other = run("tfrecord", "--split=test", "--limit=5", "--shards=2")
-    assert other[0] == 2 and "is one of another number of shards, and test-* would read both" in other[1]
+    assert other[0] == 2 and "belongs to another number of shards, and test-* would match both" in other[1]
     forced = run("tfrecord", "--split=test", "--limit=5", "--shards=2", "--force")
     assert forced[0] == 0, forced[1]
     assert names(tmp_path / "mnist") == ["test-00000-of-00002", "test-00001-of-00002"]
@@ -68,13 +68,13 @@ def test_inspect_names_all_damage_and_goes_on_where_it_can(tmp_path: Path) -> No
     ("arguments", "message"),
     [
         (["inspect", "nothing-*"], "nothing-*: no file matches"),
-        (["inspect", "nowhere"], "nowhere: there is no such file"),
+        (["inspect", "nowhere"], "nowhere: no such file"),
         (["tfrecord", "--limit=3", "--shards=5"], "--shards 5: there are only 3 images"),
         (
             ["tfrecord", "--limit=3", "--shards=2", "--output=file"],
-            "--output file: is a file, and --shards wants a folder",
+            "--output file: is a file, and --shards needs a folder",
         ),
-        (["tfrecord", "--limit=3", "--output=file/x"], "the folder cannot be made"),
+        (["tfrecord", "--limit=3", "--output=file/x"], "the folder cannot be created"),
         (["tfrecord", "--compression=bz2"], "bz2"),
         (["tfrecord", "--shards=0"], "0 is not in the range"),
     ],

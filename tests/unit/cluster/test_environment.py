@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from torchquorum.cluster.finding import Meeting
+from torchquorum.cluster.finding import Rendezvous
 from torchquorum.cluster.program import read_program_flags
 from torchquorum.cluster.slurm import expand_counts, expand_hosts
 from torchquorum.cluster.sources import Resolved, resolve
@@ -141,7 +141,7 @@ class TestSlurm:
         [
             ({"SLURM_PROCID": "4"}, "SLURM_PROCID=4: must be less than SLURM_STEP_NUM_TASKS=4"),
             ({"SLURM_PROCID": "x"}, "SLURM_PROCID=x: must be a whole number"),
-            ({"SLURM_STEP_NODELIST": "n[1-3]"}, "SLURM_STEP_TASKS_PER_NODE=.* is about 2 nodes and .* has 3"),
+            ({"SLURM_STEP_NODELIST": "n[1-3]"}, "SLURM_STEP_TASKS_PER_NODE=.* describes 2 nodes and .* has 3"),
             ({"SLURM_STEP_TASKS_PER_NODE": "2,1"}, "adds up to 3 tasks and SLURM_STEP_NUM_TASKS=4"),
             ({"SLURM_STEP_NODELIST": None}, "SLURM_STEP_NODELIST is not set"),
             ({"SLURM_STEP_TASKS_PER_NODE": None}, "SLURM_STEP_TASKS_PER_NODE is not set"),
@@ -161,9 +161,9 @@ class TestSlurm:
 
 class TestTorchrun:
     def test_the_addresses_are_exchanged_at_the_master(self, set_all):
-        asked: list[Meeting] = []
+        asked: list[Rendezvous] = []
 
-        def meet(meeting: Meeting) -> tuple[ClusterSpec, int]:
+        def meet(meeting: Rendezvous) -> tuple[ClusterSpec, int]:
             asked.append(meeting)
             return ClusterSpec(SPEC), 7
 
@@ -172,7 +172,7 @@ class TestTorchrun:
         assert (resolved.task, resolved.cluster, resolved.listen_fd) == (TaskId("worker", 0), ClusterSpec(SPEC), 7)
         assert resolved.why == "cluster from torchrun (run r1, 3 tasks: 1 ps, 2 workers)"
         assert asked == [
-            Meeting(
+            Rendezvous(
                 host="localhost",
                 port=29500,
                 prefix="torchquorum/r1/2/",
@@ -272,7 +272,7 @@ class TestWhoWins:
     def test_torchrun_inside_a_job_of_slurm_is_nearer(self, set_all):
         set_all(SLURM, TORCHRUN)
         resolved = found(meet=lambda _: (ClusterSpec(SPEC), 7))
-        assert resolved.why.endswith("SLURM_* is set too and was not used, because torchrun started this very process")
+        assert resolved.why.endswith("SLURM_* is set too and was not used, because torchrun started this process")
 
     def test_flags_win_and_the_line_says_what_was_passed_over(self, set_all):
         set_all(SLURM, SLURM_PROCID="broken, and not read")

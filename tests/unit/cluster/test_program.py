@@ -97,9 +97,9 @@ def test_cluster_flags_may_be_required() -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--stpes=5"], r"--stpes: no such flag, this program has .*; did you mean --steps\?"),
+        (["--stpes=5"], r"--stpes: no such flag; this program has .*; did you mean --steps\?"),
         (["--taske_id=5"], r"--taske_id: no such flag.* did you mean --task_id\?"),
-        (["--zzz"], "--zzz: no such flag, this program has .*--help"),
+        (["--zzz"], "--zzz: no such flag; this program has .*--help"),
         (["5000"], "5000: the program takes no argument without a flag"),
     ],
 )

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from torchquorum import env
-from torchquorum.cluster.sources import Resolved, launcher_task, resolve
+from torchquorum.cluster.sources import Resolved, TaskArguments, launcher_task, resolve
 from torchquorum.cluster.spec import ClusterSpec, TaskId
 from torchquorum.errors import ClusterError, ConfigError, FlagError
 
@@ -39,8 +39,8 @@ def tf_config(cluster=OTHER, job="worker", index: object = 0):
     return {"cluster": cluster, "task": {"type": job, "index": index}}
 
 
-def found(*args, **kwargs) -> Resolved:
-    resolved = resolve(*args, **kwargs)
+def found(argv=None, *, defaults=None, **arguments) -> Resolved:
+    resolved = resolve(argv, TaskArguments(**arguments), defaults=defaults)
     assert resolved is not None
     return resolved
 
@@ -121,7 +121,7 @@ class TestOrder:
 
     def test_an_index_of_the_program_must_be_whole(self):
         with pytest.raises(ClusterError, match="task_index='1'"):
-            resolve([], cluster=CLUSTER, job_name="worker", task_index="1")  # pyright: ignore[reportArgumentType]
+            resolve([], TaskArguments(cluster=CLUSTER, job_name="worker", task_index="1"))  # pyright: ignore[reportArgumentType]
 
 
 class TestHalfDescribed:
@@ -146,7 +146,7 @@ class TestHalfDescribed:
 
     def test_a_cluster_of_the_program_without_a_task_is_an_error(self):
         with pytest.raises(FlagError, match="without --job_name --task_index"):
-            resolve([], cluster=CLUSTER)
+            resolve([], TaskArguments(cluster=CLUSTER))
 
     def test_half_a_task_is_not_completed_by_another_source(self, set_tf_config):
         set_tf_config(tf_config())
@@ -173,7 +173,7 @@ class TestTransport:
 
     def test_an_unknown_one_says_where_it_came_from(self, monkeypatch):
         with pytest.raises(FlagError, match="transport=udp: must be one of"):
-            resolve(FLAGS, transport="udp")
+            resolve(FLAGS, TaskArguments(transport="udp"))
         monkeypatch.setenv(env.TRANSPORT, "udp")
         with pytest.raises(FlagError, match="TORCHQUORUM_TRANSPORT=udp: must be one of"):
             resolve(FLAGS)

@@ -5,7 +5,7 @@ import pytest
 from torchquorum.cluster import ClusterSpec, WorkerRange, launcher_task, parse_flags, resolve
 from torchquorum.cluster.spec import TaskId
 from torchquorum.errors import ClusterError, ConfigError
-from torchquorum.launcher.local import Options
+from torchquorum.launcher.launched import LaunchOptions
 
 JOBS = {"ps": ["a:1"], "worker": ["a:2", "a:3", "a:4", "a:5"]}
 
@@ -25,8 +25,8 @@ def test_a_number_and_a_range_are_read(given: object, least: int, most: int) -> 
     ("given", "message"),
     [
         ("8:2", "write 2:8"),
-        ("0:4", "the least must be 1 or more"),
-        ("-1:4", "the least must be 1 or more"),
+        ("0:4", "MIN must be 1 or more"),
+        ("-1:4", "MIN must be 1 or more"),
         ("0", "must be 1 or more"),
         ("2:", "give both numbers"),
         (":4", "give both numbers"),
@@ -70,6 +70,10 @@ def test_a_task_started_by_hand_is_told_by_a_flag() -> None:
 
 
 def test_a_launcher_reads_what_it_is_to_start() -> None:
-    assert Options(command=[], workers="2:8").range == Options(command=[], workers=(2, 8)).range == WorkerRange(2, 8)
+    assert (
+        LaunchOptions(command=[], workers="2:8").range
+        == LaunchOptions(command=[], workers=(2, 8)).range
+        == WorkerRange(2, 8)
+    )
     with pytest.raises(ConfigError, match="write 2:8"):
-        Options(command=[], workers="8:2")
+        LaunchOptions(command=[], workers="8:2")

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchquorum.data import Batches, Split
+from torchquorum.data import Split
+from torchquorum.data.batches import Batches
 from torchquorum.errors import ConfigError
 
 
@@ -195,7 +196,7 @@ def test_a_position_of_another_order_is_refused_and_says_what_differs(name: str,
     saved = Batches(numbered(60), 5, workers=2).state_dict()
     if name == "share":
         saved["workers"] = 1
-    with pytest.raises(ConfigError, match=rf"{name}=.*the saved position is of batches with {name}="):
+    with pytest.raises(ConfigError, match=rf"{name}=.*the saved position belongs to batches with {name}="):
         changed.load_state_dict(saved)
 
 

@@ -40,7 +40,7 @@ def failing(after: int) -> Iterator[int]:
 
 
 def test_batches_come_in_order_and_the_end_of_the_data_reaches_the_loop() -> None:
-    with tq.Prefetcher(range(10), depth=3) as batches:
+    with tq.data.Prefetcher(range(10), depth=3) as batches:
         assert list(batches) == list(range(10))
         with pytest.raises(StopIteration):
             next(batches)
@@ -57,7 +57,7 @@ def test_no_more_than_depth_batches_are_read_ahead() -> None:
             read.append(i)
             yield i
 
-    with tq.Prefetcher(source(), depth=3) as batches:
+    with tq.data.Prefetcher(source(), depth=3) as batches:
         assert next(batches) == 0
         assert eventually(lambda: len(read) == 4)
         assert list(batches) == list(range(1, 100))
@@ -65,15 +65,15 @@ def test_no_more_than_depth_batches_are_read_ahead() -> None:
 
 
 def test_an_exception_in_a_reader_is_raised_in_the_loop_with_the_readers_name() -> None:
-    with tq.Prefetcher(failing(0)) as batches, pytest.raises(ValueError, match="the disk is gone") as caught:
+    with tq.data.Prefetcher(failing(0)) as batches, pytest.raises(ValueError, match="the disk is gone") as caught:
         next(batches)
     assert any("torchquorum-reader-" in note for note in caught.value.__notes__)
     assert caught.traceback[-1].name == "failing"
 
 
 def test_an_exception_in_one_reader_stops_all_of_its_coordinator() -> None:
-    coordinator = tq.Coordinator()
-    good, bad = tq.Prefetcher(iter(int, 1), depth=2), tq.Prefetcher(failing(1))
+    coordinator = tq.tensorflow.Coordinator()
+    good, bad = tq.data.Prefetcher(iter(int, 1), depth=2), tq.data.Prefetcher(failing(1))
     own: list[bool] = []
 
     def mine() -> None:
@@ -89,8 +89,8 @@ def test_an_exception_in_one_reader_stops_all_of_its_coordinator() -> None:
 
 
 def test_a_coordinator_as_a_block_ends_its_readers() -> None:
-    with tq.Coordinator() as coordinator:
-        batches = tq.Prefetcher(iter(int, 1))
+    with tq.tensorflow.Coordinator() as coordinator:
+        batches = tq.data.Prefetcher(iter(int, 1))
         threads = coordinator.run([batches])
         assert [next(batches) for _ in range(20)] == [0] * 20
         assert all(t.name.startswith("torchquorum-reader-") for t in threads)
@@ -101,8 +101,8 @@ def test_a_coordinator_as_a_block_ends_its_readers() -> None:
 
 def test_the_blocks_own_exception_is_the_one_to_see() -> None:
     def block() -> None:
-        with tq.Coordinator() as coordinator:
-            coordinator.run([tq.Prefetcher(failing(0))])
+        with tq.tensorflow.Coordinator() as coordinator:
+            coordinator.run([tq.data.Prefetcher(failing(0))])
             coordinator.wait_for_stop(5)
             raise KeyError("mine")
 
@@ -111,7 +111,7 @@ def test_the_blocks_own_exception_is_the_one_to_see() -> None:
 
 
 def test_a_thread_that_does_not_end_is_named() -> None:
-    coordinator, let_go = tq.Coordinator(), threading.Event()
+    coordinator, let_go = tq.tensorflow.Coordinator(), threading.Event()
     (thread,) = coordinator.run([lambda: let_go.wait(20)])
     coordinator.request_stop()
     with pytest.raises(DeadlineError, match=f"waited 0.05 s for {thread.name} to end"):
@@ -128,7 +128,7 @@ def test_a_source_that_hangs_is_named_at_the_close(monkeypatch: pytest.MonkeyPat
         yield 1
         let_go.wait(20)
 
-    batches = tq.Prefetcher(source())
+    batches = tq.data.Prefetcher(source())
     assert next(batches) == 1
     with pytest.raises(DeadlineError, match="torchquorum-reader-"):
         batches.close()
@@ -139,21 +139,20 @@ def test_a_source_that_hangs_is_named_at_the_close(monkeypatch: pytest.MonkeyPat
 def test_a_position_is_that_of_the_next_batch_and_not_of_what_was_read_ahead() -> None:
     plain = make_batches()
     expected = [rows_of(next(plain)) for _ in range(23)]
-    with tq.Prefetcher(make_batches(), depth=6) as batches:
+    with tq.data.Prefetcher(make_batches(), depth=6) as batches:
         seen = [rows_of(next(batches)) for _ in range(9)]
-        reader: Any = batches._reader
-        assert eventually(lambda: len(reader._ready) == 6)
+        assert eventually(lambda: batches.waiting == 6)
         state, epoch = batches.state_dict(), batches.epoch
     assert seen == expected[:9]
     assert (epoch, state["epoch"], state["step_in_epoch"]) == (1, 1, 4)
-    with tq.Prefetcher(make_batches()) as again:
+    with tq.data.Prefetcher(make_batches()) as again:
         again.load_state_dict(state)
         assert again.state_dict() == state
         assert [rows_of(next(again)) for _ in range(14)] == expected[9:]
 
 
 def test_a_position_can_be_loaded_while_the_reader_runs() -> None:
-    with tq.Prefetcher(make_batches(), depth=5) as batches:
+    with tq.data.Prefetcher(make_batches(), depth=5) as batches:
         state = batches.state_dict()
         first = [rows_of(next(batches)) for _ in range(7)]
         batches.load_state_dict(state)
@@ -164,7 +163,7 @@ def test_a_position_can_be_loaded_while_the_reader_runs() -> None:
 def test_epochs_of_an_iterable_are_counted() -> None:
     loader = DataLoader(TensorDataset(torch.arange(6)), batch_size=2)
     epochs = []
-    with tq.Prefetcher(loader, epochs=3) as batches:
+    with tq.data.Prefetcher(loader, epochs=3) as batches:
         for _ in batches:
             epochs.append(batches.epoch)
     assert epochs == [0, 0, 0, 1, 1, 1, 2, 2, 2]
@@ -172,21 +171,21 @@ def test_epochs_of_an_iterable_are_counted() -> None:
 
 def test_an_iterable_without_a_position_of_its_own_is_continued_by_reading_it_again() -> None:
     for taken in range(9):
-        with tq.Prefetcher([10, 11, 12], epochs=3) as batches:
+        with tq.data.Prefetcher([10, 11, 12], epochs=3) as batches:
             seen = [next(batches) for _ in range(taken)]
             state = batches.state_dict()
-        with tq.Prefetcher([10, 11, 12], epochs=3) as again:
+        with tq.data.Prefetcher([10, 11, 12], epochs=3) as again:
             again.load_state_dict(state)
             assert seen + list(again) == [10, 11, 12] * 3
 
 
 def test_epochs_without_a_batch_do_not_turn_round_for_ever() -> None:
-    with tq.Prefetcher([], epochs=None) as batches:
+    with tq.data.Prefetcher([], epochs=None) as batches:
         assert list(batches) == []
 
 
 def test_closing_ends_the_thread_wherever_it_waits() -> None:
-    batches = tq.Prefetcher(iter(int, 1), depth=1)
+    batches = tq.data.Prefetcher(iter(int, 1), depth=1)
     next(batches)
     batches.close()
     assert not readers()
@@ -196,7 +195,7 @@ def test_closing_ends_the_thread_wherever_it_waits() -> None:
 
 
 def test_a_prefetcher_that_is_forgotten_leaves_no_thread() -> None:
-    batches = tq.Prefetcher(iter(int, 1))
+    batches = tq.data.Prefetcher(iter(int, 1))
     next(batches)
     assert readers()
     del batches
@@ -210,7 +209,7 @@ def test_a_prefetcher_whose_reader_failed_is_forgotten_with_all_that_it_held() -
             return failing(2)
 
     source = Source()
-    held, batches = weakref.ref(source), tq.Prefetcher(source)
+    held, batches = weakref.ref(source), tq.data.Prefetcher(source)
     with pytest.raises(ValueError, match="the disk is gone"):
         list(batches)
     del source, batches
@@ -219,10 +218,10 @@ def test_a_prefetcher_whose_reader_failed_is_forgotten_with_all_that_it_held() -
 
 
 def test_a_reader_that_runs_cannot_be_given_to_another_coordinator() -> None:
-    with tq.Prefetcher(iter(int, 1)) as batches:
+    with tq.data.Prefetcher(iter(int, 1)) as batches:
         next(batches)
-        with pytest.raises(ConfigError, match="runs already"):
-            tq.Coordinator().run([batches])
+        with pytest.raises(ConfigError, match="already runs"):
+            tq.tensorflow.Coordinator().run([batches])
 
 
 @pytest.mark.parametrize(
@@ -230,14 +229,14 @@ def test_a_reader_that_runs_cannot_be_given_to_another_coordinator() -> None:
     [
         (([], 0), "depth=0: must be a whole number, 1 or more"),
         (([], 2.0), "depth=2.0"),
-        ((3,), "give it batches that can be iterated over"),
+        ((3,), "must be an iterable of batches"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(arguments: Any, expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
-        tq.Prefetcher(*arguments)
+        tq.data.Prefetcher(*arguments)
 
 
 def test_a_position_of_other_batches_is_refused() -> None:
-    with tq.Prefetcher([1, 2]) as batches, pytest.raises(ConfigError, match="was it saved from other batches"):
+    with tq.data.Prefetcher([1, 2]) as batches, pytest.raises(ConfigError, match="was it saved from other batches"):
         batches.load_state_dict({"offset": 3})

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchquorum.data import read_idx
+from torchquorum.data.idx import read_idx
 from torchquorum.errors import DataError
 
 
@@ -99,7 +99,7 @@ def test_values_cut_off_are_told_with_both_lengths(tmp_path: Path, whole: bytes,
 
 
 def test_bytes_after_the_values_are_told(tmp_path: Path, whole: bytes) -> None:
-    with pytest.raises(DataError, match=r"41 bytes .*expected 40.*followed by other bytes"):
+    with pytest.raises(DataError, match=r"41 bytes .*expected 40.*too long"):
         read_idx(write(tmp_path, whole + b"x"))
 
 

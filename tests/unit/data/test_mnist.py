@@ -115,7 +115,7 @@ def test_validation_is_5000_rows_of_a_large_set_and_a_tenth_of_a_small_one(
 
 
 def test_a_missing_folder_is_named_with_the_way_out(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere: does not exist, expected a folder.*leave the data folder out"):
+    with pytest.raises(DataError, match=r"nowhere: does not exist, expected a folder.*leave it out"):
         load_mnist(tmp_path / "nowhere")
 
 

@@ -6,14 +6,14 @@ import pytest
 
 from tests.unit.data.parts import write_parts
 from torchquorum.data.record_stream import Reading, RecordStream, Shuffler
-from torchquorum.data.shares import Share
+from torchquorum.data.shares import FileShare
 from torchquorum.errors import DataError
 
 
 def reading(
     paths: tuple[Path, ...], *, shuffle: int = 0, stride: int = 1, files: bool = False, seed: int = 0
 ) -> Reading:
-    share = Share(tuple(range(len(paths))), stride, stride - 1)
+    share = FileShare(tuple(range(len(paths))), stride, stride - 1)
     return Reading(paths, share, "0/1", seed, shuffle, files, "auto", True)
 
 

@@ -6,11 +6,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.unit.data.parts import write_parts
-from torchquorum.data.shares import Share, ShareReader, check_share, find_files
+from torchquorum.data.shares import FileShare, ShareReader, check_share, find_files
 from torchquorum.errors import ConfigError, DataError
 
 
-def read(paths: tuple[Path, ...], share: Share, most: int = 5) -> list[bytes]:
+def read(paths: tuple[Path, ...], share: FileShare, most: int = 5) -> list[bytes]:
     reader, records = ShareReader(paths, share, "auto"), []
     while block := reader.read(most):
         assert len(block) <= most
@@ -24,7 +24,7 @@ def test_every_record_comes_exactly_once_over_workers_and_their_processes(
     counts: list[int], workers: int, loaders: Any, tmp_path: Path
 ) -> None:
     paths = write_parts(tmp_path, counts)
-    whole = Share(tuple(range(len(paths))))
+    whole = FileShare(tuple(range(len(paths))))
     found, sizes = [], []
     for worker in range(workers):
         mine = whole.divide(worker, workers)
@@ -38,16 +38,16 @@ def test_every_record_comes_exactly_once_over_workers_and_their_processes(
 
 
 def test_whole_files_are_shared_out_where_there_are_enough() -> None:
-    whole = Share(tuple(range(5)))
+    whole = FileShare(tuple(range(5)))
     assert [whole.divide(w, 2).files for w in range(2)] == [(0, 2, 4), (1, 3)]
-    assert whole.divide(5, 6) == Share((0, 1, 2, 3, 4), 6, 5)
+    assert whole.divide(5, 6) == FileShare((0, 1, 2, 3, 4), 6, 5)
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(counts=st.lists(st.integers(0, 9), min_size=1, max_size=5), stride=st.integers(1, 4), data=st.data())
 def test_skipping_and_reading_may_alternate(counts: list[int], stride: int, data: Any, tmp_path: Path) -> None:
     paths = write_parts(tmp_path, counts)
-    share = Share(tuple(range(len(paths))), stride, data.draw(st.integers(0, stride - 1)))
+    share = FileShare(tuple(range(len(paths))), stride, data.draw(st.integers(0, stride - 1)))
     expected, at = read(paths, share), 0
     reader = ShareReader(paths, share, None)
     for skip, most in data.draw(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 4)), max_size=8)):
@@ -73,9 +73,9 @@ def test_files_are_found_by_name_by_pattern_and_in_lists(tmp_path: Path) -> None
     ("files", "message"),
     [
         ("train-*", "train-.*: no file matches; .* holds part-0"),
-        ("nowhere", "nowhere: there is no such file; .* holds part-0"),
+        ("nowhere", "nowhere: no such file; .* holds part-0"),
         ("missing/file", "there is no folder .*missing"),
-        (".", "is a folder; name its files"),
+        (".", "is a folder; give its files"),
     ],
 )
 def test_files_that_are_not_there_are_named(files: str, message: str, tmp_path: Path) -> None:

@@ -14,15 +14,15 @@ from torchquorum.errors import ConfigError, DataError
 from torchquorum.formats.tfrecord import RecordError
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "mnist_200.tfrecords"
-NUMBER = {"n": tq.FixedLenFeature([], torch.int64)}
+NUMBER = {"n": tq.data.FixedLenFeature([], torch.int64)}
 
 
 def write(folder: Path, count: int, files: int = 1, compression: str | None = None) -> str:
     """Writes the numbers from 0 on, and returns a pattern of the files."""
     for number in range(files):
-        with tq.TFRecordWriter(folder / f"part-{number:05d}", compression) as writer:
+        with tq.data.TFRecordWriter(folder / f"part-{number:05d}", compression) as writer:
             for n in range(count * number // files, count * (number + 1) // files):
-                writer.write(tq.Example({"n": n}))
+                writer.write(tq.data.Example({"n": n}))
     return str(folder / "part-*")
 
 
@@ -42,47 +42,47 @@ def eventually_no_readers() -> bool:
 
 
 def test_golden_file_as_batches() -> None:
-    features = {"image_raw": tq.RawFeature([784]), "label": tq.FixedLenFeature([], torch.int64)}
-    batches = list(tq.TFRecordDataset(GOLDEN, features, batch_size=64))
+    features = {"image_raw": tq.data.RawFeature([784]), "label": tq.data.FixedLenFeature([], torch.int64)}
+    batches = list(tq.data.TFRecordDataset(GOLDEN, features, batch_size=64))
     assert [len(batch["label"]) for batch in batches] == [64, 64, 64, 8]
-    mnist = tq.load_mnist().validation
+    mnist = tq.data.load_mnist().validation
     assert torch.equal(torch.cat([batch["image_raw"] for batch in batches]), mnist.images[:200])
     assert torch.equal(torch.cat([batch["label"] for batch in batches]), mnist.labels[:200])
 
 
 def test_the_tutorials_parser_works_with_few_changes() -> None:
     def parser(record: bytes) -> tuple[torch.Tensor, torch.Tensor]:
-        features = tq.parse_single_example(
+        features = tq.data.parse_single_example(
             record,
             features={
-                "image_raw": tq.FixedLenFeature([], "string"),
-                "pixels": tq.FixedLenFeature([], "int64"),
-                "label": tq.FixedLenFeature([], "int64"),
+                "image_raw": tq.data.FixedLenFeature([], "string"),
+                "pixels": tq.data.FixedLenFeature([], "int64"),
+                "label": tq.data.FixedLenFeature([], "int64"),
             },
         )
-        return tq.decode_raw(features["image_raw"], "uint8").reshape(784).to(torch.float32), features["label"]
+        return tq.data.decode_raw(features["image_raw"], "uint8").reshape(784).to(torch.float32), features["label"]
 
-    images, labels = next(iter(tq.TFRecordDataset([GOLDEN], parse=parser, shuffle=50, repeat=10, batch_size=32)))
+    images, labels = next(iter(tq.data.TFRecordDataset([GOLDEN], parse=parser, shuffle=50, repeat=10, batch_size=32)))
     assert images.shape == (32, 784) and images.dtype == torch.float32 and labels.shape == (32,)
 
 
 def test_transform_gets_the_batch_and_records_come_as_bytes_without_features(tmp_path: Path) -> None:
     files = write(tmp_path, 10)
-    assert list(tq.TFRecordDataset(files))[3] == tq.Example({"n": 3}).SerializeToString()
-    assert [len(batch) for batch in tq.TFRecordDataset(files, batch_size=4)] == [4, 4, 2]
-    assert [x["n"].item() for x in tq.TFRecordDataset(files, NUMBER)] == list(range(10))
-    double = tq.TFRecordDataset(files, NUMBER, batch_size=5, transform=lambda batch: 2 * batch["n"])
+    assert list(tq.data.TFRecordDataset(files))[3] == tq.data.Example({"n": 3}).SerializeToString()
+    assert [len(batch) for batch in tq.data.TFRecordDataset(files, batch_size=4)] == [4, 4, 2]
+    assert [x["n"].item() for x in tq.data.TFRecordDataset(files, NUMBER)] == list(range(10))
+    double = tq.data.TFRecordDataset(files, NUMBER, batch_size=5, transform=lambda batch: 2 * batch["n"])
     assert [batch.tolist() for batch in double] == [[0, 2, 4, 6, 8], [10, 12, 14, 16, 18]]
 
 
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_batches_reach_over_epochs_and_the_remainder_may_be_dropped(prefetch: int, tmp_path: Path) -> None:
     files = write(tmp_path, 10)
-    batches = list(tq.TFRecordDataset(files, NUMBER, batch_size=4, repeat=2, shuffle=4, prefetch=prefetch))
+    batches = list(tq.data.TFRecordDataset(files, NUMBER, batch_size=4, repeat=2, shuffle=4, prefetch=prefetch))
     assert [len(batch["n"]) for batch in batches] == [4, 4, 4, 4, 4]
     numbers = flat(batches)
     assert sorted(numbers[:10]) == sorted(numbers[10:]) == list(range(10)) and numbers[:10] != numbers[10:]
-    dataset = tq.TFRecordDataset(files, NUMBER, batch_size=4, drop_remainder=True, prefetch=prefetch)
+    dataset = tq.data.TFRecordDataset(files, NUMBER, batch_size=4, drop_remainder=True, prefetch=prefetch)
     assert [len(batch["n"]) for batch in dataset] == [4, 4]
     assert eventually_no_readers()
 
@@ -103,7 +103,7 @@ def test_a_run_that_goes_on_from_a_saved_position_equals_the_uninterrupted_one(
     options: dict[str, Any], compression: str | None, tmp_path: Path
 ) -> None:
     files = write(tmp_path, 83, 4, compression)
-    dataset = tq.TFRecordDataset(files, NUMBER, **options)
+    dataset = tq.data.TFRecordDataset(files, NUMBER, **options)
     states, numbers = [json.dumps(dataset.state_dict())], [0]
     batches = []
     for batch in dataset:
@@ -112,12 +112,12 @@ def test_a_run_that_goes_on_from_a_saved_position_equals_the_uninterrupted_one(
         numbers.append(numbers[-1] + len(batch["n"]))
     whole = flat(batches)
     for state, taken in list(zip(states, numbers, strict=True))[::3]:
-        again = tq.TFRecordDataset(files, NUMBER, **options)
+        again = tq.data.TFRecordDataset(files, NUMBER, **options)
         again.load_state_dict(json.loads(state))
         assert again.state_dict() == json.loads(state)
         assert flat(again) == whole[taken:]
     # Another batch size is no obstacle: the position counts records.
-    again = tq.TFRecordDataset(files, NUMBER, **{**options, "batch_size": 11})
+    again = tq.data.TFRecordDataset(files, NUMBER, **{**options, "batch_size": 11})
     again.load_state_dict(json.loads(states[2]))
     assert flat(again) == whole[numbers[2] :]
 
@@ -125,7 +125,9 @@ def test_a_run_that_goes_on_from_a_saved_position_equals_the_uninterrupted_one(
 @pytest.mark.parametrize("prefetch", [0, 4])
 def test_a_pass_goes_where_the_dataset_is_sent(prefetch: int, tmp_path: Path) -> None:
     """As when a ps dies: the loop keeps its iterator, and the session loads the position of the checkpoint."""
-    dataset = tq.TFRecordDataset(write(tmp_path, 60), NUMBER, batch_size=5, shuffle=20, repeat=None, prefetch=prefetch)
+    dataset = tq.data.TFRecordDataset(
+        write(tmp_path, 60), NUMBER, batch_size=5, shuffle=20, repeat=None, prefetch=prefetch
+    )
     batches = iter(dataset)
     first = [next(batches) for _ in range(4)]
     state = dataset.state_dict()
@@ -143,13 +145,13 @@ def test_a_pass_goes_where_the_dataset_is_sent(prefetch: int, tmp_path: Path) ->
 def test_the_next_pass_comes_in_another_order_and_can_be_resumed_too(tmp_path: Path) -> None:
     files = write(tmp_path, 30)
 
-    def make() -> tq.TFRecordDataset:
-        return tq.TFRecordDataset(files, NUMBER, batch_size=4, shuffle=30)
+    def make() -> tq.data.TFRecordDataset:
+        return tq.data.TFRecordDataset(files, NUMBER, batch_size=4, shuffle=30)
 
     dataset = make()
     first, second = flat(dataset), flat(dataset)
     assert sorted(first) == sorted(second) and first != second
-    twice = tq.TFRecordDataset(files, NUMBER, batch_size=4, shuffle=30, repeat=2)
+    twice = tq.data.TFRecordDataset(files, NUMBER, batch_size=4, shuffle=30, repeat=2)
     assert flat(twice) == first + second
     dataset = make()
     assert flat(dataset) == first
@@ -168,14 +170,14 @@ def test_the_next_pass_comes_in_another_order_and_can_be_resumed_too(tmp_path: P
 
 
 def test_a_position_is_of_what_was_delivered_not_of_what_was_read_ahead(tmp_path: Path) -> None:
-    dataset = tq.TFRecordDataset(write(tmp_path, 100), NUMBER, batch_size=5, prefetch=8)
+    dataset = tq.data.TFRecordDataset(write(tmp_path, 100), NUMBER, batch_size=5, prefetch=8)
     batches = iter(dataset)
     next(batches)
     deadline = time.monotonic() + 60
-    reader: Any = batches
-    while len(reader._elements._reader._ready) < 8 and time.monotonic() < deadline:
+    ahead: Any = batches
+    while ahead.waiting < 8 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert len(reader._elements._reader._ready) == 8
+    assert ahead.waiting == 8
     assert dataset.state_dict()["taken"] == 5
     assert len(list(batches)) == 19  # and the reader ends with the data
     assert eventually_no_readers()
@@ -184,8 +186,8 @@ def test_a_position_is_of_what_was_delivered_not_of_what_was_read_ahead(tmp_path
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seed": 1}, "seed=0: the saved position is in seed=1"),
-        ({"share": "1/2"}, "share='0/1': the saved position is in share='1/2'"),
+        ({"seed": 1}, "seed=0: the saved position belongs to seed=1"),
+        ({"share": "1/2"}, "share='0/1': the saved position belongs to share='1/2'"),
         ({"files": "other"}, "other files"),
         ({"shuffle": 3}, "shuffle=0"),
         ({"taken": -1}, "taken=-1 in the saved position: must be a whole number"),
@@ -194,7 +196,7 @@ def test_a_position_is_of_what_was_delivered_not_of_what_was_read_ahead(tmp_path
     ],
 )
 def test_a_position_of_something_else_is_refused(change: dict[str, Any], message: str, tmp_path: Path) -> None:
-    dataset = tq.TFRecordDataset(write(tmp_path, 5), NUMBER)
+    dataset = tq.data.TFRecordDataset(write(tmp_path, 5), NUMBER)
     with pytest.raises(ConfigError, match=message):
         dataset.load_state_dict({**dataset.state_dict(), **change})
 
@@ -202,7 +204,7 @@ def test_a_position_of_something_else_is_refused(change: dict[str, Any], message
 def test_a_position_follows_files_to_another_folder(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    one, other = (tq.TFRecordDataset(write(tmp_path / x, 20), NUMBER, batch_size=5) for x in "ab")
+    one, other = (tq.data.TFRecordDataset(write(tmp_path / x, 20), NUMBER, batch_size=5) for x in "ab")
     next(iter(one))
     other.load_state_dict(one.state_dict())
     assert flat(other) == list(range(5, 20))
@@ -214,7 +216,9 @@ def test_every_record_comes_once_also_through_data_loaders(workers: int, files: 
     pattern = write(tmp_path, 50, files)
     found = []
     for index in range(2):
-        dataset = tq.TFRecordDataset(pattern, NUMBER, batch_size=4, shuffle=8, share=(index, 2), prefetch=workers % 2)
+        dataset = tq.data.TFRecordDataset(
+            pattern, NUMBER, batch_size=4, shuffle=8, share=(index, 2), prefetch=workers % 2
+        )
         found += flat(DataLoader(dataset, batch_size=None, num_workers=workers))
     assert sorted(found) == list(range(50))
 
@@ -222,9 +226,9 @@ def test_every_record_comes_once_also_through_data_loaders(workers: int, files: 
 def test_a_data_loader_behind_a_prefetcher_shuffles_every_epoch_anew_and_is_resumed(tmp_path: Path) -> None:
     pattern = write(tmp_path, 40, 4)
 
-    def make() -> tq.Prefetcher[Any]:
-        dataset = tq.TFRecordDataset(pattern, NUMBER, batch_size=5, shuffle=10)
-        return tq.Prefetcher(DataLoader(dataset, batch_size=None, num_workers=2), epochs=2)
+    def make() -> tq.data.Prefetcher[Any]:
+        dataset = tq.data.TFRecordDataset(pattern, NUMBER, batch_size=5, shuffle=10)
+        return tq.data.Prefetcher(DataLoader(dataset, batch_size=None, num_workers=2), epochs=2)
 
     batches = make()
     whole, states = [], []
@@ -239,12 +243,12 @@ def test_a_data_loader_behind_a_prefetcher_shuffles_every_epoch_anew_and_is_resu
 
 
 def test_a_position_inside_data_loader_processes_is_refused_and_not_ignored(tmp_path: Path) -> None:
-    dataset = tq.TFRecordDataset(write(tmp_path, 20), NUMBER, batch_size=5)
+    dataset = tq.data.TFRecordDataset(write(tmp_path, 20), NUMBER, batch_size=5)
     next(iter(dataset))
     dataset.load_state_dict(dataset.state_dict())
     batches: Any = iter(DataLoader(dataset, batch_size=None, num_workers=1))
     for _ in range(2):
-        with pytest.raises(ConfigError, match="the processes of a DataLoader cannot take up a position"):
+        with pytest.raises(ConfigError, match="the processes of a DataLoader cannot start at a position"):
             next(batches)
     batches._shutdown_workers()  # the exception still holds them
     assert flat(DataLoader(dataset, batch_size=None)) == list(range(5, 20))
@@ -258,7 +262,7 @@ def test_damage_is_raised_in_the_loop_with_file_and_offset(prefetch: int, tmp_pa
     size = len(body) // 20
     body[7 * size + 14] ^= 1
     path.write_bytes(body)
-    dataset = tq.TFRecordDataset(str(tmp_path / "part-*"), NUMBER, batch_size=9, prefetch=prefetch)
+    dataset = tq.data.TFRecordDataset(str(tmp_path / "part-*"), NUMBER, batch_size=9, prefetch=prefetch)
     batches, message = iter(dataset), f"{path}: record 7, at byte {7 * size}: the data does not match"
     if prefetch == 0:  # a thread may meet the damage before the loop has taken what comes before it
         assert flat([next(batches), next(batches), next(batches)]) == list(range(27))
@@ -271,21 +275,21 @@ def test_damage_is_raised_in_the_loop_with_file_and_offset(prefetch: int, tmp_pa
 
 @pytest.mark.parametrize("prefetch", [0, 2])
 def test_a_record_that_is_not_as_specified_is_named_by_file_and_offset(prefetch: int, tmp_path: Path) -> None:
-    with tq.TFRecordWriter(tmp_path / "file") as writer:
+    with tq.data.TFRecordWriter(tmp_path / "file") as writer:
         for n in range(30):
-            writer.write(tq.Example({"n": n}) if n != 17 else b"\xff\xff")
-    offset = 17 * (16 + len(tq.Example({"n": 0}).SerializeToString()))
-    dataset = tq.TFRecordDataset(tmp_path / "file", NUMBER, batch_size=10, prefetch=prefetch, shuffle=5)
-    with pytest.raises(DataError, match=f"{tmp_path / 'file'}: the record at byte {offset}: no tf.train.Example"):
+            writer.write(tq.data.Example({"n": n}) if n != 17 else b"\xff\xff")
+    offset = 17 * (16 + len(tq.data.Example({"n": 0}).SerializeToString()))
+    dataset = tq.data.TFRecordDataset(tmp_path / "file", NUMBER, batch_size=10, prefetch=prefetch, shuffle=5)
+    with pytest.raises(DataError, match=f"{tmp_path / 'file'}: the record at byte {offset}: not a tf.train.Example"):
         list(dataset)
-    dataset = tq.TFRecordDataset(tmp_path / "file", parse=lambda record: len(record) // (record[0] - 255))
+    dataset = tq.data.TFRecordDataset(tmp_path / "file", parse=lambda record: len(record) // (record[0] - 255))
     with pytest.raises(ZeroDivisionError) as caught:
         list(dataset)
     assert caught.value.__notes__[0] == f"raised by parse= for {tmp_path / 'file'}: the record at byte {offset}"
 
 
 def test_threads_end_when_a_pass_is_left_early_or_forgotten(tmp_path: Path) -> None:
-    dataset = tq.TFRecordDataset(write(tmp_path, 100), NUMBER, batch_size=2, repeat=None, prefetch=2)
+    dataset = tq.data.TFRecordDataset(write(tmp_path, 100), NUMBER, batch_size=2, repeat=None, prefetch=2)
     for _batch in dataset:
         break
     batches = iter(dataset)
@@ -298,9 +302,9 @@ def test_threads_end_when_a_pass_is_left_early_or_forgotten(tmp_path: Path) -> N
 
 def test_an_endless_pass_over_an_empty_share_is_an_error_and_no_hang(tmp_path: Path) -> None:
     files = write(tmp_path, 2)
-    assert list(tq.TFRecordDataset(files, NUMBER, batch_size=4, share=(2, 3))) == []
+    assert list(tq.data.TFRecordDataset(files, NUMBER, batch_size=4, share=(2, 3))) == []
     for prefetch in (0, 2):
-        dataset = tq.TFRecordDataset(files, NUMBER, batch_size=4, share=(2, 3), repeat=None, prefetch=prefetch)
+        dataset = tq.data.TFRecordDataset(files, NUMBER, batch_size=4, share=(2, 3), repeat=None, prefetch=prefetch)
         with pytest.raises(DataError, match=r"no records for this share \(2/3\), and repeat=None"):
             next(iter(dataset))
 
@@ -310,7 +314,7 @@ def test_an_endless_pass_over_an_empty_share_is_an_error_and_no_hang(tmp_path: P
     [
         ({"shuffle": -1}, "shuffle=-1: must be a whole number, 0 or more"),
         ({"shuffle": True}, "shuffle=True"),
-        ({"repeat": 0}, "repeat=0: must be a whole number, 1 or more; None goes on for ever"),
+        ({"repeat": 0}, "repeat=0: must be a whole number, 1 or more; None for no end"),
         ({"batch_size": 0}, "batch_size=0"),
         ({"batch_size": 2.0}, "batch_size=2.0"),
         ({"prefetch": -1}, "prefetch=-1"),
@@ -318,16 +322,16 @@ def test_an_endless_pass_over_an_empty_share_is_an_error_and_no_hang(tmp_path: P
         ({"share": (2, 2)}, "share="),
         ({"compression": "bz2"}, "compression='bz2'"),
         ({"drop_remainder": True}, "drop_remainder=True without batch_size"),
-        ({"parse": len}, "features and parse: give one of them"),
+        ({"parse": len}, "features and parse: give only one"),
         ({"transform": 5}, "transform=5: must be a function"),
         ({"features": {}}, "features={}"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        tq.TFRecordDataset(write(tmp_path, 1), **{"features": NUMBER, **options})
+        tq.data.TFRecordDataset(write(tmp_path, 1), **{"features": NUMBER, **options})
 
 
 def test_missing_files_are_named() -> None:
-    with pytest.raises(DataError, match="nowhere: there is no such file"):
-        tq.TFRecordDataset("nowhere", NUMBER)
+    with pytest.raises(DataError, match="nowhere: no such file"):
+        tq.data.TFRecordDataset("nowhere", NUMBER)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.unit.formats.checkpoints import Tensors, cut, example, flip, run_child, save
 from torchquorum.formats.checkpoint import (
     CheckpointError,
-    Reader,
+    CheckpointReader,
     Spec,
     list_checkpoints,
     load_manifest,
@@ -37,7 +37,7 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("num_ps", [1, 5])
 def test_what_three_tasks_saved_is_read_in_the_cuts_of_one_and_of_five(saved, num_ps):
-    with Reader(saved) as reader:
+    with CheckpointReader(saved) as reader:
         for stored, value in (entry for part in cut(example(7), num_ps) for entry in part):
             came = reader.read(
                 stored.kind, stored.variable, stored.state, stored.start, stored.stop, expect=stored.spec
@@ -50,21 +50,21 @@ def test_what_three_tasks_saved_is_read_in_the_cuts_of_one_and_of_five(saved, nu
 def test_any_range_of_any_tensor_comes_back_bit_for_bit(saved, data):
     (kind, variable, state), tensor = data.draw(st.sampled_from(sorted(example(7).items(), key=lambda item: item[0])))
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, tensor.numel())] * 2)))
-    with Reader(saved) as reader:
+    with CheckpointReader(saved) as reader:
         assert torch.equal(reader.read(kind, variable, state, start, stop), tensor.reshape(-1)[start:stop])
 
 
 @settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(num_ps=st.integers(1, 9))
 def test_the_number_of_tasks_that_saved_makes_no_difference(tmp_path, num_ps):
-    with Reader(save(tmp_path, num_ps, example(1), num_ps)) as reader:
+    with CheckpointReader(save(tmp_path, num_ps, example(1), num_ps)) as reader:
         for (kind, variable, state), tensor in example(1).items():
             assert torch.equal(reader.read(kind, variable, state).view(tensor.shape), tensor)
 
 
 def test_a_range_is_read_straight_into_the_memory_it_is_for(saved):
     memory = torch.zeros(50)
-    with Reader(saved) as reader:
+    with CheckpointReader(saved) as reader:
         reader.read("variable", "layer.float32", start=20, stop=60, out=memory[5:45])
     assert torch.equal(memory[5:45], example(7)["variable", "layer.float32", ""].reshape(-1)[20:60])
     assert not memory[:5].any() and not memory[45:].any()
@@ -84,7 +84,7 @@ def test_a_nan_in_the_manifest_is_still_one_when_it_is_read(tmp_path):
 
 
 def test_variables_states_and_averages_are_listed(saved):
-    with Reader(saved) as reader:
+    with CheckpointReader(saved) as reader:
         assert reader.variables()["layer.bfloat16"] == Spec((7, 11), "bfloat16")
         assert reader.variables()["count"] == Spec((), "int64")
         assert reader.states("layer.float32") == {"exp_avg": Spec((7, 11), "float32"), "step": Spec((), "float32")}
@@ -93,7 +93,7 @@ def test_variables_states_and_averages_are_listed(saved):
 
 
 def test_the_state_dict_holds_averages_only_where_asked_and_kept(saved):
-    with Reader(saved) as reader:
+    with CheckpointReader(saved) as reader:
         plain, averaged = reader.state_dict(), reader.state_dict(averages=True)
     tensors = example(7)
     assert plain.keys() == averaged.keys() == {name for kind, name, _ in tensors if kind == "variable"}
@@ -104,12 +104,15 @@ def test_the_state_dict_holds_averages_only_where_asked_and_kept(saved):
 
 def test_averages_that_were_never_kept_are_not_made_up(tmp_path):
     tensors: Tensors = {("variable", "w", ""): torch.ones(3)}
-    with Reader(save(tmp_path, 1, tensors)) as reader, pytest.raises(CheckpointError, match="no moving averages"):
+    with (
+        CheckpointReader(save(tmp_path, 1, tensors)) as reader,
+        pytest.raises(CheckpointError, match="no moving averages"),
+    ):
         reader.state_dict(averages=True)
 
 
 def test_what_is_not_there_or_not_alike_is_refused_with_its_name(saved):
-    with Reader(saved) as reader:
+    with CheckpointReader(saved) as reader:
         with pytest.raises(CheckpointError, match="holds no variable layer.other"):
             reader.read("variable", "layer.other")
         with pytest.raises(CheckpointError, match="holds no optimizer state nu of layer.float32"):
@@ -128,7 +131,7 @@ def test_scalars_that_are_one_tensor_and_tensors_that_are_not_contiguous_are_sto
         ("optimizer", "a", "step"): step,
         ("optimizer", "b", "step"): step,
     }
-    with Reader(save(tmp_path, 1, tensors, num_ps=1)) as reader:
+    with CheckpointReader(save(tmp_path, 1, tensors, num_ps=1)) as reader:
         assert torch.equal(reader.state_dict()["a"], matrix.t())
         assert [reader.read("optimizer", name, "step").item() for name in "ab"] == [4.0, 4.0]
 
@@ -175,17 +178,23 @@ def test_a_reader_names_the_file_that_is_not_what_the_manifest_says(tmp_path):
     manifest = load_manifest(path)
     pieces = manifest.pieces
     manifest.pieces = [msgspec.structs.replace(piece, dtype="int32") for piece in pieces]
-    with Reader(path, manifest) as reader, pytest.raises(CheckpointError, match="part-00000-of-00003.* is damaged"):
+    with (
+        CheckpointReader(path, manifest) as reader,
+        pytest.raises(CheckpointError, match="part-00000-of-00003.* is damaged"),
+    ):
         reader.read("variable", "layer.float32")
     manifest.pieces = pieces[:1]
-    with Reader(path, manifest) as reader, pytest.raises(CheckpointError, match="element 25 of 77 is missing"):
+    with (
+        CheckpointReader(path, manifest) as reader,
+        pytest.raises(CheckpointError, match="element 25 of 77 is missing"),
+    ):
         reader.read("variable", "layer.float64", start=20)
 
 
 # Memory.
 
 MEMORY = """
-    from torchquorum.formats.checkpoint import Reader
+    from torchquorum.formats.checkpoint import CheckpointReader
     from torchquorum.formats.checkpoint_write import begin, write_part
 
     def peak_mb():
@@ -201,7 +210,7 @@ MEMORY = """
     del w
     Path("/proc/self/clear_refs").write_text("5")
     empty = peak_mb()
-    with Reader(path) as reader:
+    with CheckpointReader(path) as reader:
         reader.read("variable", "w", start=40_000_000, stop=40_001_000)
         print(saved - before, peak_mb() - empty)
 """
@@ -218,12 +227,12 @@ def test_tied_names_and_buffers_are_in_the_state_dict_and_tied_names_without_sen
     manifest = load_manifest(path)
     buffers = [msgspec.structs.replace(p, kind="buffer") for p in manifest.pieces if p.variable == "mean"]
     manifest.pieces, manifest.buffers = [p for p in manifest.pieces if p.variable == "w"], buffers
-    with Reader(path, manifest) as reader:
+    with CheckpointReader(path, manifest) as reader:
         found = reader.state_dict()
     assert found.keys() == {"w", "head", "mean"}
     assert torch.equal(found["head"], found["w"]) and found["head"].data_ptr() != found["w"].data_ptr()
     assert torch.equal(found["mean"], torch.arange(6.0).view(2, 3))
-    with Reader(save(tmp_path, 2, tensors, plan={"tied": "nonsense"})) as reader:
+    with CheckpointReader(save(tmp_path, 2, tensors, plan={"tied": "nonsense"})) as reader:
         assert reader.state_dict().keys() == {"w", "mean"}
 
 
@@ -232,7 +241,7 @@ def test_a_hole_between_two_pieces_is_named_by_its_first_element(tmp_path):
     manifest = load_manifest(path)
     manifest.pieces = [p for p in manifest.pieces if p.kind == "variable" and p.variable == "layer.float32"]
     del manifest.pieces[1]
-    with Reader(path, manifest) as reader:
+    with CheckpointReader(path, manifest) as reader:
         with pytest.raises(CheckpointError, match="element 25 of 77 is missing"):
             reader.read("variable", "layer.float32")
         assert reader.read("variable", "layer.float32", stop=25).numel() == 25
@@ -240,14 +249,14 @@ def test_a_hole_between_two_pieces_is_named_by_its_first_element(tmp_path):
 
 def test_a_part_that_is_gone_when_it_is_read_is_named(tmp_path):
     path = save(tmp_path, 5)
-    with Reader(path) as reader:
+    with CheckpointReader(path) as reader:
         (path / part_name(1, 3)).write_bytes(b"no tensors")
         with pytest.raises(CheckpointError, match="part-00001-of-00003.* is damaged: .* cannot be read"):
             reader.read("variable", "layer.float32")
     manifest = load_manifest(save(tmp_path, 6))
     (tmp_path / "model.ckpt-6" / part_name(0, 3)).unlink()
     with (
-        Reader(tmp_path / "model.ckpt-6", manifest) as reader,
+        CheckpointReader(tmp_path / "model.ckpt-6", manifest) as reader,
         pytest.raises(CheckpointError, match="part-00000-of-00003.* is damaged: .* cannot be read"),
     ):
         reader.read("variable", "layer.float32")

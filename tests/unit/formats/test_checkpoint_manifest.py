@@ -55,11 +55,14 @@ MALICE = {
     "dtype": (lambda m: first(m).update(dtype="load"), "dtype 'load'"),
     "kind": (lambda m: first(m).update(kind="pickle"), "Invalid enum value"),
     "orphan": (lambda m: first(m).update(kind="average", variable="nobody"), "belongs to no variable"),
-    "nameless state": (lambda m: first(m).update(kind="optimizer"), "state of the optimizer"),
+    "nameless state": (lambda m: first(m).update(kind="optimizer"), "only an optimizer state"),
     "shared": (lambda m: m["pieces"].append(dict(first(m), variable="twin")), "with another tensor"),
     "two shapes": (lambda m: m["pieces"].append(dict(first(m), key="x", start=77, shape=[77])), "in one slice"),
-    "buffer among variables": (lambda m: first(m).update(kind="buffer"), "buffers, and nothing else"),
-    "variable among buffers": (lambda m: m.update(buffers=[dict(first(m), key="x")]), "buffers, and nothing else"),
+    "buffer among variables": (lambda m: first(m).update(kind="buffer"), "must hold all buffers and nothing else"),
+    "variable among buffers": (
+        lambda m: m.update(buffers=[dict(first(m), key="x")]),
+        "must hold all buffers and nothing else",
+    ),
     "buffer with a variable's name": (lambda m: m.update(buffers=[as_buffer(m)]), "has the name of a variable"),
     "buffer in no file": (
         lambda m: m.update(buffers=[as_buffer(m, variable="b", file="c")]),

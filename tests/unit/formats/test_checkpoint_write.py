@@ -16,9 +16,9 @@ from tests.unit.formats.checkpoints import child, example, flip, found_step, hid
 from torchquorum.errors import ConfigError
 from torchquorum.formats.checkpoint import (
     CheckpointError,
+    CheckpointReader,
     FileInfo,
     Manifest,
-    Reader,
     Stored,
     list_checkpoints,
     newest_good,
@@ -91,7 +91,7 @@ def test_the_same_step_saved_twice_leaves_the_second_and_nothing_else(tmp_path):
     for seed in (2, 3):
         path = save(tmp_path, 4, example(seed), num_ps=2)
     assert verify(path) is None and hidden(tmp_path) == []
-    with Reader(path) as reader:
+    with CheckpointReader(path) as reader:
         assert torch.equal(reader.read("variable", "count"), example(3)["variable", "count", ""].reshape(1))
     assert len(list(path.iterdir())) == 3
 
@@ -160,7 +160,7 @@ def test_a_kill_before_any_change_on_disk_leaves_the_older_one_or_the_whole_new_
         assert found and skipped == []
         path, manifest = found
         assert manifest.step >= before
-        with Reader(path, manifest) as reader:
+        with CheckpointReader(path, manifest) as reader:
             count = reader.read("variable", "count").item() - (2**53 + 1)
         assert count == 3 if instant == instants else count in (before, 3)
         prune(folder)
@@ -325,7 +325,7 @@ def test_an_export_loads_without_torchquorum(saved, tmp_path, name, averages):
     target.write_text("an older export")
     assert export(saved, target, averages=averages) == target
     loaded = load_file(target) if name.endswith(".safetensors") else torch.load(target, weights_only=True)
-    with Reader(saved) as reader:
+    with CheckpointReader(saved) as reader:
         expected = reader.state_dict(averages=averages)
     assert loaded.keys() == expected.keys()
     assert all(torch.equal(loaded[k], v) and loaded[k].dtype == v.dtype for k, v in expected.items())
@@ -333,7 +333,7 @@ def test_an_export_loads_without_torchquorum(saved, tmp_path, name, averages):
 
 
 def test_an_export_to_an_unknown_kind_of_file_is_refused(saved, tmp_path):
-    with pytest.raises(CheckpointError, match=r"ends in .safetensors or .pt"):
+    with pytest.raises(CheckpointError, match=r"must end in .safetensors or .pt"):
         export(saved, tmp_path / "model.h5")
 
 

@@ -22,20 +22,20 @@ KNOWN = [
 @pytest.mark.parametrize(("data", "crc"), KNOWN)
 def test_known_values_come_out_of_both_implementations(data: bytes, crc: int) -> None:
     assert module.crc32c(data) == crc
-    assert module._crc32c_numpy(data) == crc
+    assert module.crc32c_numpy(data) == crc
 
 
 @pytest.mark.parametrize("size", [0, 1, 2, 3, 4, 5, 255, 256, 257, 259, 260, 511, 512, 1000, 5_000, 1_100_000])
 def test_numpy_agrees_with_the_library_at_every_length(size: int) -> None:
     library = pytest.importorskip("google_crc32c")
     data = np.random.default_rng(size).bytes(size)
-    assert module._crc32c_numpy(data) == library.value(data)
+    assert module.crc32c_numpy(data) == library.value(data)
 
 
 @settings(deadline=None)
 @given(st.binary(max_size=600))
 def test_numpy_agrees_with_the_loop(data: bytes) -> None:
-    assert module._crc32c_numpy(data) == module._crc32c_loop(data)
+    assert module.crc32c_numpy(data) == module.crc32c_loop(data)
 
 
 def test_many_at_once_are_the_same_as_one_by_one() -> None:
@@ -56,7 +56,7 @@ def test_without_the_library_or_its_c_part_numpy_computes(there: str | None, mon
         fake = ModuleType("google_crc32c")
         fake.implementation = there  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(sys.modules, "google_crc32c", fake)
-    monkeypatch.setattr(module, "_c", module._find_c())
+    monkeypatch.setattr(module, "library", module.find_library())
     assert module.implementation() == "numpy"
     assert module.crc32c(b"123456789") == 0xE3069283
     assert module.masked_crc32c_many([b"123456789"]).tolist() == [module.masked_crc32c(b"123456789")]

@@ -12,8 +12,8 @@ import torchquorum as tq
 from tests.unit.formats import protobuf_example as real
 from torchquorum.errors import ConfigError
 from torchquorum.formats.example import Example, Feature
+from torchquorum.formats.protobuf import ExampleError, decode_varints, encode_varints
 from torchquorum.formats.tfrecord import read_records
-from torchquorum.formats.wire import ExampleError, decode_varints, encode_varints
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 
@@ -77,7 +77,7 @@ def assert_same_verdict(record: bytes) -> None:
     try:
         expected = from_real(real.Example.FromString(record))
     except DecodeError:
-        with pytest.raises(ExampleError, match="no tf.train.Example"):
+        with pytest.raises(ExampleError, match="not a tf.train.Example"):
             Example.FromString(record)
     else:
         assert Example.FromString(record) == expected
@@ -164,7 +164,7 @@ def test_the_golden_examples_are_written_again_byte_for_byte() -> None:
 def test_an_example_of_plain_values_is_what_tensorflow_wrote() -> None:
     record = next(iter(read_records(GOLDEN / "mnist_200.tfrecords")))
     image = Example.FromString(record)["image_raw"].value[0]
-    assert tq.Example({"pixels": 784, "label": 5, "image_raw": image}).SerializeToString() == record
+    assert tq.data.Example({"pixels": 784, "label": 5, "image_raw": image}).SerializeToString() == record
 
 
 def test_every_kind_of_value_of_tensorflow_comes_out() -> None:
@@ -227,7 +227,7 @@ def test_a_value_that_is_no_feature_is_refused_by_name(value: Any, message: str)
 
 
 def test_mistakes_in_a_feature_are_told() -> None:
-    with pytest.raises(ConfigError, match=r"Feature\(bytes_list, int64_list\): a feature is a list of one kind"):
+    with pytest.raises(ConfigError, match=r"Feature\(bytes_list, int64_list\): a feature has one kind"):
         Feature(bytes_list=[b"a"], int64_list=[1])
     with pytest.raises(ConfigError, match="must be a list of bytes"):
         Feature(bytes_list=b"not a list")
@@ -308,13 +308,13 @@ def test_a_field_that_nobody_knows_is_passed_over() -> None:
     ("record", "message"),
     [
         (b"\x80\x80\x80\x80\x10", "a field with too large a number at byte 0"),
-        (b"\x0b" * 150, "more than 100 groups within each other"),
-        (b"\x0b\x14", "the end of another group than was begun"),
+        (b"\x0b" * 150, "more than 100 nested groups"),
+        (b"\x0b\x14", "the end of another group"),
         (b"\x0b\x12\x09abc", "a field of 9 bytes where 3 are left"),
         (b"\x0b\x00", "a field with the number 0"),
         (b"\x0b", "a group that does not end"),
     ],
 )
 def test_bytes_that_are_no_example_are_named_by_their_place(record: bytes, message: str) -> None:
-    with pytest.raises(ExampleError, match=f"no tf.train.Example: .*{message}"):
+    with pytest.raises(ExampleError, match=f"not a tf.train.Example: .*{message}"):
         Example.FromString(record)

@@ -1,5 +1,6 @@
 """A folder that a run uses: others see it, it is free with the end of its process, and children do not hold it on."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -56,9 +57,11 @@ def test_a_process_is_not_in_its_own_way(tmp_path: Path) -> None:
     first.release()
     second.release()
     third = Hold(tmp_path)
-    assert third._fd is not None
+    assert third.held
     del third
-    assert (tmp_path.stat().st_dev, tmp_path.stat().st_ino) not in in_use._held
+    fd = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if it is still locked
+    os.close(fd)
 
 
 def test_a_folder_that_is_not_there_or_cannot_be_locked_is_in_nobodys_way(
@@ -79,5 +82,5 @@ def test_a_holder_that_the_kernel_does_not_show_is_somebody_all_the_same(
     tmp_path: Path, other: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(in_use, "_holder", lambda key: None)
-    assert user_of(tmp_path) == "a process that this host does not show"
+    assert user_of(tmp_path) == "a process that is not visible on this host"
     assert other.poll() is None

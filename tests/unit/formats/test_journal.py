@@ -1,12 +1,14 @@
-"""The journal on disk: what was written comes back, what was torn is left out, and other reigns' records stay out."""
+"""The journal on disk: what was written comes back, what was torn is left out, and other generations' records stay out."""
 
 import os
 import resource
 import stat
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from tests.unit.formats.descriptors import descriptor_of
 from torchquorum.formats import journal
 from torchquorum.formats.journal import (
     SUFFIX,
@@ -16,31 +18,33 @@ from torchquorum.formats.journal import (
     Record,
     clear,
     find_common,
-    find_line,
-    follow_line,
+    find_lineage,
     read_file,
     read_head,
+    replay_lineage,
 )
 
 PLAN = {"optimizer": "SGD"}
 
 
-def head(reign: int = 1, after: int = 0, start: int = 0, *, shard: int = 0, shards: int = 1, at: int = 0) -> Head:
-    return Head(shard, shards, reign, after, start, at or reign, PLAN)
+def head(generation: int = 1, after: int = 0, start: int = 0, *, shard: int = 0, shards: int = 1, at: int = 0) -> Head:
+    return Head(shard, shards, generation, after, start, at or generation, PLAN)
 
 
 def write(folder: Path, of: Head, versions: range, mode: str = "write") -> Path:
     writer = JournalWriter(folder, of, mode)
     for version in versions:
-        writer.append(Record(version, [2], [(0, 5, version)]), f"{of.reign}:{version}".encode())
-    path = writer._path
+        writer.append(Record(version, [2], [(0, 5, version)]), f"{of.generation}:{version}".encode())
+    path = writer.path
     writer.close()
     return path
 
 
-def replayed(folder: Path, reign: int, step: int, upto: int | None = None) -> list[str]:
-    line = find_line(folder, 0, 1, reign, step)
-    return [bytes(payload).decode() for _, payload in follow_line(line, step, line.version if upto is None else upto)]
+def replayed(folder: Path, generation: int, step: int, upto: int | None = None) -> list[str]:
+    line = find_lineage(folder, 0, 1, generation, step)
+    return [
+        bytes(payload).decode() for _, payload in replay_lineage(line, step, line.version if upto is None else upto)
+    ]
 
 
 @pytest.mark.parametrize("mode", ["write", "fsync"])
@@ -62,7 +66,7 @@ def test_a_file_cut_anywhere_gives_the_records_before_the_cut(tmp_path: Path) ->
         path.write_bytes(whole[:size])
         versions = [r.version for r, _ in read_file(path)]
         assert versions == list(range(1, len(versions) + 1))
-        assert find_line(tmp_path, 0, 1, 1, 0).version == len(versions)
+        assert find_lineage(tmp_path, 0, 1, 1, 0).version == len(versions)
         found.add(len(versions))
     assert found == {0, 1, 2}
 
@@ -82,7 +86,7 @@ def test_records_before_the_checkpoint_are_left_out(tmp_path: Path) -> None:
     assert replayed(tmp_path, 1, 5) == []
 
 
-def test_a_line_goes_on_over_the_files_of_a_reign(tmp_path: Path) -> None:
+def test_a_line_goes_on_over_the_files_of_a_generation(tmp_path: Path) -> None:
     writer = JournalWriter(tmp_path, head(), "write")
     for version in range(1, 7):
         writer.append(Record(version, [], []), b"%d" % version)
@@ -96,20 +100,20 @@ def test_a_line_goes_on_over_the_files_of_a_reign(tmp_path: Path) -> None:
     assert replayed(tmp_path, 1, 4) == list("56")
 
 
-def test_a_reign_that_goes_on_from_another_supersedes_what_that_one_wrote_later(tmp_path: Path) -> None:
+def test_a_generation_that_goes_on_from_another_supersedes_what_that_one_wrote_later(tmp_path: Path) -> None:
     write(tmp_path, head(1), range(1, 6))
     write(tmp_path, head(2, after=1, start=3), range(4, 6))
     assert replayed(tmp_path, 1, 0) == ["1:1", "1:2", "1:3", "2:4", "2:5"]
 
 
-def test_a_reign_that_began_anew_has_nothing_to_do_with_the_records_of_before(tmp_path: Path) -> None:
+def test_a_generation_that_began_anew_has_nothing_to_do_with_the_records_of_before(tmp_path: Path) -> None:
     write(tmp_path, head(1), range(1, 60))
     write(tmp_path, head(2), range(1, 3))
     assert replayed(tmp_path, 2, 0) == ["2:1", "2:2"]
     assert replayed(tmp_path, 2, 50) == []
     assert len(replayed(tmp_path, 1, 0)) == 59
     clear(tmp_path, 2, 0)
-    assert [read_head(p).reign for p in tmp_path.glob(f"*{SUFFIX}")] == [2]  # type: ignore[union-attr]
+    assert [read_head(p).generation for p in tmp_path.glob(f"*{SUFFIX}")] == [2]  # type: ignore[union-attr]
 
 
 def test_shards_come_back_to_the_version_that_all_of_them_have(tmp_path: Path) -> None:
@@ -143,7 +147,7 @@ def test_a_folder_that_is_full_is_an_error_and_leaves_whole_records(tmp_path: Pa
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "cannot be written (File too large)" in failed and "start the tasks again" in failed
-    assert written > 5 and [r.version for r, _ in read_file(writer._path)] == list(range(1, written + 1))
+    assert written > 5 and [r.version for r, _ in read_file(writer.path)] == list(range(1, written + 1))
     writer.close()
 
 
@@ -157,7 +161,7 @@ def test_a_file_that_is_no_journal_has_no_head_and_no_records(tmp_path: Path) ->
 
 
 def framed(packed: bytes) -> bytes:
-    return journal._FRAME.pack(len(packed), 0, journal._checksum(packed, b"")) + packed
+    return journal.frame_header(packed, b"") + packed
 
 
 def test_whole_frames_that_hold_something_else_end_the_file(tmp_path: Path) -> None:
@@ -165,15 +169,15 @@ def test_whole_frames_that_hold_something_else_end_the_file(tmp_path: Path) -> N
     whole = path.read_bytes()
     path.write_bytes(whole + framed(b"\x01"))
     assert [r.version for r, _ in read_file(path)] == [1, 2]
-    path.write_bytes(whole + framed(journal._encoder.encode(Record(7, [], []))))  # a version that does not follow
+    path.write_bytes(whole + framed(msgspec.msgpack.encode(Record(7, [], []))))  # a version that does not follow
     assert [r.version for r, _ in read_file(path)] == [1, 2]
-    path.write_bytes(whole[: len(journal._MAGIC)] + framed(b"\x01"))
+    path.write_bytes(whole[: len(journal.MAGIC)] + framed(b"\x01"))
     assert read_head(path) is None
 
 
 def test_a_line_that_does_not_lead_where_it_should_is_an_error(tmp_path: Path) -> None:
     write(tmp_path, head(), range(1, 4))
-    with pytest.raises(JournalError, match="leads to version 3, not to 5"):
+    with pytest.raises(JournalError, match="reaches version 3, not 5"):
         replayed(tmp_path, 1, 0, 5)
 
 
@@ -195,9 +199,9 @@ def test_a_place_that_cannot_wait_for_its_disk_is_an_error_of_the_commit(tmp_pat
     writer = JournalWriter(tmp_path, head(), "fsync")
     writer.append(Record(1, [], []), b"one")
     reading, writing = os.pipe()
-    os.dup2(writing, writer._fd)
+    os.dup2(writing, descriptor_of(writer.path))
     for _ in range(2):
-        with pytest.raises(JournalError, match=r"cannot be written \(Invalid argument\); see what is wrong there"):
+        with pytest.raises(JournalError, match=r"cannot be written \(Invalid argument\); check that folder"):
             writer.commit()
     writer.close()
     writer.close()

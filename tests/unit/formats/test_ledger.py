@@ -103,7 +103,7 @@ def test_a_disk_that_takes_no_more_ends_the_ledger_and_not_the_run(tmp_path: Pat
         writer.close()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert said == [f"the ledger {tmp_path / NAME} ends here: it cannot be written (File too large); training goes on"]
+    assert said == [f"the ledger {tmp_path / NAME} stops here: it cannot be written (File too large); training goes on"]
     write(tmp_path, entry(7))
     assert list(read_ledger(tmp_path))[-1] == entry(7)
 
@@ -144,7 +144,7 @@ def test_a_place_that_cannot_wait_for_its_disk_ends_the_ledger_where_that_was_as
     said: list[str] = []
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ledger, "_mend", lambda path: None)  # which cannot cut a pipe
+            patch.setattr(ledger, "remove_torn_line", lambda path: None)  # which cannot cut a pipe
             writer = LedgerWriter(tmp_path, said.append)
         writer.sync()
     finally:
@@ -167,3 +167,13 @@ def test_events_stand_between_the_gradients_and_a_damaged_line_is_told_by_its_nu
         list(read_ledger(tmp_path))
     (tmp_path / NAME).write_bytes(b"".join(lines))
     assert list(read_ledger(tmp_path)) == [entry(1)]
+
+
+def test_gradients_and_events_are_told_apart_and_only_gradients_are_entries(tmp_path: Path) -> None:
+    entry = Entry(0, "0a", 1, 0, 0, 0, True, "fresh", 5.0, None, 0.25)
+    event = Event("died", 6.0, 3, 1, "its process ended")
+    writer = LedgerWriter(tmp_path)
+    writer.write(event)
+    writer.write(entry)
+    writer.close()
+    assert list(read_records(tmp_path)) == [event, entry] and list(read_ledger(tmp_path)) == [entry]

@@ -1,5 +1,6 @@
 """What a run measured, on disk."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -26,3 +27,15 @@ def test_lines_that_cannot_be_read_are_left_out(tmp_path: Path, damage: bytes) -
         file.write(damage + b"\n")
     append_measures(tmp_path, [measure])
     assert read_measures(tmp_path) == [measure, measure]
+
+
+def test_measures_are_appended_and_torn_ones_left_out(tmp_path: Path) -> None:
+    first, second = Measure("accuracy", 0.5, 1, 2.0), Measure("accuracy", 0.6, 2, 3.0)
+    append_measures(tmp_path / "run", [first])
+    append_measures(tmp_path / "run", [second])
+    assert read_measures(tmp_path / "run") == [first, second]
+    path = tmp_path / "run" / NAME
+    path.write_bytes(path.read_bytes()[:-5])
+    assert read_measures(tmp_path / "run") == [first]
+    shutil.rmtree(tmp_path / "run")
+    assert read_measures(tmp_path / "run") == []

@@ -15,17 +15,17 @@ import torchquorum as tq
 from tests.s3 import s3_server
 from tests.unit.formats.checkpoints import example, left_by_the_dead, save
 from torchquorum.errors import ConfigError
-from torchquorum.formats import segments
-from torchquorum.formats.checkpoint import CheckpointError, Reader, list_checkpoints, newest_good, verify
+from torchquorum.formats import ledger_segments as segments
+from torchquorum.formats.checkpoint import CheckpointError, CheckpointReader, list_checkpoints, newest_good, verify
 from torchquorum.formats.checkpoint_manifest import MANIFEST
 from torchquorum.formats.checkpoint_names import this_host
 from torchquorum.formats.checkpoint_write import begin, export, prune, write_part
 from torchquorum.formats.ledger import NAME, Event, LedgerWriter, read_records
+from torchquorum.formats.ledger_segments import fetch_run
 from torchquorum.formats.measures import Measure, append_measures, read_measures
 from torchquorum.formats.scratch import scratch_folder
-from torchquorum.formats.segments import fetch_run
 from torchquorum.formats.storage import RemotePath, absolute, check_writable, is_there, locate, write_whole
-from torchquorum.pictures.history import read_history
+from torchquorum.report.history import read_history
 
 pytestmark = pytest.mark.library_keeps_sockets
 
@@ -73,7 +73,7 @@ class TestAddresses:
     @pytest.mark.parametrize(
         ("address", "message"),
         [
-            ("foo://a/b", "no such kind of address"),
+            ("foo://a/b", "unknown kind of address"),
             ("s3://", "must name a folder, such as s3://bucket/run1"),
             ("s3:///", "must name a folder"),
         ],
@@ -119,7 +119,7 @@ class TestDrivers:
             (OSError(errno.ENOSPC, "no more"), OSError, errno.ENOSPC, "OSError: no more"),
             (TimeoutError("slow"), OSError, errno.EIO, "TimeoutError: slow"),
             (KeyError("region"), OSError, errno.EIO, "KeyError: 'region'"),
-            (FileNotFoundError("x"), FileNotFoundError, errno.ENOENT, "there is no such object"),
+            (FileNotFoundError("x"), FileNotFoundError, errno.ENOENT, "no such object"),
             (FileNotFoundError("no such bucket"), FileNotFoundError, errno.ENOENT, "no such bucket"),
         ],
         ids=repr,
@@ -134,9 +134,11 @@ class TestDrivers:
 
     def test_a_place_that_cannot_be_reached_is_an_error_of_the_users_settings(self):
         place = RemotePath(Driver(OSError(errno.EIO, "refused")), "bucket/run", "strange")
-        with pytest.raises(ConfigError, match=r"strange://bucket/run cannot be read: OSError: refused; are address"):
+        with pytest.raises(
+            ConfigError, match=r"strange://bucket/run cannot be read: OSError: refused; check the address"
+        ):
             is_there(place)
-        with pytest.raises(ConfigError, match=r"cannot be written to: OSError: refused; is the bucket there"):
+        with pytest.raises(ConfigError, match=r"cannot be written to: OSError: refused; check that the bucket exists"):
             check_writable(place)
         with pytest.raises(
             CheckpointError, match="cannot list the checkpoints in strange://bucket/run: OSError: refused"
@@ -176,7 +178,7 @@ class TestCheckpoints:
         prune(folder, keep=2)
         assert [info.step for info in list_checkpoints(folder)] == [2, 3]
         assert verify(path) is None
-        with Reader(path) as reader:
+        with CheckpointReader(path) as reader:
             for (kind, variable, state), tensor in example(3).items():
                 assert torch.equal(reader.read(kind, variable, state), tensor.reshape(-1))
         gone = folder / "model.ckpt-1"
@@ -241,10 +243,10 @@ class TestCheckpoints:
 
     def test_a_second_one_of_the_same_step_takes_over_with_its_manifest(self, folder):
         path = save(folder, 5, example(1))
-        with Reader(path) as old:
+        with CheckpointReader(path) as old:
             assert save(folder, 5, example(2)) == path
             assert torch.equal(old.read("variable", "count"), example(1)["variable", "count", ""].reshape(1))
-        with Reader(path) as new:
+        with CheckpointReader(path) as new:
             assert torch.equal(new.read("variable", "count"), example(2)["variable", "count", ""].reshape(1))
 
     def test_a_damaged_part_is_passed_over(self, folder):

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import torchquorum as tq
+from tests.unit.formats.descriptors import descriptor_of
 from torchquorum.errors import ConfigError, DataError, TorchQuorumError
 from torchquorum.formats import tfrecord as module
 from torchquorum.formats.crc32c import masked_crc32c
@@ -67,7 +68,7 @@ def test_what_tensorflow_wrote_is_read_and_written_again_byte_for_byte(
 
 def test_the_golden_file_is_read_and_written_again_byte_for_byte(tmp_path: Path) -> None:
     path = GOLDEN / "mnist_200.tfrecords"
-    records = list(tq.read_records(str(path)))
+    records = list(tq.data.read_records(str(path)))
     assert len(records) == 200 and {len(record) for record in records} == {844}
     assert write(tmp_path / "again", records).read_bytes() == path.read_bytes()
 
@@ -208,7 +209,7 @@ def test_a_length_beyond_the_end_costs_no_memory(packed: bool, tmp_path: Path) -
     body = frame(b"good") + header(2**31 - 1) + bytes(1000)
     path.write_bytes(zlib.compress(body) if packed else body)
     tracemalloc.start()
-    with pytest.raises(RecordError, match="2,147,483,663 bytes were announced, 1,012 are there"):
+    with pytest.raises(RecordError, match="2,147,483,663 bytes are expected, 1,012 exist"):
         list(read_records(path))
     assert tracemalloc.get_traced_memory()[1] < 8e6
     tracemalloc.stop()
@@ -244,7 +245,7 @@ def test_a_packed_file_that_is_cut_off_or_damaged_is_named(compression: str, tmp
 
 def test_a_packed_file_read_as_another_kind_says_what_may_be_wrong(tmp_path: Path) -> None:
     path = write(tmp_path / "file", [b"abc"], "GZIP")
-    with pytest.raises(RecordError, match="is this a TFRecord file, and packed as was said"):
+    with pytest.raises(RecordError, match="is this a TFRecord file with this compression"):
         list(read_records(path, None))
     with pytest.raises(DataError, match="the ZLIB stream is damaged"):
         list(read_records(path, "ZLIB"))
@@ -337,7 +338,7 @@ def test_a_record_that_ends_too_early_is_not_passed_over(compression: str | None
     (tmp_path / "file").write_bytes(gzip.compress(body) if compression else body)
     reader = RecordReader(tmp_path / "file", compression)
     with pytest.raises(
-        RecordError, match="the file ends in the record's data: 3,000,016 bytes were announced, 2,000,000"
+        RecordError, match="the file ends in the record's data: 3,000,016 bytes are expected, 2,000,000"
     ):
         reader.skip(2)
     reader.close()
@@ -349,9 +350,10 @@ def test_records_of_thousands_of_lengths_come_back(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_fails_while_it_is_read_is_named(tmp_path: Path) -> None:
-    reader = RecordReader(write(tmp_path / "file", [bytes(3_000_000)] * 2))
+    path = write(tmp_path / "file", [bytes(3_000_000)] * 2)
+    reader = RecordReader(path)
     folder = os.open(tmp_path, os.O_RDONLY)
-    os.dup2(folder, reader._source._file.fileno())  # from now on the system refuses to read it
+    os.dup2(folder, descriptor_of(path))  # from now on the system refuses to read it
     os.close(folder)
     with pytest.raises(DataError, match="file: it cannot be read: Is a directory"):
         reader.read()

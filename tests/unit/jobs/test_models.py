@@ -5,7 +5,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from torchquorum.data import Batches, Split, load_mnist
+from torchquorum.data import Split, load_mnist
+from torchquorum.data.batches import Batches
 from torchquorum.errors import ConfigError
 from torchquorum.jobs.models import CNN, MLP, MODELS, Softmax, evaluate, make_model
 

@@ -97,7 +97,7 @@ def test_room_is_whole_cache_lines(numel: int, dtype: str, room: int) -> None:
     ("options", "said"),
     [
         ({"strategy": "random"}, "placement strategy 'random': allowed are round_robin, greedy"),
-        ({"slice_bytes": 0}, "slice_bytes=0: must be 1 or more; leave it out to slice nothing"),
+        ({"slice_bytes": 0}, "slice_bytes=0: must be 1 or more; leave it out to split none"),
     ],
 )
 def test_options_that_are_not_allowed_are_refused(options: dict[str, Any], said: str) -> None:
@@ -164,13 +164,13 @@ def test_the_same_variables_pass_and_any_one_left_out_does_not() -> None:
 @pytest.mark.parametrize(
     ("theirs", "shown"),
     [
-        ([variable("w", 4, 6), *OURS[1:]], ["- the ps tasks hold w [4, 5] float32", "+ X brings w [4, 6] float32"]),
+        ([variable("w", 4, 6), *OURS[1:]], ["- the ps tasks hold w [4, 5] float32", "+ X has w [4, 6] float32"]),
         ([variable("w", 4, 5, dtype="float64"), *OURS[1:]], ["w [4, 5] float32", "w [4, 5] float64"]),
         (OURS[:2], ["- the ps tasks hold table [3] float32 (constant)"]),
-        ([*OURS, variable("more", 1)], ["+ X brings more [1] float32"]),
+        ([*OURS, variable("more", 1)], ["+ X has more [1] float32"]),
         ([OURS[1], OURS[0], OURS[2]], ["the order or the parameter groups differ"]),
         ([OURS[0], variable("b", 5, group=1), OURS[2]], ["the order or the parameter groups differ"]),
-        ([OURS[0], OURS[1], variable("table", 3)], ["table [3] float32 (constant)", "+ X brings table [3] float32"]),
+        ([OURS[0], OURS[1], variable("table", 3)], ["table [3] float32 (constant)", "+ X has table [3] float32"]),
     ],
 )
 def test_other_variables_are_refused_and_the_difference_is_shown(theirs: list[Variable], shown: list[str]) -> None:

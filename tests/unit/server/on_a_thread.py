@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from torchquorum.server.serve import Server
+from torchquorum.server.serve import PsTask
 
 DEADLINE_S = 60.0
 
@@ -12,7 +12,7 @@ DEADLINE_S = 60.0
 class OnAThread:
     """Serves until the server ends by itself, fails, or is closed."""
 
-    def __init__(self, server: Server, said: list[str]) -> None:
+    def __init__(self, server: PsTask, said: list[str]) -> None:
         self.server, self.said = server, said
         self.ok: bool | None = None
         self.error: BaseException | None = None
@@ -36,5 +36,5 @@ class OnAThread:
     def close(self) -> None:
         """Ends one that would go on."""
         if self._thread.is_alive():
-            self.server.service.refused = "the test is over"
+            self.server.end("the test is over")
         self.ends()

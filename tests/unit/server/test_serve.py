@@ -7,16 +7,16 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-import torchquorum.transport.messages as m
+import torchquorum.wire.messages as m
 from tests.unit.server.on_a_thread import DEADLINE_S, OnAThread
 from torchquorum.cluster import ClusterSpec
 from torchquorum.errors import DeadlineError, RefusedError, TaskLostError
+from torchquorum.memory.segments import host_id
 from torchquorum.server import serve as module
-from torchquorum.server.serve import Server
-from torchquorum.server.strangers import LIVES_WATCHED
-from torchquorum.transport import codec
-from torchquorum.transport.inprocess import InProcessChannel, InProcessListener, InProcessNetwork
-from torchquorum.transport.memory import host_id
+from torchquorum.server.processes import LIVES_WATCHED
+from torchquorum.server.serve import PsTask, ServeOptions
+from torchquorum.wire import codec
+from torchquorum.wire.inprocess import InProcessChannel, InProcessListener, InProcessNetwork
 
 CLUSTER = ClusterSpec({"ps": ["localhost:1000", "localhost:1001"], "worker": ["localhost:2000", "localhost:2001"]})
 
@@ -34,7 +34,7 @@ class Served(OnAThread):
             leader = self.network.connect("localhost:1000", b"ps/1")
         listener = self.network.listen(f"localhost:{1000 + index}")
         self.channel: InProcessChannel = self.network.connect(f"localhost:{1000 + index}", b"x")
-        super().__init__(Server(CLUSTER, index, listener=listener, leader=leader, say=said.append), said)
+        super().__init__(PsTask(CLUSTER, index, ServeOptions(say=said.append), listener=listener, leader=leader), said)
 
     def ask(self, message: m.Message) -> m.AnyMessage:
         """Sends a message and returns the answer."""
@@ -109,12 +109,12 @@ def test_the_processes_of_workers_are_watched_and_those_of_old_lives_no_longer(s
         for life in range(LIVES_WATCHED + 4):
             hello = m.Hello(m.PROTOCOL, "/job:worker/task:1", life, host_id(), child)
             assert isinstance(served.ask(hello), m.Welcome)
-            until(lambda life=life: (1, life) in served.server._watched.values())
-        until(lambda: len(served.server._watched) == LIVES_WATCHED)
+            until(lambda life=life: (1, life) in served.server.processes.watched)
+        until(lambda: len(served.server.processes.watched) == LIVES_WATCHED)
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    until(lambda: not served.server._watched)
+    until(lambda: not served.server.processes.watched)
     assert served.server.service.pids == {}
     gone = m.Hello(m.PROTOCOL, "/job:worker/task:0", 1, host_id(), child)  # of a process that is no more
     assert isinstance(served.ask(gone), m.Welcome)

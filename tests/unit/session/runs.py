@@ -11,7 +11,7 @@ from torch import nn
 
 import torchquorum as tq
 from tests.harness import PATIENCE, Cluster
-from torchquorum.session.hooks import Hook
+from torchquorum.session.hooks.hook import Hook
 from torchquorum.session.join import Task
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from torchquorum.errors import ConfigError
-from torchquorum.session import folder as folder_module
 from torchquorum.session.folder import check_free
 
 HOLDS = (
@@ -16,8 +15,7 @@ HOLDS = (
 )
 
 
-def test_a_folder_in_use_is_waited_for_and_then_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder_module, "FREE_S", 0.3)
+def test_a_folder_in_use_is_waited_for_and_then_refused(tmp_path: Path) -> None:
     said: list[str] = []
     check_free(None, pytest.fail)
     check_free("memory://run", pytest.fail)
@@ -30,13 +28,12 @@ def test_a_folder_in_use_is_waited_for_and_then_refused(tmp_path: Path, monkeypa
         with pytest.raises(
             ConfigError, match=rf"logdir='{tmp_path}': another run .*process {other.pid} .*another logdir"
         ):
-            check_free(str(tmp_path), said.append)
+            check_free(str(tmp_path), said.append, wait_s=0.3)
         assert len(said) == 1 and f"is in use by another run (process {other.pid})" in said[0]
-        monkeypatch.setattr(folder_module, "FREE_S", 60.0)
 
         def end(line: str) -> None:
             other.stdin.write("\n")  # type: ignore[union-attr]
             other.stdin.flush()  # type: ignore[union-attr]
 
-        check_free(str(tmp_path), end)  # it ends while we wait
+        check_free(str(tmp_path), end, wait_s=60.0)  # it ends while we wait
         assert other.wait(60) == 0

@@ -19,7 +19,7 @@ def run(folder: Path | None, last_step: int) -> list[list[int]]:
         optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.01), rule=tq.Sync())
         options: Any = {"last_step": last_step, "patience": PATIENCE, "logdir": folder}
         with (
-            tq.Prefetcher(tq.Batches((rows, rows), 4), depth=5) as batches,
+            tq.data.Prefetcher(tq.Batches((rows, rows), 4), depth=5) as batches,
             tq.Session(task, model, optimizer, data=batches, **options) as session,
         ):
             while not session.should_stop():
@@ -45,7 +45,7 @@ def test_the_end_of_the_data_ends_an_ordinary_loop() -> None:
         model = Line()
         optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.01), rule=tq.Sync())
         with (
-            tq.Prefetcher(torch.ones(7, 4, 3), epochs=2) as batches,
+            tq.data.Prefetcher(torch.ones(7, 4, 3), epochs=2) as batches,
             tq.Session(task, model, optimizer, patience=PATIENCE) as session,
         ):
             for x in batches:

@@ -37,7 +37,7 @@ SUITE = """
 import ctypes, mmap, os, socket, subprocess, tempfile, threading
 import pytest
 from torchquorum.placement.layout import Variable, place
-from torchquorum.transport.slots import Slots
+from torchquorum.memory.slots import Slots
 
 REGION = place([Variable(name="a", shape=(10,), dtype="float32")], 1).trained[0]
 LOST = os.environ["LOST"]

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from torchquorum.errors import ConfigError
+from torchquorum.memory.slots import section_views
 from torchquorum.placement.layout import ALIGN_BYTES, CONSTANT, place
-from torchquorum.transport.slots import section_views
 from torchquorum.worker.flat import FlatParameters, Puller, Pusher, describe
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import torchquorum as tq
 from torchquorum.errors import ConfigError
-from torchquorum.transport.messages import ScheduleSpec
+from torchquorum.wire.messages import ScheduleSpec
 from torchquorum.worker.regularizer import l2_regularizer
 
 

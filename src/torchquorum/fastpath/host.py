@@ -1,0 +1,208 @@
+"""The ps's side of the fast path: when workers may make updates by themselves, and how the ps takes over what they made.
+
+Owned by the service of the one ps task of a run; has no sockets. What always holds: the fast path is open only while there is
+nothing to decide (every live worker shares memory with this ps, nobody waits, nothing is being saved, and the plan allows it,
+see `torchquorum.fastpath.policy`); the ps reports what the workers did to the same quorum, gradient by gradient, and the quorum
+must decide what they assumed; everything else that happens closes the fast path first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torchquorum.wire.messages as m
+from torchquorum.fastpath.page import CLOSED, GONE, NOBODY, OPEN, FastPage
+from torchquorum.fastpath.policy import mode_of
+from torchquorum.fastpath.records import GradientRecord
+from torchquorum.rules.quorum import Key, Quorum
+from torchquorum.update.updater import Updater
+
+NO_LIMIT = 1 << 46
+RATES_AT_ONCE, RATES_AHEAD = 512, 4096
+# These change nothing that the fast path relies on: they are answered while it stays open.
+HARMLESS = (
+    m.Beat,
+    m.Here,
+    m.Probe,
+    m.StatusRequest,
+    m.Hello,
+    m.FateOf,
+    m.Position,
+    m.Buffers,
+    m.TakeBuffers,
+    m.TakeBatches,
+    m.UseBatches,
+    m.Scale,
+    m.Settle,
+    m.Fault,
+)
+
+
+class _Workers(Protocol):
+    def knows(self, worker: int, incarnation: int, /) -> bool: ...
+    def on_fastpath(self, worker: int, incarnation: int, /) -> bool: ...
+    def gradients_of(self, worker: int, /) -> m.MemoryRef | None: ...
+
+
+class _Versions(Protocol):
+    @property
+    def current(self) -> int: ...
+    def leased(self, worker: int, /) -> int | None: ...
+    def expect(self, version: int, slot: int, /) -> None: ...
+
+
+class _Shard(Protocol):
+    """The shard whose variables are updated. `busy`: it has something to apply, to measure or to end first."""
+
+    @property
+    def plan(self) -> m.Plan: ...
+    @property
+    def update(self) -> Updater: ...
+    @property
+    def versions(self) -> _Versions: ...
+    @property
+    def version(self) -> int: ...
+    @property
+    def busy(self) -> bool: ...
+    @property
+    def workers(self) -> _Workers: ...
+    def store_shared(self, key: Key, request: int, /) -> None: ...
+
+
+class _Leader(Protocol):
+    """The leader. `refuses_next`: the next gradient of a live worker will be refused, which only the ps can do."""
+
+    @property
+    def quorum(self) -> Quorum: ...
+    def refuses_next(self, worker: int, /) -> bool: ...
+    def arrived_by_fastpath(self, record: GradientRecord, /) -> None: ...
+
+
+def may_change(message: m.AnyMessage, shard: _Shard | None) -> bool:
+    """Whether a message may change what the fast path relies on; not if its worker is unknown, since it is refused then."""
+    if shard is not None and isinstance(message, m.Push | m.Pull | m.Leave | m.Save | m.Stop):
+        return shard.workers.knows(message.worker, message.incarnation)
+    if shard is not None and isinstance(message, m.Join):
+        return 0 <= message.worker < shard.plan.num_workers
+    return not isinstance(message, HARMLESS)
+
+
+class FastPathHost:
+    """Opens, closes and reads the page of one shard.
+
+    Args:
+        page: The page.
+        shard: The shard whose variables the workers update.
+        leader: Decides about gradients.
+        saves: Says whether a checkpoint is being made.
+    """
+
+    def __init__(self, page: FastPage, shard: _Shard, leader: _Leader, saves: Callable[[], bool]) -> None:
+        self._page, self._shard, self._leader, self._saves = page, shard, leader, saves
+        self._rounds = mode_of(shard.plan) == "rounds"
+        last = shard.plan.last_step
+        self._limit = NO_LIMIT if last is None else last - 1  # the ps makes the last update, with all that ends a run
+
+    @property
+    def is_open(self) -> bool:
+        """Whether workers may be making updates now."""
+        return self._page.words.state == OPEN
+
+    def may_open(self) -> bool:
+        """Whether there is nothing to decide."""
+        quorum, shard = self._leader.quorum, self._shard
+        if self._page.words.state != CLOSED or quorum.stopped or not quorum.live or quorum.version >= self._limit:
+            return False
+        if quorum.round or quorum.held or shard.busy or self._saves():
+            return False
+        if self._rounds and quorum.live < shard.plan.num_workers:
+            return False
+        return all(
+            shard.workers.on_fastpath(worker, quorum.workers[worker].incarnation)
+            and not self._leader.refuses_next(worker)
+            for worker in quorum.alive
+        )
+
+    def open(self) -> None:
+        """Lets the workers that are alive make updates."""
+        page, words, shard, quorum = self._page, self._page.words, self._shard, self._leader.quorum
+        with page.locked() as held:
+            if not held:
+                return
+            # First the id: a worker that waits without the lock must not take a version of this opening for its own.
+            words.opening_id += 1
+            page.publish(shard.version, shard.versions.current)
+            words.limit, words.writer, words.full = self._limit, NOBODY, -1
+            page.workers.begin_rounds()
+            page.workers.clear_seats()
+            for worker in range(page.num_workers):
+                known = quorum.workers.get(worker)
+                if known is not None and known.alive:
+                    page.workers.admit(worker, known.incarnation, shard.workers.gradients_of(worker))
+                else:
+                    page.workers.admit(worker, 0, None)
+                leased = shard.versions.leased(worker)
+                page.workers.leases[worker] = -1 if leased is None else leased
+            self._publish_rates()
+            page.ps_looks()
+            # Everything is in place: from this word on workers use the page, once the lock is free.
+            words.state = OPEN
+            page.news.announce()
+            page.queue.announce()
+        page.news.wake()
+        page.queue.wake(1)
+
+    def look(self) -> list[GradientRecord]:
+        """Shows that the ps is alive, and returns what was made since the last look."""
+        records = self._page.records
+        self._page.ps_looks()
+        if not records.pending:
+            return []
+        with self._page.locked() as held:
+            added = records.added if held else None
+        # Without the lock: workers append behind `added` meanwhile, and never overwrite what was not drained.
+        found = [] if added is None else records.drain(added)
+        self._publish_rates()
+        return found
+
+    def close(self) -> tuple[list[GradientRecord], list[GradientRecord]]:
+        """Closes the fast path: workers make no more updates.
+
+        Returns:
+            What was made since the last look, and the gradients of a full round that the ps must now finish itself.
+        """
+        page, words = self._page, self._page.words
+        if words.state != OPEN:
+            return [], []
+        with page.locked() as held:
+            words.state = CLOSED if held else GONE  # a worker is frozen while it holds the lock: never open again
+            # Workers publish nothing any more: what is recorded counts, and a round that is full must be finished.
+            found = page.records.drain()
+            full = self._rounds and words.full == page.version + 1
+            unfinished = page.records.given() if full else []
+            words.writer = NOBODY
+            page.news.announce()
+        page.news.wake()
+        return found, unfinished
+
+    def take_up(self, records: list[GradientRecord], *, made: bool) -> None:
+        """Reports gradients to the leader in their order; those that are in no version yet are kept for the ps to apply."""
+        for r in sorted(records, key=lambda r: (r.version, r.now)):  # so that the quorum sees the same waits
+            if made:
+                self._shard.versions.expect(r.version, r.slot)
+            else:
+                self._shard.store_shared(r.key, r.request)
+            self._leader.arrived_by_fastpath(r)
+
+    def _publish_rates(self) -> None:
+        """Writes the learning rates of the next updates, some at a time; workers read none before it is counted."""
+        table, made, version = self._page.rates, self._page.version, self._shard.version
+        if table.known < version:
+            table.begin(version)
+        most = min(max(table.known, made) + RATES_AT_ONCE, made + RATES_AHEAD)
+        for update in range(table.known, most):
+            rates = self._shard.update.rates_ahead(update - version)
+            if rates is None:
+                break
+            table.add(rates)

@@ -1,0 +1,33 @@
+"""Which runs can use the fast path: those whose rule leaves the ps nothing to decide while all workers are well.
+
+Asked by the shard, which makes the page, by its host and by the workers. Which optimizers and dtypes can be updated by workers
+is said by `torchquorum.update.kernels`.
+"""
+
+from __future__ import annotations
+
+from torchquorum.memory.lock import supported
+from torchquorum.update.kernels import SLICED_IN, kernel_for
+from torchquorum.wire.messages import Plan
+
+
+def may_have_fastpath(plan: Plan) -> bool:
+    """Whether a run can use the fast path at all."""
+    if plan.durable:
+        return False  # the ps writes each update to disk before any worker has it, so it makes the update itself
+    if not supported() or plan.num_shards > 1 or plan.average is not None:
+        return False
+    return mode_of(plan) is not None and kernel_for(plan.optimizer) is not None
+
+
+def mode_of(plan: Plan) -> str | None:
+    """Returns `turns`, `rounds`, or None for a rule under which the ps has more to decide."""
+    rule = plan.rule
+    if rule.pipeline or rule.max_lead is not None:
+        return None
+    needed = rule.needed(plan.num_workers)
+    if needed == 1 and (plan.num_workers == 1 or rule.max_staleness is None):
+        return "turns"
+    # In a round each worker updates a slice of the vector.
+    sliced = all(v.dtype in SLICED_IN for v in plan.variables if v.group >= 0)
+    return "rounds" if rule.max_staleness == 0 and needed == plan.num_workers and sliced else None

@@ -1,0 +1,139 @@
+"""The gradients that were applied on the fast path, in the order of their versions, until the ps has read them.
+
+Part of the page (`torchquorum.fastpath.page`). Workers append under the page's lock; the ps reads. What always holds: a record
+that the ps has not read is never overwritten, as workers ask for `room` first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+from dataclasses import dataclass, replace
+
+from torchquorum.clock import Clock
+from torchquorum.rules.quorum import Key
+
+RECORDS = 8192
+_RECORD = struct.Struct("=7q3d")
+_SLOT = struct.Struct("=q")
+_SLOT_AT = 6 * 8
+
+
+@dataclass(frozen=True, slots=True)
+class GradientId:
+    """Which gradient of a worker it is, by which request it would be pushed, and at which version it was computed."""
+
+    incarnation: int
+    local_step: int
+    request: int
+    computed_at: int
+
+
+@dataclass(frozen=True, slots=True)
+class GradientRecord:
+    """One gradient that became part of `version`, in `slot`; `now` and `wall` are when it was given."""
+
+    worker: int
+    incarnation: int
+    local_step: int
+    request: int
+    computed_at: int
+    version: int
+    slot: int
+    loss: float | None
+    wall: float
+    now: float
+
+    @property
+    def key(self) -> Key:
+        """Returns the name of the gradient."""
+        return Key(self.worker, self.incarnation, self.local_step)
+
+
+class _Counts(ctypes.Structure):
+    _fields_ = (("added", ctypes.c_int64), ("drained", ctypes.c_int64))
+    added: int
+    drained: int
+
+
+class RecordRing:
+    """A ring of records, and behind it one record for each worker: what it has given to the round that is being made."""
+
+    def __init__(self, memory: memoryview, num_workers: int, clock: Clock) -> None:
+        self._counts = _Counts.from_buffer(memory)
+        self._records = memory[ctypes.sizeof(_Counts) :]
+        self._num_workers, self._ring, self._clock = num_workers, RECORDS - num_workers, clock
+
+    @staticmethod
+    def size_bytes() -> int:
+        """Returns how much memory it needs."""
+        return ctypes.sizeof(_Counts) + RECORDS * _RECORD.size
+
+    @property
+    def room(self) -> int:
+        """Returns how many records may be added before the ps has read some."""
+        return self._ring - (self._counts.added - self._counts.drained)
+
+    @property
+    def added(self) -> int:
+        """Returns how many records were ever added."""
+        return self._counts.added
+
+    @property
+    def pending(self) -> bool:
+        """Whether there is something for the ps to read; needs no lock."""
+        return self._counts.added != self._counts.drained
+
+    def add(self, worker: int, gradient: GradientId, loss: float | None, version: int, slot: int) -> None:
+        """Records a gradient that has become a version."""
+        self._write(self._counts.added % self._ring, worker, gradient, loss, version, slot)
+        self._counts.added += 1
+
+    def give(self, worker: int, gradient: GradientId, loss: float | None, version: int) -> None:
+        """Keeps what a worker has given to the round that makes `version`."""
+        self._write(RECORDS - 1 - worker, worker, gradient, loss, version, -1)
+
+    def add_given(self, worker: int, slot: int) -> None:
+        """Records what a worker has given to the round that has become the version in `slot`."""
+        size, added = _RECORD.size, self._counts.added
+        source, target = (RECORDS - 1 - worker) * size, (added % self._ring) * size
+        self._records[target : target + size] = self._records[source : source + size]
+        _SLOT.pack_into(self._records, target + _SLOT_AT, slot)
+        self._counts.added = added + 1
+
+    def given(self) -> list[GradientRecord]:
+        """Returns what was given to the round that is being made, in order of worker."""
+        return [self._read(RECORDS - 1 - worker) for worker in range(self._num_workers)]
+
+    def drain(self, end: int | None = None) -> list[GradientRecord]:
+        """Returns what was added since the last call, up to number `end`; only the ps calls this.
+
+        Without the lock, if `end` is an `added` that was read under it: workers append behind it.
+        """
+        end = self._counts.added if end is None else end
+        found = [self._read(number % self._ring) for number in range(self._counts.drained, end)]
+        self._counts.drained = end
+        return found
+
+    def _write(
+        self, index: int, worker: int, gradient: GradientId, loss: float | None, version: int, slot: int
+    ) -> None:
+        _RECORD.pack_into(
+            self._records,
+            index * _RECORD.size,
+            worker,
+            gradient.incarnation,
+            gradient.local_step,
+            gradient.request,
+            gradient.computed_at,
+            version,
+            slot,
+            math.nan if loss is None else loss,
+            self._clock.wall(),
+            self._clock.now(),
+        )
+
+    def _read(self, index: int) -> GradientRecord:
+        found = GradientRecord(*_RECORD.unpack_from(self._records, index * _RECORD.size))
+        return replace(found, loss=None) if found.loss is not None and math.isnan(found.loss) else found

@@ -1,0 +1,271 @@
+"""Steps in rounds (Sync of all workers): each gives its gradient; when all have given, each writes its part of the next version.
+
+Owned by the worker's thread, through `torchquorum.fastpath.steps`. What always holds: a round that is full can be finished by the
+ps with the same bits, as the gradients lie in shared memory and are summed in order of worker; a version is published by the worker
+that finishes last, in the opening in which the round began, or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from torchquorum.errors import SegmentError
+from torchquorum.fastpath.participant import MadeVersion, Participant
+from torchquorum.fastpath.records import GradientId
+from torchquorum.memory.slots import DTYPES, Sections, Slots
+from torchquorum.placement.layout import Layout, Region
+from torchquorum.update.kernels import Kernel, mean
+
+CHUNK = 1 << 16
+_LINE = 64  # parts begin at multiples of this many elements
+
+
+class RoundPart(NamedTuple):
+    """A run of elements of one section and one parameter group."""
+
+    group: int
+    section: int
+    start: int
+    stop: int
+
+
+def parts_of(layout: Layout, worker: int, num_workers: int, chunk: int | None = None) -> list[RoundPart]:
+    """Returns the parts of the one shard's variables that a worker writes in a round, each of at most `chunk` elements."""
+    found: list[RoundPart] = []
+    for index, section in enumerate(layout.trained[0].sections):
+        numel, pieces, runs = section.numel, section.pieces, []
+        cuts = [min(numel, -(-(numel * w // num_workers) // _LINE) * _LINE) for w in range(num_workers)] + [numel]
+        most = numel if chunk is None else chunk
+        for piece, after in zip(pieces, [*pieces[1:], None], strict=True):
+            group = layout.variables[piece.variable].group
+            start = max(cuts[worker], piece.offset)
+            # With the padding behind the piece, which is zero everywhere.
+            stop = min(cuts[worker + 1], after.offset if after is not None else numel)
+            while start < stop:
+                last: RoundPart | None = runs[-1] if runs else None
+                if last is not None and (last.group, last.stop) == (group, start) and start - last.start < most:
+                    start = runs.pop().start
+                end = min(stop, start + most)
+                runs.append(RoundPart(group, index, start, end))
+                start = end
+        found += runs
+    return found
+
+
+class RoundWriter(Protocol):
+    """Writes a worker's part of a round: `CpuRound`, or `torchquorum.worker.device_update.DeviceRound` on a GPU.
+
+    Attributes:
+        loads: The parameters hold the version once `finish` was called, though a GPU may still be copying.
+    """
+
+    @property
+    def loads(self) -> bool: ...  # noqa: D102
+
+    def ready(self) -> bool:
+        """Whether it can write this round."""
+        ...
+
+    def reach(self, gradients: Slots, /) -> None:
+        """Prepares to read the gradients of a worker that is new."""
+        ...
+
+    def write(self, gradients: list[Sections], current: int, target: int, rates: Sequence[float]) -> None:
+        """Writes this worker's parts of the next version.
+
+        Args:
+            gradients: Of every worker, the sections of its gradient; the same list as long as no worker changes.
+            current: The slot of the version to start from.
+            target: The slot of the next version.
+            rates: The learning rate of each parameter group.
+        """
+        ...
+
+    def finish(self, target: int) -> None:
+        """The version in slot `target` is published: takes the other workers' parts."""
+        ...
+
+
+class RoundGradients:
+    """The gradient memory of all workers.
+
+    Args:
+        user: This worker.
+        region: What a gradient is made of.
+        own: This worker's gradient memory.
+
+    Attributes:
+        sections: Of every worker, the sections of its gradient; another list whenever a worker has changed.
+    """
+
+    def __init__(self, user: Participant, region: Region, own: Slots) -> None:
+        self._table, self._worker, self._region, self._own = user.page.workers, user.worker, region, own
+        self._others: dict[int, tuple[int, Slots]] = {}
+        self.sections: list[Sections] = []
+
+    def follow(self, reach: Callable[[Slots], None]) -> bool:
+        """Opens the memory of workers that are new; False if one has gone, and its memory with it."""
+        tokens = self._table.tokens.tolist()
+        for worker, token in enumerate(tokens):
+            known = self._others.get(worker)
+            if worker == self._worker or (known is not None and known[0] == token):
+                continue
+            try:
+                opened = Slots.open(self._table.gradients(worker), self._region)
+            except SegmentError:
+                return False  # the ps has it open, and finishes the round
+            reach(opened)
+            self._others[worker] = token, opened
+            self.sections = []
+        if not self.sections:
+            slots = [self._own if w == self._worker else self._others[w][1] for w in range(len(tokens))]
+            self.sections = [s.sections[0] for s in slots]
+        return True
+
+
+class RoundSteps:
+    """The rounds of one worker.
+
+    Args:
+        user: This worker.
+        gradients: The gradients of all workers.
+        writers: What writes this worker's part: the first that is ready.
+    """
+
+    direct = False  # the gradient is copied to shared memory before a step, for the other workers to read
+
+    def __init__(self, user: Participant, gradients: RoundGradients, writers: Sequence[RoundWriter]) -> None:
+        self._user, self._gradients, self._writers = user, gradients, writers
+
+    def arrive(self) -> None:
+        """The worker has a gradient."""
+
+    def opened(self) -> bool:
+        """A page that is closed is not waited for: the others push by message, and so does this worker."""
+        return False
+
+    def done(self) -> None:
+        """The worker has copied the version."""
+        self._user.done()
+
+    def step(self, gradient: GradientId, loss: Callable[[], float | None]) -> MadeVersion | None:
+        """Makes an update with the gradients of all workers, or returns None: then this worker pushes by message."""
+        user, page, words = self._user, self._user.page, self._user.page.words
+        version, value = gradient.computed_at + 1, loss()
+        # Lock held inside: our gradient counts; the last worker to give chooses the slot and makes the round full.
+        begun = self._give(gradient, value, version)
+        if begun is None:
+            return None
+        opening_id, current = begun
+        if not user.until(lambda: words.full == version, opening_id):
+            return None
+        # The round is full: every worker has `target` in use, and every gradient stays where it is until the round is over.
+        if not self._gradients.follow(self._reach):
+            return self._abandon()
+        target, writer = words.target, next(w for w in self._writers if w.ready())
+        writer.write(self._gradients.sections, current, target, page.rates.of(gradient.computed_at))
+        # Our part is written; lock held inside: the last worker to finish records the round and publishes the version.
+        if not self._finish(version, target, opening_id):
+            return self._abandon()
+        if not user.until(lambda: page.version >= version, opening_id):
+            return self._abandon()
+        # The version is published, and `target` stays in use by us until it has been copied.
+        writer.finish(target)
+        rates = page.rates.of(version)
+        return MadeVersion(gradient.computed_at, version, target, rates, loaded=writer.loads, reading=writer.loads)
+
+    def _give(self, gradient: GradientId, loss: float | None, version: int) -> tuple[int, int] | None:
+        """Gives our gradient to the round; returns the opening and the current slot, or None if there can be no round."""
+        user, page, words = self._user, self._user.page, self._user.page.words
+        with page.locked() as held:
+            if not held or not user.may_step() or page.version != gradient.computed_at:
+                return None
+            opening_id, current = words.opening_id, page.slot
+            page.workers.leases[user.worker] = -1
+            page.records.give(user.worker, gradient, loss, version)
+            page.workers.given[user.worker] = version
+            full = page.workers.all_given(version)
+            if full:
+                words.target = user.free_slot(current)
+                for worker in range(page.num_workers):
+                    page.workers.uses[worker] = words.target
+                user.versions.mark(words.target, -1)
+                words.full = version
+                page.news.announce()
+        if full:
+            page.news.wake()
+        return opening_id, current
+
+    def _finish(self, version: int, target: int, opening_id: int) -> bool:
+        """Our part is written; the last publishes the version. False if the page was closed: the ps finishes the round."""
+        user, page = self._user, self._user.page
+        with page.locked() as held:
+            if not held or not user.still_in(opening_id):
+                return False
+            page.workers.written[user.worker] = version
+            last = page.workers.all_written(version)
+            if last:
+                user.versions.mark(target, version)
+                for worker in range(page.num_workers):
+                    page.records.add_given(worker, target)
+                page.publish(version, target)
+                page.news.announce()
+        if last:
+            page.news.wake()
+        return True
+
+    def _abandon(self) -> None:
+        """The round is not ours any more: the slot may be used by others."""
+        self.done()
+
+    def _reach(self, slots: Slots) -> None:
+        for writer in self._writers:
+            writer.reach(slots)
+
+
+class CpuRound:
+    """Writes this worker's part on the host's cores, in chunks that stay in the cache.
+
+    Args:
+        parts: This worker's parts, from `parts_of`.
+        region: What the parts are parts of.
+        versions: The ps's slots.
+        kernel: Makes the updates.
+    """
+
+    loads = False
+
+    def __init__(self, parts: Sequence[RoundPart], region: Region, versions: Slots, kernel: Kernel) -> None:
+        self._parts, self._versions, self._kernel = parts, versions, kernel
+        self._room = [torch.empty(CHUNK, dtype=DTYPES[section.dtype]) for section in region.sections]
+        self._gradients: list[Sections] = []
+        self._views: dict[tuple[int, int], list[tuple[int, list[torch.Tensor]]]] = {}
+
+    def ready(self) -> bool:
+        """It can write every round."""
+        return True
+
+    def reach(self, gradients: Slots) -> None:
+        """Shared memory is read as it is."""
+
+    def write(self, gradients: list[Sections], current: int, target: int, rates: Sequence[float]) -> None:
+        """Writes this worker's parts: the mean in order of worker, then the update, as the ps would."""
+        if gradients is not self._gradients:
+            self._gradients, self._views = gradients, {}
+        views = self._views.get((current, target))
+        if views is None:
+            views = self._views[current, target] = [(p.group, self._cut(p, current, target)) for p in self._parts]
+        for group, (room, old, new, *given) in views:
+            self._kernel.write(old, mean(given, room), rates[group], new)
+
+    def _cut(self, part: RoundPart, current: int, target: int) -> list[torch.Tensor]:
+        """Returns room for a part's mean, and the part of the old and the new version and of every gradient."""
+        sections = (self._versions.sections[current], self._versions.sections[target], *self._gradients)
+        room = self._room[part.section][: part.stop - part.start]
+        return [room, *(s[part.section][part.start : part.stop] for s in sections)]
+
+    def finish(self, target: int) -> None:
+        """The parameters take the whole version from the slot, later."""

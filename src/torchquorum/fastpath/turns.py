@@ -1,0 +1,230 @@
+"""Steps without rounds (Async): a worker waits for its turn, writes the next version from the current one, and publishes it.
+
+Owned by the worker's thread, through `torchquorum.fastpath.steps`. What always holds: one worker at a time has the turn; a version
+is published in the opening in which its turn began, or not at all.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from torchquorum.clock import SYSTEM, Clock
+from torchquorum.fastpath.admission import Admission
+from torchquorum.fastpath.page import NOBODY
+from torchquorum.fastpath.participant import MadeVersion, Participant
+from torchquorum.fastpath.records import GradientId
+from torchquorum.memory.slots import Slots
+from torchquorum.placement.layout import Layout
+from torchquorum.update.kernels import Kernel
+
+TURN_SPIN_S = 0.0002
+
+
+class TurnWriter(Protocol):
+    """Makes the next version in a worker's turn: `CpuTurn`, or `torchquorum.worker.device_update.DeviceTurn` on a GPU.
+
+    Attributes:
+        direct: It takes the gradients from the parameters, which need not be copied to shared memory before.
+        loads: The parameters hold the version that it has made.
+    """
+
+    @property
+    def direct(self) -> bool: ...  # noqa: D102
+    @property
+    def loads(self) -> bool: ...  # noqa: D102
+
+    def ready(self) -> bool:
+        """Whether the gradients are there and finite; asked before the turn, so that no other worker waits for that."""
+        ...
+
+    def write(self, current: int, target: int, rates: Sequence[float], *, held: bool) -> bool:
+        """Writes the next version into slot `target`; False if it is not finite.
+
+        Args:
+            current: The slot of the version to start from.
+            target: Where the next version goes.
+            rates: The learning rate of each parameter group.
+            held: Whether the parameters hold the version to start from.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    version: int
+    slot: int
+    target: int
+    opening_id: int
+    rates: list[float]
+
+
+class TurnSteps:
+    """The turns of one worker."""
+
+    def __init__(self, user: Participant, writer: TurnWriter, admission: Admission, clock: Clock = SYSTEM) -> None:
+        self._user, self._writer, self._admission, self._clock = user, writer, admission, clock
+
+    @property
+    def direct(self) -> bool:
+        """Whether the gradients need not be copied to shared memory before a step."""
+        return self._writer.direct
+
+    def arrive(self) -> None:
+        """The worker has a gradient."""
+        self._admission.arrive()
+
+    def opened(self) -> bool:
+        """Waits a moment for a page that is closed; returns whether it is open then."""
+        return self._admission.opened()
+
+    def done(self) -> None:
+        """The worker has copied the version."""
+        self._user.done()
+        self._admission.leave()
+
+    def step(self, gradient: GradientId, loss: Callable[[], float | None]) -> MadeVersion | None:
+        """Makes an update with this worker's gradient, or returns None: then nothing has happened."""
+        if not self._writer.ready():
+            return None
+        turn = self._take_turn() if self._admission.come() else None
+        made = self._make(turn, gradient, loss) if turn is not None else None
+        if made is None:
+            self._admission.give_up()
+        return made
+
+    def _take_turn(self) -> _Turn | None:
+        """Waits for the turn; None if it does not come in time, or the page is closed."""
+        user, page, words, now = self._user, self._user.page, self._user.page.words, self._clock.now
+        spin_s = TURN_SPIN_S if user.spins or self._admission.straight_back else 0.0
+        started, slept = now(), False
+        while True:
+            spins_until = now() + spin_s
+            while words.writer != NOBODY and now() < spins_until:
+                os.sched_yield()  # the writer has a core, too, so its turn is over soon
+            with page.locked() as held:
+                if not held:
+                    return None
+                if slept:
+                    page.news.end_wait()
+                if not user.may_step():
+                    return None
+                if words.writer == NOBODY:
+                    # Lock held, the turn is free: take it, with a slot that no other worker uses.
+                    version, slot = page.version, page.slot
+                    page.workers.leases[user.worker] = -1  # what it was given by message it copied long ago
+                    target = user.free_slot(slot)
+                    page.workers.uses[user.worker] = target
+                    words.writer = user.worker
+                    return _Turn(version, slot, target, words.opening_id, page.rates.of(version))
+                if now() - started > user.wait_s:
+                    return None
+                seen, slept = page.news.begin_wait(), True
+            # Lock free, counted among those that wait for news.
+            page.news.wait(seen, user.wait_s)
+
+    def _make(self, turn: _Turn, gradient: GradientId, loss: Callable[[], float | None]) -> MadeVersion | None:
+        """Writes and publishes; the turn is ours, so no other worker changes the current version meanwhile."""
+        written = False
+        try:
+            self._user.versions.mark(turn.target, -1)
+            held = gradient.computed_at == turn.version
+            written = self._writer.write(turn.slot, turn.target, turn.rates, held=held)
+        finally:
+            if not written:
+                self._give_turn_back(turn)
+        return self._publish(turn, gradient, loss()) if written else None
+
+    def _publish(self, turn: _Turn, gradient: GradientId, loss: float | None) -> MadeVersion | None:
+        user, page, made = self._user, self._user.page, None
+        with page.locked() as held:
+            if held and user.still_in(turn.opening_id) and page.words.writer == user.worker:
+                # Lock held, the turn still ours: mark, record, then the one word that makes it the current version.
+                version = turn.version + 1
+                user.versions.mark(turn.target, version)
+                page.records.add(user.worker, gradient, loss, version, turn.target)
+                page.publish(version, turn.target)
+                rates = page.rates.of(version)
+                made = MadeVersion(turn.version, version, turn.target, rates, loaded=self._writer.loads)
+                page.words.writer = NOBODY
+                page.news.announce()
+                self._admission.turn_ends()
+        if made is None:
+            self.done()  # the ps took the turn away: it has the current version, and this one counts for nothing
+        page.news.wake(1)
+        self._admission.wake()
+        return made
+
+    def _give_turn_back(self, turn: _Turn) -> None:
+        user, page = self._user, self._user.page
+        with page.locked() as held:
+            if held and page.words.opening_id == turn.opening_id and page.words.writer == user.worker:
+                page.words.writer = NOBODY
+                page.news.announce()
+        self.done()
+        page.news.wake(1)
+
+
+class CpuTurn:
+    """Makes versions on the host's cores, variable by variable.
+
+    Args:
+        layout: Where the variables lie, all of them on the one ps.
+        parameters: The worker's parameters, in the order of the variables.
+        versions: The ps's slots.
+        own: The worker's gradient memory, for gradients that do not lie on the CPU.
+        kernel: Makes the updates.
+    """
+
+    loads = False
+
+    def __init__(
+        self, layout: Layout, parameters: Sequence[nn.Parameter], versions: Slots, own: Slots, kernel: Kernel
+    ) -> None:
+        self._region, self._versions, self._own, self._kernel = layout.trained[0], versions, own, kernel
+        pieces = [piece for section in self._region.sections for piece in section.pieces]
+        self._entries = [(parameters[p.variable], layout.variables[p.variable].group) for p in pieces]
+        self.direct = all(p.device.type == "cpu" for p, _ in self._entries)
+        self._views: dict[int, list[torch.Tensor]] = {}
+
+    def ready(self) -> bool:
+        """Whether the gradients hold neither NaN nor infinity; those that were copied have been checked then."""
+        if not self.direct:
+            return True
+        gradients = [p.grad for p, _ in self._entries if p.grad is not None]
+        return all(math.isfinite(g.sum().item()) or bool(torch.isfinite(g.to_dense()).all()) for g in gradients)
+
+    def write(self, current: int, target: int, rates: Sequence[float], *, held: bool) -> bool:
+        """Writes the next version from the current one; variables without a gradient stay as they are."""
+        old, new = self._views_of(current), self._views_of(target)
+        own = None if self.direct else self._views_of(-1)
+        for k, (parameter, group) in enumerate(self._entries):
+            gradient = parameter.grad
+            if gradient is None:
+                new[k].copy_(old[k])
+                continue
+            if own is not None:
+                gradient = own[k]
+            elif gradient.layout != torch.strided:
+                gradient = gradient.to_dense()
+            self._kernel.write(old[k], gradient, rates[group], new[k])
+        return True
+
+    def _views_of(self, slot: int) -> list[torch.Tensor]:
+        """Returns a slot's memory variable by variable; slot -1 is this worker's own gradient."""
+        found = self._views.get(slot)
+        if found is None:
+            sections = self._own.sections[0] if slot < 0 else self._versions.sections[slot]
+            shapes = iter(parameter.shape for parameter, _ in self._entries)
+            found = self._views[slot] = [
+                values[piece.offset : piece.offset + piece.numel].view(next(shapes))
+                for section, values in zip(self._region.sections, sections, strict=True)
+                for piece in section.pieces
+            ]
+        return found

@@ -1,0 +1,331 @@
+"""Watches the tasks that a launcher has started, wherever they run: restarts, scaling, interrupts, the end.
+
+`LaunchedCluster` is the base of `local.LocalCluster` (processes here), `launch.ForkedCluster` (forks) and `on_ray.RayCluster`.
+Driven by `torchquorum train`, `torchquorum run` and `tq.launch`, on one thread. What always holds: a task that a signal ended
+is restarted at most `max_restarts` times; when `wait` returns, for whatever reason, no process of the cluster is left.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+from torchquorum.clock import SYSTEM, Clock
+from torchquorum.cluster import ClusterSpec, TaskId, WorkerRange
+from torchquorum.cluster.secret import Access, read_access
+from torchquorum.errors import ConfigError
+from torchquorum.launcher.interrupts import Interrupts
+from torchquorum.launcher.process import Process, describe_exit
+from torchquorum.launcher.scaling import RequestedWorkers
+
+PS_GRACE_S = 20.0
+WORKER_GRACE_S = 5.0
+CHIEF_GRACE_S = 5.0
+INTERRUPT_GRACE_S = 60.0
+AFTER_WORKERS_GRACE_S = 2.0
+STOP_GRACE_S = 5.0
+POLL_S = 0.05
+
+TaskOutput = Callable[[TaskId, str], None]
+Note = Callable[[str], None]
+
+
+def ignore(_: str) -> None:
+    """Takes the launcher's own lines and drops them."""
+
+
+@dataclass(kw_only=True)
+class LaunchOptions:
+    """What to start.
+
+    Attributes:
+        command: The program and its arguments, as one task runs it.
+        ps: Number of ps tasks.
+        workers: Number of workers: 4, or a range, (2, 8) or "2:8", within which workers join and leave.
+        transport: auto, shm or tcp.
+        threads: Threads per operation in each task; None divides the cores among the workers.
+        report: Where ps task 0 writes the report.
+        logdir: The run's folder, for programs that set none.
+        max_restarts: How many times each task is restarted after a signal ended it.
+        secret_file: The file with the cluster's secret; tasks get its path in their environment.
+        durable: How updates are journalled: write or fsync; None leaves it to the program.
+        range: `workers`, parsed.
+    """
+
+    command: Sequence[str]
+    ps: int = 1
+    workers: int | str | tuple[int, int] | WorkerRange = 2
+    transport: str = "auto"
+    threads: int | None = None
+    report: str | None = None
+    logdir: str | None = None
+    max_restarts: int = 3
+    secret_file: str | None = None
+    durable: str | None = None
+    range: WorkerRange = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.ps < 1:
+            raise ConfigError(f"--ps {self.ps}: must be 1 or more")
+        self.range = WorkerRange.read(self.workers)
+        read_access(self.secret_file)  # a bad secret is reported once here, not by every task
+
+
+@dataclass
+class Running:
+    """A started task."""
+
+    task: TaskId
+    process: Process
+    reader: threading.Thread = field(init=False)
+    restarts: int = 0
+    life: int = field(default_factory=itertools.count().__next__)  # unique for every start of any task
+
+    @property
+    def code(self) -> int | None:
+        """Returns the exit code, negative for a signal, or None while it runs."""
+        return self.process.poll()
+
+
+class LaunchedCluster:
+    """The tasks of a cluster that a launcher has started, watched until they end.
+
+    Args:
+        options: What to start.
+        output: Receives every line that a task prints, with the task.
+        note: Receives every line of the launcher itself; `messages` keeps them too.
+        clock: Used for all waits.
+
+    Attributes:
+        cluster: The tasks and their addresses.
+        tasks: The started tasks, each as it runs now.
+        end_grace_s: How long a task may take to end after the ps tasks have ended.
+        fails_together: Whether one failed worker ends all tasks, without waiting for the chief.
+    """
+
+    cluster: ClusterSpec
+    end_grace_s = WORKER_GRACE_S
+    fails_together = False
+
+    def __init__(
+        self, options: LaunchOptions, output: TaskOutput, note: Note = ignore, *, clock: Clock = SYSTEM
+    ) -> None:
+        self.options, self._output, self._note, self._clock = options, output, note, clock
+        self._reported: set[int] = set()  # lives whose end was reported
+        self._ended_at: dict[str, float] = {}  # when each group of tasks was first seen to have ended
+        self.started_at = clock.wall()
+        self.tasks: list[Running] = []
+        self._scaling: RequestedWorkers | None = None
+        self.messages: list[str] = []
+        self._interrupts = Interrupts()
+
+    def start(self) -> None:
+        """Starts every ps task and the minimum number of workers.
+
+        Interrupts are recorded from here on, so that every started process is known; `wait` handles them.
+
+        Raises:
+            KeyboardInterrupt: One arrived before all tasks were started.
+        """
+        with ExitStack() as failing:
+            failing.enter_context(self._interrupts)
+            for task in [*self.cluster.tasks("ps"), *self.cluster.tasks("worker")[: self.options.range.least]]:
+                if self._interrupts.came:
+                    raise KeyboardInterrupt
+                self.tasks.append(self._start(task))
+            self._watch_scaling()
+            failing.pop_all()
+
+    def _watch_scaling(self) -> None:
+        """Starts to watch how many workers are wanted, if the number may change."""
+        if self.options.range.elastic:
+            self._scaling = RequestedWorkers(self.leader, lambda: self.access)
+            least, most = self.options.range.least, self.options.range.most
+            self.say(
+                f"starting with {least} {'worker' if least == 1 else 'workers'} of at most {most}; `torchquorum scale "
+                f"{self.leader() or 'ADDRESS'} N` changes the number"
+            )
+
+    def _scale_up(self) -> None:
+        """Starts the workers that were asked for; surplus workers leave by themselves."""
+        wanted = self._scaling.news() if self._scaling is not None else None
+        if wanted is None or not self._run_continues():
+            return
+        workers = {t.task.index: at for at, t in enumerate(self.tasks) if t.task.job == "worker"}
+        running = [i for i, at in workers.items() if self.tasks[at].code is None]
+        free = [i for i in range(self.options.range.most) if i not in running]
+        for index in free[: max(0, wanted - len(running))]:
+            task = TaskId("worker", index)
+            self.say(f"starting {task}: {wanted} workers are wanted")
+            started = self._start(task)
+            if index in workers:
+                self.tasks[workers[index]] = started
+            else:
+                self.tasks.append(started)
+            self._ended_at.clear()
+
+    def _run_continues(self) -> bool:
+        """Whether a new worker would find a run: no program has failed, and the chief has not ended it."""
+        chief = next((t for t in self.tasks if t.task.is_chief), None)
+        return not any((t.code or 0) > 0 for t in self.tasks) and (chief is None or chief.code != 0)
+
+    def _start(self, task: TaskId) -> Running:
+        """Starts a task, or restarts it."""
+        raise NotImplementedError
+
+    @property
+    def access(self) -> Access:
+        """The cluster's secret, for those who talk to its tasks."""
+        return read_access(self.options.secret_file)
+
+    def leader(self) -> str | None:
+        """Returns the address of ps task 0, or None while it is not known."""
+        return self.cluster.address(TaskId("ps", 0))
+
+    @property
+    def failed(self) -> list[TaskId]:
+        """Returns the workers whose own program failed; not those that a signal ended."""
+        return [t.task for t in self.tasks if t.task.job == "worker" and 0 < (t.code or 0) < 128]
+
+    def close(self) -> None:
+        """Releases what outlives the tasks; may be called twice."""
+
+    # -- until the end ------------------------------------------------------------------------------------------------
+
+    def wait(self, each: Callable[[], None] | None = None) -> int:
+        """Waits until every task has ended; restarts tasks that a signal ended, ends tasks that have nothing left to do.
+
+        Args:
+            each: Called on every poll.
+
+        Returns:
+            The exit code of the run: 0 if it reached its end.
+        """
+        with self._interrupts as interrupts:
+            try:
+                while any(t.code is None for t in self.tasks):
+                    if interrupts.came:
+                        self._end_after_interrupt(interrupts)
+                        return 130
+                    self._handle_exits()
+                    self._scale_up()
+                    if self._must_give_up():
+                        break
+                    if each is not None:
+                        each()
+                    self._clock.sleep(POLL_S)
+                self._handle_exits(restart=False)
+            finally:
+                self.stop(signal.SIGTERM)
+        self._handle_exits(restart=False)
+        return self._exit_code()
+
+    def _handle_exits(self, *, restart: bool = True) -> None:
+        """Reports each task that has died, and restarts it if a signal ended it."""
+        for at, t in enumerate(self.tasks):
+            if t.code in (None, 0) or t.life in self._reported:
+                continue
+            self._reported.add(t.life)
+            again = restart and (t.code or 0) < 0 and t.restarts < self.options.max_restarts and self._may_return(t)
+            how = f"{t.task} {self._describe(t)}"
+            self.say(f"{how}; restarting it ({t.restarts + 1} of {self.options.max_restarts})" if again else how)
+            if again:
+                self.tasks[at] = self._start(t.task)
+                self.tasks[at].restarts = t.restarts + 1
+                self._ended_at.clear()
+
+    def _describe(self, ended: Running) -> str:
+        """Returns how a task has ended, in words."""
+        return describe_exit(ended.code or 0)
+
+    def _may_return(self, dead: Running) -> bool:
+        """Whether the run still has work for a task that died."""
+        workers = [t for t in self.tasks if t.task.job == "worker"]
+        if self.options.range.elastic:
+            return self._run_continues()
+        if any((t.code or 0) > 0 for t in self.tasks):
+            return False
+        return dead.task.job == "ps" or not any(t.code == 0 for t in workers)
+
+    def _must_give_up(self) -> bool:
+        """Whether the tasks that still run have nothing to wait for; says why."""
+        if self.fails_together and self.failed:
+            return True
+        why = self._find_dead_end()
+        if why is not None:
+            self.say(why)
+        return why is not None
+
+    def _find_dead_end(self) -> str | None:
+        """Returns why the run cannot go on, once its tasks have had their grace period to find out themselves."""
+        running = [t for t in self.tasks if t.code is None]
+        ps = [t for t in self.tasks if t.task.job == "ps"]
+        workers = [t for t in self.tasks if t.task.job == "worker"]
+        chief = next((t for t in workers if t.task.index == 0), None)
+        only_ps = running and all(t.task.job == "ps" for t in running)
+        if only_ps and (self._waited_s("worker") > PS_GRACE_S or all(t.code for t in workers)):
+            return "the workers are gone before the run was over: ending the ps tasks"
+        if running and all(t.code == 0 for t in ps) and self._waited_s("run") > self.end_grace_s:
+            late = ", ".join(str(t.task) for t in running)
+            return f"the run is over: ending {late}, which came back too late for it"
+        if running and chief is not None and (chief.code or 0) > 0 and self._waited_s("chief") > CHIEF_GRACE_S:
+            return "the chief has failed: ending the other tasks"
+        if any(t.code for t in ps) and self._waited_s("ps") > WORKER_GRACE_S:
+            return "a ps task is gone: ending the other tasks"
+        return None
+
+    def _waited_s(self, group: str) -> float:
+        """Returns how long ago a group of tasks was first seen to have ended: 0 the first time it is asked."""
+        now = self._clock.now()
+        return now - self._ended_at.setdefault(group, now)
+
+    def _end_after_interrupt(self, interrupts: Interrupts) -> None:
+        """Ctrl-C: the workers save and end, the ps tasks follow; a second Ctrl-C kills all tasks."""
+        self.say("interrupted: saving and ending every task; Ctrl-C again kills them at once")
+        for t in self.tasks:
+            if t.task.job == "worker" and t.code is None:
+                t.process.send_signal(signal.SIGINT)
+        deadline = self._clock.now() + INTERRUPT_GRACE_S
+        while any(t.code is None for t in self.tasks) and self._clock.now() < deadline:
+            if len(interrupts.came) > 1:
+                for t in self.tasks:
+                    if t.code is None:
+                        t.process.kill()
+                return
+            if all(t.code is not None for t in self.tasks if t.task.job == "worker"):
+                # A chief that was interrupted before its run began has told no ps to end: `stop` does.
+                deadline = min(deadline, self._clock.now() + AFTER_WORKERS_GRACE_S)
+            self._clock.sleep(POLL_S)
+
+    def say(self, line: str) -> None:
+        """Passes a line of the launcher itself to `note` and keeps it."""
+        self.messages.append(line)
+        self._note(line)
+
+    def _exit_code(self) -> int:
+        """Returns 0 if every ps ended well and no program failed; a run survives workers that a signal ended."""
+        if any(t.code != 0 for t in self.tasks if t.task.job == "ps"):
+            return 1
+        codes = [t.code or 0 for t in self.tasks if t.task.job == "worker"]
+        return 1 if any(c > 0 for c in codes) or all(c != 0 for c in codes) else 0
+
+    def stop(self, first: signal.Signals) -> None:
+        """Ends every task that still runs: with signal `first`, then SIGTERM, then SIGKILL."""
+        for sign in (first, signal.SIGTERM, signal.SIGKILL):
+            alive = [t for t in self.tasks if t.code is None]
+            if not alive:
+                break
+            for t in alive:
+                t.process.send_signal(sign)
+            deadline = self._clock.now() + STOP_GRACE_S
+            while any(t.code is None for t in alive) and self._clock.now() < deadline:
+                self._clock.sleep(POLL_S)
+        if self._scaling is not None:
+            self._scaling.close()
+            self._scaling = None
+        for t in self.tasks:
+            t.reader.join(timeout=STOP_GRACE_S)

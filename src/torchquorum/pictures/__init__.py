@@ -1,1 +1,0 @@
-"""Pictures of runs: what a run's folder holds, figured out, drawn as SVG for a page and as PNG."""

@@ -1,0 +1,318 @@
+"""Reads a run's folder into columns: ledger, measures, report, TensorBoard's scalars, checkpoints.
+
+Called by `torchquorum report` and `torchquorum compare`. What always holds: missing or damaged files never make it fail;
+`missing` lists them in words. A run that was stopped and resumed is one history: its clock skips the time in which nothing
+ran, and gradients whose updates were rolled back are not `kept`.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from torchquorum.clock import SYSTEM, Clock
+from torchquorum.errors import ConfigError
+from torchquorum.formats.checkpoint import CheckpointInfo, list_checkpoints
+from torchquorum.formats.ledger import NAME, Entry, Event, read_records
+from torchquorum.formats.ledger_segments import fetch_run
+from torchquorum.formats.measures import NAME as MEASURES
+from torchquorum.formats.measures import Measure, read_measures
+from torchquorum.formats.storage import Location, RemotePath, is_there
+
+REPORT = "report.json"
+PAUSE_S = 30.0  # in an old ledger without events, a longer gap separates two starts of the run
+FRESH_S = 20.0  # a ledger that was written to so recently belongs to a running run
+_EVENT_FILES = "*.tfevents.*"
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the run: it began at `begun_at`, trained for `length_s` from `zero_at`, which is second `first_s` of training."""
+
+    begun_at: float
+    zero_at: float
+    first_s: float
+    length_s: float
+
+
+@dataclass(kw_only=True)
+class History:
+    """A run as its folder records it. The arrays have one element per gradient, in the order of the decisions.
+
+    Attributes:
+        folder: The run's folder.
+        worker: Which worker computed it.
+        version: The version it was computed at.
+        met: The version it met on arrival.
+        accepted: Whether it was accepted.
+        reason: Why it was accepted or refused.
+        loss: Its loss, NaN where none was recorded.
+        took_s: Seconds to compute and send it; NaN in old ledgers, and for the first of an incarnation, which may have waited.
+        at: When it arrived, seconds since the epoch.
+        clock: When it arrived, in seconds of training since the run began.
+        kept: Whether its update was not rolled back later.
+        events: The other records of the ledger.
+        measures: What the run measured.
+        report: The report at the end of the run, if there is one.
+        checkpoints: The saved checkpoints.
+        missing: What could not be read, in words.
+        is_running: Whether the run seems to be running now.
+    """
+
+    folder: Location
+    worker: np.ndarray
+    version: np.ndarray
+    met: np.ndarray
+    accepted: np.ndarray
+    reason: np.ndarray
+    loss: np.ndarray
+    took_s: np.ndarray
+    at: np.ndarray
+    clock: np.ndarray = field(init=False)
+    kept: np.ndarray = field(init=False)
+    events: list[Event]
+    measures: list[Measure]
+    report: dict[str, Any]
+    checkpoints: list[CheckpointInfo]
+    missing: list[str]
+    is_running: bool = field(init=False, default=False)
+    _attempts: list[Attempt] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._attempts = _find_attempts(self.at, self.events)
+        self.clock = self.clock_of(self.at)
+        later = np.minimum.accumulate(self.met[::-1])[::-1] if len(self.met) else self.met
+        self.kept = self.met <= later
+
+    def clock_of(self, at: np.ndarray) -> np.ndarray:
+        """Returns seconds of training for times since the epoch."""
+        if not self._attempts:
+            return np.zeros_like(at)
+        begun, zero, first, length = np.array(
+            [(t.begun_at, t.zero_at, t.first_s, t.length_s) for t in self._attempts]
+        ).T
+        attempt = np.clip(np.searchsorted(begun, at, side="right") - 1, 0, None)
+        # No time passes on this clock before the first gradient of an attempt and after its last.
+        return first[attempt] + np.clip(at - zero[attempt], 0.0, length[attempt])
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """Returns the configuration, from the ledger's last `began`."""
+        return next((e.values for e in reversed(self.events) if e.event == "began"), {})
+
+    @property
+    def rule(self) -> str:
+        """Returns the rule, such as Sync(aggregate=2), or unknown."""
+        return str(self.config.get("rule") or self.report.get("rule") or "unknown")
+
+    @property
+    def restarts(self) -> int:
+        """Returns how many times the run was started again."""
+        return max(0, len(self._attempts) - 1)
+
+    @property
+    def seconds(self) -> float:
+        """Returns the seconds of training, from the first join to the last gradient."""
+        return float(self.clock.max()) if len(self.clock) else 0.0
+
+    @property
+    def last_version(self) -> int:
+        """Returns the version that the run reached."""
+        seen = [int(self.met.max())] if len(self.met) else []
+        seen += [e.version for e in self.events[-3:]]
+        return max([*seen, int(self.report.get("global_step") or 0)], default=0)
+
+    @property
+    def accuracy(self) -> float | None:
+        """Returns the accuracy that the chief measured at the end, if it did."""
+        for event in reversed(self.events):
+            if event.event == "left" and event.worker == 0 and "accuracy" in event.values:
+                return float(event.values["accuracy"])
+        found = self.report.get("accuracy")
+        return float(found) if isinstance(found, int | float) else None
+
+    def measured(self, name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns a measure's steps, clocks and values, in order of time."""
+        found = [m for m in self.measures if m.name == name and m.value is not None]
+        at = np.array([m.at for m in found], dtype=float)
+        return (
+            np.array([m.global_step for m in found]),
+            self.clock_of(at),
+            np.array([m.value for m in found], dtype=float),
+        )
+
+    def update_times(self) -> np.ndarray:
+        """Returns when each update was made, in seconds of training: at the last accepted gradient of its round."""
+        chosen = self.accepted & self.kept & (self.met < self.last_version)
+        if not chosen.any():
+            return np.array([])
+        met, clock = self.met[chosen], self.clock[chosen]
+        last = np.flatnonzero(np.diff(met, append=met[-1] + 1))
+        return clock[last]
+
+
+def _find_attempts(at: np.ndarray, events: list[Event]) -> list[Attempt]:
+    """Finds every start of the run; in an old ledger without events, by long gaps."""
+    times = np.sort(np.concatenate([at, np.array([e.at for e in events], dtype=float)]))
+    if not len(times):
+        return []
+    begun = sorted(e.at for e in events if e.event == "began")
+    if not begun or (len(at) and at.min() < begun[0] - 1e-3):
+        old = times[times < begun[0]] if begun else times
+        begun = [float(old[0]), *(float(t) for t in old[1:][np.diff(old) > PAUSE_S]), *begun]
+    joined = np.array([e.at for e in events if e.event == "joined"], dtype=float)
+    attempts: list[Attempt] = []
+    done = 0.0
+    for i, start in enumerate(begun):
+        end = begun[i + 1] if i + 1 < len(begun) else np.inf
+        inside = at[(at >= start) & (at < end)]
+        first, last = (float(inside.min()), float(inside.max())) if len(inside) else (start, start)
+        before = joined[(joined >= start) & (joined <= first)]
+        zero = float(before.max()) if len(before) else min(start, first)  # a run may wait until all workers have joined
+        attempts.append(Attempt(start, zero, done, last - zero))
+        done += last - zero
+    return attempts
+
+
+def read_history(folder: Location, clock: Clock = SYSTEM) -> History:
+    """Reads a run's folder; from a remote one, fetches the small files first.
+
+    Raises:
+        ConfigError: There is no such folder, or it holds no run.
+    """
+    if not is_there(folder):
+        raise ConfigError(f"{folder}: no such folder; give a run's folder, as in logdir= or --logdir")
+    if not isinstance(folder, RemotePath):
+        return _read_local(folder, folder, clock)
+    with tempfile.TemporaryDirectory(prefix="torchquorum-run-") as copy:
+        try:
+            fetch_run(folder, Path(copy), (NAME, MEASURES))
+        except OSError as error:
+            raise ConfigError(f"{folder} cannot be read: {error.strerror}") from None
+        return _read_local(Path(copy), folder, clock)
+
+
+def _read_local(folder: Path, run: Location, clock: Clock) -> History:
+    """Reads the files in `folder`, and the checkpoints of `run`, which is the same folder unless it is remote."""
+    missing: list[str] = []
+    columns, events = _read_ledger(folder, missing)
+    report = _read_report(folder, missing)
+    measures = read_measures(folder)
+    if not any(m.name == "accuracy" for m in measures):
+        measures += _read_scalars(folder, missing)
+    checkpoints = list_checkpoints(run)
+    if not len(columns["at"]) and not events and not report and not measures and not checkpoints:
+        inside = sorted(p.parent.name for p in folder.glob(f"*/{NAME}"))
+        hint = f"; there are runs in it: {', '.join(inside[:5])}" if inside else ""
+        found = (
+            " ".join(missing)
+            if (folder / NAME).exists()
+            else f"No {NAME}, {REPORT}, checkpoints or TensorBoard events."
+        )
+        raise ConfigError(
+            f"{run}: this folder holds no run. {found} Give the folder that was logdir= or --logdir{hint}"
+        )
+    history = History(
+        folder=run,
+        events=events,
+        measures=measures,
+        report=report,
+        checkpoints=checkpoints,
+        missing=missing,
+        **columns,
+    )
+    ended = bool(events) and events[-1].event == "ended"
+    newest = max([*columns["at"][-1:], *(e.at for e in events[-1:])], default=0.0)
+    history.is_running = not ended and clock.wall() - newest < FRESH_S
+    _note_missing(history, ended=ended)
+    return history
+
+
+def _note_missing(history: History, *, ended: bool) -> None:
+    if history.is_running:
+        history.missing.append("The run is still running: this page shows its state when the page was written.")
+    elif len(history.at) and history.events and not ended:
+        history.missing.append("The ledger has no end: the run or ps task 0 was killed.")
+    if len(history.at) and not history.events:
+        history.missing.append(
+            "The ledger was written by an older version: it has no configuration, no joins and deaths, and no time per gradient."
+        )
+    if len(history.at) and np.isnan(history.loss).all():
+        history.missing.append("No gradient has a loss: call optimizer.step(loss=loss) to record it.")
+    if not any(m.name == "accuracy" for m in history.measures):
+        history.missing.append(
+            "No accuracy was measured during the run: use tq.EvaluateHook, or session.measure(accuracy=...)."
+        )
+
+
+def _read_ledger(folder: Path, missing: list[str]) -> tuple[dict[str, np.ndarray], list[Event]]:
+    rows: list[tuple[Any, ...]] = []
+    events: list[Event] = []
+    bad: list[int] = []
+    try:
+        for record in read_records(folder, bad.append):
+            if isinstance(record, Entry):
+                loss = np.nan if record.loss is None else record.loss
+                took = np.nan if record.took_s is None or record.local_step == 1 else record.took_s
+                met = (record.worker, record.version, record.met, record.accepted, record.reason)
+                rows.append((*met, loss, took, record.arrived_at))
+            else:
+                events.append(record)
+    except FileNotFoundError:
+        missing.append(f"There is no {NAME}: nothing is known about single gradients.")
+    except OSError as error:
+        missing.append(f"{NAME} cannot be read ({error.strerror}).")
+    else:
+        if not rows:
+            missing.append(f"{NAME} has no gradients yet.")
+    if bad:
+        lines = f"line {bad[0]}" if len(bad) == 1 else f"{len(bad)} lines, the first is line {bad[0]}"
+        missing.append(f"{NAME} is damaged: {lines} cannot be read and is left out.")
+    names = ("worker", "version", "met", "accepted", "reason", "loss", "took_s", "at")
+    kinds = (np.int64, np.int64, np.int64, np.bool_, np.object_, np.float64, np.float64, np.float64)
+    values = list(zip(*rows, strict=True)) if rows else [() for _ in names]
+    return {n: np.array(v, dtype=k) for n, v, k in zip(names, values, kinds, strict=True)}, events
+
+
+def _read_report(folder: Path, missing: list[str]) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / REPORT).read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError):
+        missing.append(f"{REPORT} cannot be read.")
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _read_scalars(folder: Path, missing: list[str]) -> list[Measure]:
+    """Reads accuracy and validation losses from TensorBoard's event files."""
+    files = sorted(folder.glob(_EVENT_FILES))
+    if not files:
+        return []
+    try:
+        from tensorboard.backend.event_processing.event_accumulator import SCALARS, TENSORS, EventAccumulator
+        from tensorboard.util import tensor_util
+
+        events = EventAccumulator(str(folder), {SCALARS: 0, TENSORS: 0})
+        events.Reload()
+        found: list[Measure] = []
+        for tag in filter(_is_wanted, events.Tags()["scalars"]):
+            found += [Measure(tag, float(e.value), int(e.step), float(e.wall_time)) for e in events.Scalars(tag)]
+        for tag in filter(_is_wanted, events.Tags()["tensors"]):
+            for e in events.Tensors(tag):
+                value = float(tensor_util.make_ndarray(e.tensor_proto))
+                found.append(Measure(tag, value, int(e.step), float(e.wall_time)))
+        return found
+    except Exception as error:  # a damaged event file must not prevent the rest of the page
+        missing.append(f"TensorBoard's event files cannot be read ({type(error).__name__}: {error}).")
+        return []
+
+
+def _is_wanted(tag: str) -> bool:
+    return tag == "accuracy" or tag.startswith("validation/")

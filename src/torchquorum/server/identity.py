@@ -1,0 +1,36 @@
+"""Who a ps task is: its place in the cluster, its life, its host, and the transports that it offers."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from torchquorum.cluster import ClusterSpec, TaskId
+from torchquorum.wire.messages import PACKAGE, PROTOCOL, ShardHello, Way, Welcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Who this ps task is."""
+
+    cluster: ClusterSpec
+    index: int
+    incarnation: int
+    host: str
+    started_at: float
+    ways: tuple[Way, ...] = ()
+    pid: int = field(default_factory=os.getpid)
+
+    @property
+    def task(self) -> TaskId:
+        """Returns the task's name."""
+        return TaskId("ps", self.index)
+
+    def welcome(self, *, created: bool) -> Welcome:
+        """Returns the answer to a task's greeting; `created` says whether this ps holds variables."""
+        ways = list(self.ways)
+        return Welcome(PROTOCOL, str(self.task), self.incarnation, self.host, self.pid, created, PACKAGE, ways)
+
+    def shard_hello(self, generation: int, followed: int) -> ShardHello:
+        """Returns what a shard tells shard 0 now and then: that it lives, and how much of the log it has followed."""
+        return ShardHello(self.index, self.incarnation, followed, self.pid, self.host, generation, PROTOCOL, PACKAGE)

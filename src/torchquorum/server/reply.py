@@ -1,0 +1,44 @@
+"""What goes into the service of a ps task and what comes out: a decoded message with its sender, and replies as data.
+
+Used by everything that answers messages. Nothing here sends; `serve` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from torchquorum.wire.channel import Peer
+from torchquorum.wire.codec import Frame
+from torchquorum.wire.messages import Message
+
+# Stands for shard 0 as the peer of another shard. Reserved: no peer's identity starts with a NUL byte.
+LEADER = b"\0leader"
+
+_M = TypeVar("_M")
+
+
+@dataclass(slots=True)
+class Reply:
+    """A message to a peer; `slot` is the version slot whose bytes are among the frames, uncopied."""
+
+    peer: Peer
+    message: Message
+    frames: list[Frame] = field(default_factory=list)
+    slot: int | None = None
+
+
+@dataclass(slots=True)
+class Incoming(Generic[_M]):
+    """A decoded message, who sent it and when."""
+
+    peer: Peer
+    message: _M
+    frames: Sequence[Frame]
+    now: float
+    wall: float
+
+    def reply(self, message: Message) -> Reply:
+        """Returns a reply to the sender."""
+        return Reply(self.peer, message)

@@ -1,0 +1,520 @@
+"""One creation of the variables on a ps task: `Leading` on shard 0, `Following` on the others.
+
+Made by `creation`, owned by the service, which hands it what workers and shards send. What always holds: everything here
+belongs to one generation and ends with it; shard 0 follows its own log at once, the others when they are sent it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torchquorum.wire.messages as m
+from torchquorum.clock import SYSTEM, Clock
+from torchquorum.errors import ConfigError, LostPlaceError
+from torchquorum.fastpath.host import FastPathHost, may_change
+from torchquorum.formats.checkpoint_write import clear_left_behind
+from torchquorum.formats.journal import Record
+from torchquorum.formats.ledger import open_ledger
+from torchquorum.formats.storage import locate
+from torchquorum.rules.quorum import Key
+from torchquorum.server.buffer_home import BufferHome, check_same_buffers
+from torchquorum.server.checkpoints import Checkpoints, part_of
+from torchquorum.server.ending import Ending
+from torchquorum.server.followers import Followers
+from torchquorum.server.identity import Identity
+from torchquorum.server.leader import Arrival, Leader
+from torchquorum.server.plan_difference import check_same_plan
+from torchquorum.server.reply import LEADER, Incoming, Reply
+from torchquorum.server.saver import Published, Saver, Written
+from torchquorum.server.shard import Shard
+from torchquorum.server.tally import Tally
+
+NO_BUFFERS = "holds no buffers of the model: only ps task 0 does, once the chief has created them"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskLife:
+    """What a ps task has from its start to its end, however often the variables are created.
+
+    Attributes:
+        me: Who this task is.
+        say: Prints a line for people.
+        clock: Tells the time to what reads and writes files.
+        saver: Writes checkpoints.
+        tally: The counts of the job.
+        followers: The other ps tasks.
+        ending: Whether the job is over, and how.
+    """
+
+    me: Identity
+    say: Callable[[str], None]
+    clock: Clock = SYSTEM
+    saver: Saver
+    tally: Tally
+    followers: Followers
+    ending: Ending = field(default_factory=Ending)
+
+    def announce(self, line: str) -> None:
+        """Prints a line for people that begins with this task's name."""
+        self.say(f"{self.me.task}: {line}")
+
+
+class Run:
+    """What every ps task has of one creation of the variables."""
+
+    def __init__(self, life: TaskLife, shard: Shard) -> None:
+        self.life, self.shard, self.plan, self.generation = life, shard, shard.plan, shard.generation
+
+    @property
+    def admits(self) -> bool:
+        """Whether workers may join now."""
+        return True
+
+    @property
+    def fastpath_is_open(self) -> bool:
+        """Whether workers may be making updates by themselves now."""
+        return False
+
+    # -- what workers send --------------------------------------------------------------------------------------------
+
+    def join(self, got: Incoming[m.Join]) -> list[Reply]:
+        """A worker is ready to compute."""
+        join, workers = got.message, self.shard.workers
+        who = f"/job:worker/task:{join.worker}"
+        if not 0 <= join.worker < self.plan.num_workers:
+            raise ValueError(f"worker {join.worker}: the cluster has {self.plan.num_workers} workers")
+        if join.plan is not None:
+            check_same_plan(self.plan, join.plan, who)
+            check_same_buffers(self.plan, join.plan, who)
+        if workers.replaced(join.worker, join.incarnation):
+            return [got.reply(self.not_joined(join.worker, join.incarnation, join.request))]
+        if workers.knows(join.worker, join.incarnation) and not workers.is_current(join.worker, got.peer, join.request):
+            return []
+        if not workers.joined_by(join):
+            self.shard.admit(got.peer, join)
+        return self._answer(join) or self._joined(got)
+
+    def push(self, got: Incoming[m.Push]) -> list[Reply]:
+        """A joined worker sends a gradient."""
+        push, gradients = got.message, self.shard.gradients
+        if answer := self._answer(push):
+            return answer
+        key = Key(push.worker, push.incarnation, push.local_step)
+        if gradients.is_decided(key):
+            self._pushed_again(key, push.request)
+            return []
+        if key not in gradients:
+            self.shard.store(push, got.frames)
+        gradients.note_request(push.request, key)
+        return self._arrived(got, key)
+
+    def pull(self, got: Incoming[m.Pull]) -> list[Reply]:
+        """A joined worker asks for the current version."""
+        if got.message.averaged and self.shard.averages is None:
+            raise ConfigError(
+                "no moving averages are kept; give tq.Optimizer an average=tq.ExponentialMovingAverage(0.99)"
+            )
+        return self._answer(got.message) or self._pulled(got.message)
+
+    def probe(self, got: Incoming[m.Probe]) -> list[Reply]:
+        """A worker has had no answer to a request: it gets it again, or what it waits for."""
+        probe = got.message
+        if answer := self._answer(probe):
+            return answer
+        return self._probed(got, self.shard.gradients.of_request(probe.worker, probe.incarnation, probe.request))
+
+    def leave(self, got: Incoming[m.Leave]) -> list[Reply]:
+        """A worker leaves for good."""
+        self.shard.forget(got.message.worker, got.message.incarnation)
+        return [got.reply(m.Bye())]
+
+    def not_joined(self, worker: int, incarnation: int, request: int = -1) -> m.Fault:
+        """Returns the answer to a process that speaks as a worker and has not joined as it, or was replaced."""
+        task = self.life.me.task
+        if self.shard.workers.replaced(worker, incarnation):
+            text = (
+                f"{task} has let a newer process in as /job:worker/task:{worker}, so this one is out. "
+                "Start each worker once, with an index of its own."
+            )
+            return m.Fault("replaced", text, request)
+        return m.Fault("LostPlaceError", f"{task} does not know this process as /job:worker/task:{worker}", request)
+
+    def _answer(self, asked: m.Join | m.Push | m.Pull | m.Probe) -> list[Reply]:
+        """Returns the answer to a request that has been answered before."""
+        return self.shard.answer(asked.worker, asked.incarnation, asked.request)
+
+    # -- what differs between shard 0 and the others ------------------------------------------------------------------
+
+    def _joined(self, got: Incoming[m.Join]) -> list[Reply]:
+        return []  # the log says when it is answered
+
+    def _pulled(self, pull: m.Pull) -> list[Reply]:
+        return []
+
+    def _pushed_again(self, key: Key, request: int) -> None:
+        """A gradient that was decided on is pushed again."""
+
+    def _arrived(self, got: Incoming[m.Push], key: Key) -> list[Reply]:
+        raise NotImplementedError
+
+    def _probed(self, got: Incoming[m.Probe], key: Key | None) -> list[Reply]:
+        raise NotImplementedError
+
+    # -- time, disk, end ----------------------------------------------------------------------------------------------
+
+    def before(self, message: m.AnyMessage) -> list[Reply]:
+        """Does what has to be done before a message is handled."""
+        return []
+
+    def advance(self) -> list[Reply]:
+        """Does what follows from what was handled."""
+        return []
+
+    def tick(self, now: float, wall: float) -> list[Reply]:
+        """Time has passed."""
+        raise NotImplementedError
+
+    def _write_snapshots(self) -> None:
+        """Hands the snapshots that the log has asked for to the saver."""
+        for entry, snapshot in self.shard.snapshots:
+            partial = locate(entry.partial)
+            self.life.saver.write(entry.number, partial, self.shard.index, self.plan.num_shards, snapshot)
+        self.shard.snapshots.clear()
+
+    def _written(self) -> Iterator[m.Part | Published]:
+        """Yields what the saver has finished: parts of this shard, and on shard 0 whole checkpoints."""
+        for result in self.life.saver.results():
+            if isinstance(result, Written):
+                self.shard.snapshot_written()
+            yield part_of(self.shard.index, result) if isinstance(result, Written) else result
+
+    def commit(self) -> None:
+        """Waits until the disk has the journal, where a run is to survive a loss of power."""
+        if self.shard.journal is not None and self.shard.journal.uncommitted:
+            self.shard.journal.commit()
+
+    def discard(self) -> None:
+        """Another ps has lost its variables: these go too, and all are restored together."""
+        self.life.saver.drop_results()
+        self.close()
+
+    def close(self) -> None:
+        """Releases memory and files."""
+        self.shard.close()
+
+
+class Following(Run):
+    """A shard other than 0: it does what shard 0's log says."""
+
+    def __init__(self, life: TaskLife, shard: Shard) -> None:
+        super().__init__(life, shard)
+        self.unconfirmed: m.Part | None = None  # a part of a checkpoint that shard 0 has not confirmed
+
+    def log(self, got: Incoming[m.Log]) -> list[Reply]:
+        """Shard 0 sends entries of its log."""
+        if got.message.generation != self.generation:
+            return []
+        replies: list[Reply] = []
+        for number, entry in enumerate(got.message.entries, got.message.first):
+            if number == self.shard.followed:
+                replies += self.shard.follow(entry)
+        self._write_snapshots()
+        return replies
+
+    def tick(self, now: float, wall: float) -> list[Reply]:
+        """Reports a written part to shard 0 until that confirms it."""
+        for result in self._written():
+            assert isinstance(result, m.Part), "only shard 0 publishes"
+            self.unconfirmed = result
+        return [Reply(LEADER, self.unconfirmed)] if self.unconfirmed is not None else []
+
+    def _arrived(self, got: Incoming[m.Push], key: Key) -> list[Reply]:
+        return [Reply(LEADER, self._have(key, got.message.request))]
+
+    def _probed(self, got: Incoming[m.Probe], key: Key | None) -> list[Reply]:
+        request = got.message.request
+        hello = Reply(LEADER, self.life.me.shard_hello(self.generation, self.shard.followed))
+        if key is None:
+            return [got.reply(m.Unknown(request, self.generation)), hello]
+        return [got.reply(_elsewhere(request)), Reply(LEADER, self._have(key, request)), hello]
+
+    def _have(self, key: Key, request: int) -> m.Have:
+        """Returns what tells shard 0 that this shard holds its part of a gradient."""
+        shard = self.shard
+        return m.Have(
+            shard.index, key.worker, key.incarnation, request, key.local_step, shard.followed, self.generation
+        )
+
+
+class Leading(Run):
+    """Shard 0: it decides, saves, and holds what is the whole run's.
+
+    Args:
+        life: What the task has beyond this run.
+        shard: The variables of shard 0.
+        buffers: The model's buffers, if it has any.
+        positions: Each worker's position in the checkpoint that the run goes on from.
+    """
+
+    def __init__(
+        self, life: TaskLife, shard: Shard, buffers: BufferHome | None, positions: dict[str, dict[str, Any]]
+    ) -> None:
+        super().__init__(life, shard)
+        ledger = open_ledger(self.plan.logdir, life.announce, life.clock)
+        self.leader = Leader(self.plan, life.tally, ledger, shard.version)
+        self.buffers = buffers
+        self.checkpoints = Checkpoints(
+            self.leader, life.saver, life.announce, buffers=buffers, positions=positions, generation=self.generation
+        )
+        self.fastpath: FastPathHost | None = None
+        if shard.page is not None:
+            self.fastpath = FastPathHost(shard.page, shard, self.leader, lambda: self.checkpoints.busy)
+
+    def begin(self, data: dict[str, Any], replayed: list[Record], now: float, wall: float, *, save: bool) -> None:
+        """Starts the run.
+
+        Args:
+            data: Which batches of shared data are in the checkpoint that the run goes on from.
+            replayed: The updates that were made again from the journal.
+            now: The time.
+            wall: The time for people.
+            save: Whether a first checkpoint has to be there before workers may join.
+        """
+        self.leader.history.restore(replayed)
+        self.leader.data.restore(data, (record.batches for record in replayed))
+        self.leader.begin(wall)
+        folder = locate(self.plan.logdir) if self.plan.logdir is not None else None
+        if isinstance(folder, Path):
+            with suppress(OSError):  # left by a run that was killed
+                clear_left_behind(folder, clock=self.life.clock)
+        if save:
+            self.checkpoints.save_first(now)
+
+    @property
+    def admits(self) -> bool:
+        """Whether workers may join now."""
+        return not self.checkpoints.first_is_due
+
+    @property
+    def fastpath_is_open(self) -> bool:
+        """Whether workers may be making updates by themselves now."""
+        return self.fastpath is not None and self.fastpath.is_open
+
+    # -- what workers send --------------------------------------------------------------------------------------------
+
+    def _joined(self, got: Incoming[m.Join]) -> list[Reply]:
+        join = got.message
+        transport = "shm" if join.gradients is not None else "tcp"
+        self.leader.join(join.worker, join.incarnation, join.request, got.now, got.wall, transport)
+        return []
+
+    def _pushed_again(self, key: Key, request: int) -> None:
+        self.leader.asked_again(key, request)
+
+    def _arrived(self, got: Incoming[m.Push], key: Key) -> list[Reply]:
+        push = got.message
+        arrival = Arrival(push.version, push.loss, push.finite)
+        self.leader.arrived(0, key, push.request, got.now, got.wall, push=arrival)
+        return []
+
+    def _pulled(self, pull: m.Pull) -> list[Reply]:
+        self.leader.pull(pull.worker, pull.incarnation, pull.request, averaged=pull.averaged)
+        return []
+
+    def _probed(self, got: Incoming[m.Probe], key: Key | None) -> list[Reply]:
+        probe = got.message
+        self.leader.quorum.seen(probe.worker, probe.incarnation, got.now)
+        wait = self.leader.wait_of(probe.worker, probe.incarnation, probe.request)
+        if wait is not None:
+            wait.save = self.checkpoints.wants_position(probe.worker)
+            return [got.reply(wait)]
+        unknown = m.Unknown(probe.request, self.generation)
+        return [got.reply(unknown if key is None else _elsewhere(probe.request))]
+
+    def beat(self, got: Incoming[m.Beat]) -> list[Reply]:
+        """A worker's sign of life."""
+        beat, leader = got.message, self.leader
+        leader.quorum.seen(beat.worker, beat.incarnation, got.now)
+        leave = leader.membership.must_leave(beat.worker, beat.incarnation)
+        return [got.reply(m.Alive(leader.quorum.version, leader.quorum.stopped, leader.lead, leave))]
+
+    def leave(self, got: Incoming[m.Leave]) -> list[Reply]:
+        """A worker leaves for good, with its results."""
+        leave = got.message
+        known = self.leader.quorum.workers.get(leave.worker)
+        if known is not None and known.incarnation == leave.incarnation and not known.left:
+            counts = self.life.tally.worker(leave.worker)
+            counts.final_loss = leave.loss if leave.loss is not None else counts.final_loss
+            counts.accuracy = leave.accuracy if leave.accuracy is not None else counts.accuracy
+            self.life.ending.left(leave.worker, finished=leave.finished)
+        self.leader.leave(leave.worker, leave.incarnation, got.wall)
+        self._check_end(got.now)
+        return super().leave(got)
+
+    def take_batches(self, got: Incoming[m.TakeBatches]) -> list[Reply]:
+        """A joined worker asks for its share of the data."""
+        take, known = got.message, self.leader.quorum.workers[got.message.worker]
+        replies = self.look_at_fastpath(close=take.void > known.local_step)  # its next gradient will be refused
+        answer = self.leader.take_batches(take, got.now, got.wall)
+        if take.idle and not (answer.numbers or answer.over or answer.void):
+            replies += self.look_at_fastpath(close=True)
+            self.leader.pause(take.worker, take.incarnation, got.now, got.wall)
+        return [*replies, got.reply(answer)]
+
+    def take_buffers(self, got: Incoming[m.TakeBuffers]) -> list[Reply]:
+        """A joined worker asks for the run's buffers."""
+        quorum = self.leader.quorum
+        return self._buffers().take(got.peer, got.message, quorum.version, got.now, quorum.alive)
+
+    def receive_buffers(self, got: Incoming[m.Buffers]) -> list[Reply]:
+        """A joined worker sends its buffers."""
+        replies = self._buffers().receive(got.message, got.frames, got.now, self.leader.quorum.alive)
+        if got.message.number < 0:
+            self.checkpoints.buffers_received(got.message.worker)
+        return replies
+
+    def _buffers(self) -> BufferHome:
+        if self.buffers is None:
+            raise LostPlaceError(NO_BUFFERS)
+        return self.buffers
+
+    def _answer(self, asked: m.Join | m.Push | m.Pull | m.Probe) -> list[Reply]:
+        return self._with_positions(super()._answer(asked), asked.worker)
+
+    def _with_positions(self, replies: list[Reply], worker: int) -> list[Reply]:
+        """Asks a worker for its position if it is wanted, and gives one that joins the position that was saved."""
+        for reply in replies:
+            if isinstance(answer := reply.message, m.Variables):
+                answer.save = self.checkpoints.wants_position(worker)
+                if self.shard.workers.is_join(worker, answer.request):
+                    answer.position = self.checkpoints.restored_position(worker)
+        return replies
+
+    # -- what other shards send ---------------------------------------------------------------------------------------
+
+    def heard_of_shard(self, got: Incoming[m.Have | m.ShardHello]) -> list[Reply]:
+        """Another shard is alive; with a Have, it holds its part of a gradient."""
+        message, leader = got.message, self.leader
+        leader.log.followed(message.shard, message.followed)
+        if isinstance(message, m.Have):
+            key = Key(message.worker, message.incarnation, message.local_step)
+            leader.arrived(message.shard, key, message.request, got.now, got.wall)
+        else:
+            self.life.followers.sent[message.shard] = message.followed  # what it has not followed is sent again
+        return [got.reply(m.Alive(leader.quorum.version, leader.quorum.stopped))]
+
+    # -- the log and the fast path ------------------------------------------------------------------------------------
+
+    def before(self, message: m.AnyMessage) -> list[Reply]:
+        """Closes the fast path before a message that it cannot stand beside."""
+        return self.look_at_fastpath(close=may_change(message, self.shard)) if self.fastpath_is_open else []
+
+    def look_at_fastpath(self, *, close: bool) -> list[Reply]:
+        """Takes over what workers have done on the fast path, and closes it with `close`."""
+        if self.fastpath is None or not self.fastpath.is_open:
+            return []
+        made, unfinished = self.fastpath.close() if close else (self.fastpath.look(), [])
+        self.fastpath.take_up(made, made=True)
+        replies = self._follow_log(silent=True) if made else []
+        # A round that was full and not published: the ps makes the update. What closed the fast path is still to come.
+        self.fastpath.take_up(unfinished, made=False)
+        return replies + (self._follow_log() if unfinished else [])
+
+    def advance(self) -> list[Reply]:
+        """Follows the log, sends it to the other shards, and opens the fast path when there is nothing to decide."""
+        replies = self._follow_log()
+        if self.fastpath is not None and self.fastpath.may_open():
+            self.fastpath.open()
+        return replies
+
+    def _follow_log(self, *, silent: bool = False) -> list[Reply]:
+        leader, shard, replies = self.leader, self.shard, list[Reply]()
+        for note in leader.notes:
+            self.life.say(note)
+        leader.notes.clear()
+        entries = leader.log.unseen_by(0)[1]
+        if entries and shard.journal is not None:
+            leader.history.flush()  # before the journal: what the variables have after a crash the ledger has too
+        for entry in entries:
+            if isinstance(entry, m.Release):
+                answers = shard.follow(entry, leader.outcomes.get(entry.worker), silent=silent)
+                replies += self._with_positions(answers, entry.worker)
+            else:
+                replies += shard.follow(entry)
+        self._write_snapshots()
+        replies += self.life.followers.news(leader.log, self.generation, shard.followed)
+        leader.log.followed(0, shard.followed)
+        return replies
+
+    # -- time, disk, end ----------------------------------------------------------------------------------------------
+
+    def tick(self, now: float, wall: float) -> list[Reply]:
+        """Time has passed: checkpoints, deaths, the end of the job, the ledger's buffer."""
+        leader, checkpoints = self.leader, self.checkpoints
+        for result in self._written():
+            if isinstance(result, Published):
+                checkpoints.published(result)
+            else:
+                checkpoints.part(result)
+        saves = checkpoints.busy or checkpoints.stands_in_now(now)
+        replies = self.look_at_fastpath(close=saves or leader.quorum.somebody_silent(now))
+        checkpoints.advance(now, wall)
+        self._give_up_on_silent_shards(now)
+        leader.tick(now, wall)
+        checkpoints.stand_in_for_chief(now)
+        self._check_end(now)
+        leader.history.flush()
+        if self.buffers is not None:
+            replies += self.buffers.tick(now, leader.quorum.alive)
+        return replies + self.advance()
+
+    def _give_up_on_silent_shards(self, now: float) -> None:
+        """A ps task that is gone writes no part: the checkpoint that waits for it is cancelled."""
+        saving = self.checkpoints.saving
+        missed = self.life.followers.missed(saving.parts, saving.begun_at, now) if saving is not None else None
+        if missed is not None:
+            self.checkpoints.fail(missed)
+            # The last steps are lost with it: a run that ends so has not ended well.
+            self.life.ending.failed |= self.leader.quorum.stopped
+
+    def process_ended(self, worker: int, incarnation: int, now: float, wall: float) -> list[Reply]:
+        """The process of a worker on this host is gone."""
+        replies = self.look_at_fastpath(close=True)
+        self.leader.lost(worker, incarnation, "its process ended", wall)
+        self._check_end(now)
+        return replies + self.advance()
+
+    def stop(self, wall: float) -> list[Reply]:
+        """Ends the run: every worker is released with the news."""
+        replies = self.look_at_fastpath(close=True)
+        self.leader.stop(wall)
+        return replies + self.advance()
+
+    def _check_end(self, now: float) -> None:
+        if self.shard.ended is None:
+            self.life.ending.check(self.leader, self.checkpoints, now)
+
+    def commit(self) -> None:
+        """Waits until the disk has the ledger and the journal, where a run is to survive a loss of power."""
+        if self.shard.uncommitted:
+            self.leader.history.sync()
+            super().commit()
+
+    def discard(self) -> None:
+        """Another ps has lost its variables: these go too, with an unpublished checkpoint, and all are restored together."""
+        self.checkpoints.discard()
+        self.life.followers.begin_again()
+        super().discard()
+
+    def close(self) -> None:
+        """Releases memory and files."""
+        super().close()
+        self.leader.history.close()
+
+
+def _elsewhere(request: int) -> m.Held:
+    return m.Held(request, "the other ps tasks", 0, 1, [])

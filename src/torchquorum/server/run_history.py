@@ -1,0 +1,108 @@
+"""What has happened in a run: written to the ledger, counted for reports, and kept a while for tasks that ask.
+
+Owned by the leader. What always holds: every decision on a gradient is recorded once in all three; a run without a ledger is
+counted all the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from typing import Any
+
+import msgspec
+
+from torchquorum.formats.journal import Record
+from torchquorum.formats.ledger import Entry, Event, LedgerWriter, name_life
+from torchquorum.rules.quorum import Accepted, Key, Quorum, Reason, Refused
+from torchquorum.server.tally import Tally
+from torchquorum.wire.messages import Fate, Plan
+
+REMEMBERED_FATES = 4096
+
+
+class RunHistory:
+    """The record of one run.
+
+    Attributes:
+        tally: The counts, which go on over several creations of the variables.
+        wall: The time of what happened last, for events.
+    """
+
+    def __init__(self, quorum: Quorum, tally: Tally, ledger: LedgerWriter | None = None) -> None:
+        self._quorum, self.tally, self._ledger = quorum, tally, ledger
+        self.wall = 0.0
+        self._fates: OrderedDict[Key, Fate] = OrderedDict()
+
+    def begin(self, plan: Plan) -> None:
+        """The variables exist, new or restored: the ledger gets the run's configuration."""
+        if self._ledger is not None:
+            body: dict[str, Any] = msgspec.to_builtins(plan)
+            values = sum(math.prod(v.shape) for v in plan.variables)
+            config = {name: value for name, value in body.items() if name not in ("variables", "rule", "logdir")}
+            config |= {"rule": str(plan.rule), "variables": len(plan.variables), "values": values}
+            self.note("began", values=config)
+            self._ledger.flush()
+
+    def restore(self, replayed: list[Record]) -> None:
+        """The journal's updates were made again: their gradients count as accepted for those who ask."""
+        for record in replayed[-REMEMBERED_FATES:]:
+            for key in record.keys:
+                self._keep_fate(Fate(*key, "accepted", Reason.WITHIN_BOUND.value, record.version - 1))
+
+    def decided(
+        self, action: Accepted | Refused, loss: float | None, wall: float, batches: dict[str, list[int]]
+    ) -> None:
+        """A gradient was accepted or refused; `batches` are those it was computed from."""
+        accepted = isinstance(action, Accepted)
+        key, reason, staleness = action.key, action.reason.value, action.met - action.version
+        counts = self.tally.worker(key.worker)
+        counts.decided(accepted=accepted, reason=reason, staleness=staleness, loss=loss, at=wall)
+        self._keep_fate(Fate(*key, "accepted" if accepted else "refused", reason, action.met, loss))
+        if self._ledger is None:
+            return
+        self._ledger.write(
+            Entry(
+                worker=key.worker,
+                incarnation=name_life(key.incarnation),
+                local_step=key.local_step,
+                version=action.version,
+                met=action.met,
+                staleness=staleness,
+                accepted=accepted,
+                reason=reason,
+                arrived_at=wall,
+                loss=loss,
+                took_s=round(wall - counts.released_at, 6) if counts.released_at is not None else None,
+                batches=batches or msgspec.UNSET,
+            )
+        )
+
+    def note(self, event: str, worker: int = -1, text: str = "", values: dict[str, Any] | None = None) -> None:
+        """Writes to the ledger what is no gradient."""
+        if self._ledger is not None:
+            self._ledger.write(Event(event, self.wall, self._quorum.version, worker, text, values or {}))
+
+    def fate(self, key: Key) -> Fate | None:
+        """Returns what became of a gradient, if that is known."""
+        return self._fates.get(key)
+
+    def _keep_fate(self, fate: Fate) -> None:
+        self._fates[Key(fate.worker, fate.incarnation, fate.local_step)] = fate
+        while len(self._fates) > REMEMBERED_FATES:
+            self._fates.popitem(last=False)
+
+    def flush(self) -> None:
+        """Hands what the ledger has to the operating system."""
+        if self._ledger is not None:
+            self._ledger.flush()
+
+    def sync(self) -> None:
+        """Waits until the disk has the ledger."""
+        if self._ledger is not None:
+            self._ledger.sync()
+
+    def close(self) -> None:
+        """Closes the ledger."""
+        if self._ledger is not None:
+            self._ledger.close()

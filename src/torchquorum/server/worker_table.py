@@ -1,0 +1,133 @@
+"""The workers that have joined a shard: which incarnation, where its answers go, where its gradients lie.
+
+Owned by the shard. What always holds: of each worker one incarnation is in; an earlier one stays refused as long as it is
+remembered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torchquorum.memory.slots import Slots
+from torchquorum.placement.layout import Region
+from torchquorum.rules.quorum import remembered_lives
+from torchquorum.wire.channel import Peer
+from torchquorum.wire.messages import Join, MemoryRef
+
+
+@dataclass(slots=True)
+class JoinedWorker:
+    """A worker that has joined.
+
+    Attributes:
+        incarnation: Which of its processes.
+        peer: Where its last request came from.
+        memory: Its gradient slots; None if it sends frames.
+        join_request: The request by which it joined.
+        newest: Its latest request: an older one that comes now was late or doubled on its way.
+        gradients: What names its gradient memory to others.
+        fastpath: Whether it can use the fast path.
+    """
+
+    incarnation: int
+    peer: Peer
+    memory: Slots | None
+    join_request: int
+    newest: int
+    gradients: MemoryRef | None
+    fastpath: bool
+
+
+class WorkerTable:
+    """The joined workers by index, and the incarnations that they replaced."""
+
+    def __init__(self, num_workers: int, region: Region) -> None:
+        self._region = region
+        self._joined: dict[int, JoinedWorker] = {}
+        self._replaced: dict[tuple[int, int], None] = {}
+        self._most_replaced = remembered_lives(num_workers)
+
+    def admit(self, peer: Peer, join: Join) -> list[tuple[int, int]]:
+        """Notes a worker that joins and opens its gradient memory.
+
+        Returns:
+            The (worker, incarnation) pairs that are not remembered any more.
+
+        Raises:
+            SegmentError: Its memory cannot be opened.
+        """
+        memory = Slots.open(join.gradients, self._region) if join.gradients is not None else None
+        before = self._joined.get(join.worker)
+        forgotten = []
+        if before is not None and before.incarnation != join.incarnation:
+            self._replaced[join.worker, before.incarnation] = None
+            while len(self._replaced) > self._most_replaced:
+                forgotten.append(next(iter(self._replaced)))
+                del self._replaced[forgotten[-1]]
+        self._joined[join.worker] = JoinedWorker(
+            incarnation=join.incarnation,
+            peer=peer,
+            memory=memory,
+            join_request=join.request,
+            newest=join.request,
+            gradients=join.gradients,
+            fastpath=join.fastpath and memory is not None,
+        )
+        return forgotten
+
+    def get(self, worker: int) -> JoinedWorker | None:
+        """Returns a worker, if it has joined."""
+        return self._joined.get(worker)
+
+    def __getitem__(self, worker: int) -> JoinedWorker:
+        return self._joined[worker]
+
+    def knows(self, worker: int, incarnation: int) -> bool:
+        """Whether this incarnation of a worker has joined here."""
+        joined = self._joined.get(worker)
+        return joined is not None and joined.incarnation == incarnation
+
+    def replaced(self, worker: int, incarnation: int) -> bool:
+        """Whether this incarnation of a worker was here and a newer one has taken its place."""
+        return (worker, incarnation) in self._replaced
+
+    @property
+    def num_replaced(self) -> int:
+        """Returns how many replaced incarnations are remembered."""
+        return len(self._replaced)
+
+    def joined_by(self, join: Join) -> bool:
+        """Whether this very join has been noted; a worker may join again with other memory."""
+        joined = self._joined.get(join.worker)
+        return joined is not None and (joined.incarnation, joined.join_request) == (join.incarnation, join.request)
+
+    def is_join(self, worker: int, request: int) -> bool:
+        """Whether a request is the one by which the worker joined."""
+        joined = self._joined.get(worker)
+        return joined is not None and joined.join_request == request
+
+    def is_current(self, worker: int, peer: Peer, request: int) -> bool:
+        """Notes where a joined worker's request came from: its answers go there.
+
+        Returns:
+            False if the request is older than its newest: the worker has its answer and has gone on.
+        """
+        joined = self._joined[worker]
+        if request < joined.newest:
+            return False
+        joined.peer, joined.newest = peer, request
+        return True
+
+    def on_fastpath(self, worker: int, incarnation: int) -> bool:
+        """Whether a worker shares memory with this ps and knows how to use the fast path."""
+        joined = self._joined.get(worker)
+        return joined is not None and joined.incarnation == incarnation and joined.fastpath
+
+    def gradients_of(self, worker: int) -> MemoryRef | None:
+        """Returns where a joined worker's gradients lie."""
+        return self._joined[worker].gradients
+
+    def peer_of(self, worker: int) -> Peer | None:
+        """Returns where a worker's last request came from."""
+        joined = self._joined.get(worker)
+        return joined.peer if joined is not None else None

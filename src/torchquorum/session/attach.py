@@ -1,0 +1,159 @@
+"""`attach`: the one path by which a task gets its place at the ps tasks.
+
+hello -> the chief creates the variables, restores them or continues with live ones -> join -> buffers -> the other workers -> position.
+`torchquorum.session.lifecycle` calls it at the beginning of a run and after a loss, the client of a graph to create the variables only.
+What always holds: it tries until one deadline and no longer; every try starts with a new link of the same incarnation; a gradient that
+was being pushed is pushed again only where the variables are as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torchquorum.errors import DeadlineError, LostCreationError, LostPlaceError, TaskLostError
+from torchquorum.session import position
+from torchquorum.session.buffers import SessionBuffers
+from torchquorum.session.config import Setup
+from torchquorum.session.connection import WorkerConnection
+from torchquorum.session.initialize import Initializer
+from torchquorum.session.join import say
+from torchquorum.session.states import SessionState
+from torchquorum.session.stop_condition import StopCondition
+from torchquorum.wire.messages import Plan
+from torchquorum.worker.link import Link
+from torchquorum.worker.step import Step
+from torchquorum.worker.worker_end import WorkerEnd
+
+REJOIN_S = 10.0
+RETRY_EVERY_S = 0.2
+# A worker that begins reports a refused place or a late task at once; one that has trained tries again.
+AT_START = (TaskLostError, LostCreationError)
+AFTER_A_LOSS = (TaskLostError, LostPlaceError, DeadlineError)
+
+
+def _ignore(_: object) -> None:
+    pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttachRequest:
+    """Why a task attaches."""
+
+    joins: bool = True  # becomes a worker; otherwise it only creates the variables
+    creates: bool = False  # creates variables that are missing, as the chief does
+    confirms: bool = (
+        True  # the chief, at the start: confirms live variables to the ps tasks before it continues with them
+    )
+    before: Link | None = None  # the link that was lost; None at the start
+    resumes: bool = True  # follows up the gradient that was being pushed; not after the loop
+    # ps task 0 hands out data. A restored one does not know the batches in progress, so no gradient of them is pushed again.
+    has_shares: bool = False
+    on_state: Callable[[SessionState], None] = _ignore  # called with every state that the task reaches
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttachResult:
+    """Where the run stands for a task that has attached."""
+
+    link: Link
+    plan: Plan
+    version: int  # that the run continues at
+    steps_back: int = 0  # how many versions before where it was; 0 where nothing is lost
+    resumed: Step | None = None  # what became of the gradient that was being pushed, if there was one
+
+
+class Attachment:
+    """One task's connection to the ps tasks, with what is needed to make it, and to make it again after a loss.
+
+    Args:
+        setup: What the task brings to the run.
+        stop: When the run is over.
+        while_waiting: Is called by the link while it waits; may raise to end the wait.
+        make_link: Makes a link to the ps tasks.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        stop: StopCondition,
+        while_waiting: Callable[[], None] = lambda: None,
+        make_link: Callable[[WorkerEnd], Link] = Link,
+    ) -> None:
+        self._setup, self._while_waiting = setup, while_waiting
+        beat_every_s = min(1.0, setup.member.liveness_s / 4)
+        self.connection = WorkerConnection(setup.task, setup.patience, beat_every_s, setup.clock, make_link)
+        self.buffers = SessionBuffers(setup)
+        self.initializer = Initializer(setup, self.buffers, stop)
+
+    def attach(self, request: AttachRequest) -> AttachResult:
+        """Takes the task's place; if a ps task is lost on the way, from the start, until `Patience.start_s` has passed.
+
+        Raises:
+            TaskLostError, LostPlaceError, DeadlineError: Of the last try, when the deadline has passed.
+            LostVariablesError: There is nothing to continue from.
+        """
+        clock, start_s, first = self._setup.clock, self._setup.patience.start_s, request.before is None
+        deadline, retried = clock.now() + start_s, AT_START if first else AFTER_A_LOSS
+        while True:
+            self.connection.close()
+            try:
+                return self._try(self.connection.open(self._prepare), request)
+            except retried as error:
+                if clock.now() > deadline:
+                    raise
+                if first:
+                    say(f"{error}\n{self._setup.task}: trying to begin for {start_s:.0f} s")
+                    request.on_state(SessionState.CONNECTING)
+                clock.sleep(RETRY_EVERY_S)
+
+    def _prepare(self, link: Link) -> None:
+        link.while_waiting = self._while_waiting
+        self.buffers.connect(link)
+
+    def _try(self, link: Link, request: AttachRequest) -> AttachResult:
+        before, first = request.before, request.before is None
+        plan, flat = self.initializer.plan()
+        created = link.hello()
+        # Every ps task answers. The chief makes sure that all of them hold variables of one creation.
+        if request.creates and (not all(created) or (first and request.confirms)):
+            request.on_state(SessionState.CREATING)
+            self.initializer.create(link, plan, created, recovering=not first)
+        if not request.joins:
+            return AttachResult(link=link, plan=plan, version=link.version)
+        request.on_state(SessionState.WAITING)
+        self.connection.join(plan, flat)
+        # Joined: the model holds the current version. If that is an older one than before, the buffers are older too.
+        version = link.version
+        steps_back = max(0, before.version - version) if before is not None else 0
+        if first or steps_back:
+            self.buffers.load_first(link)
+        # Workers that trained together continue together: otherwise the first one back would fill their rounds.
+        link.wait_for_workers(self._setup.wait_for_workers, None if first else REJOIN_S)
+        resumed = self._resume(link, request) if not steps_back else None
+        self._take_position(link, restore=first or steps_back > 0)
+        return AttachResult(link=link, plan=plan, version=version, steps_back=steps_back, resumed=resumed)
+
+    def _resume(self, link: Link, request: AttachRequest) -> Step | None:
+        """Learns what became of the gradient that was being pushed when the link was lost."""
+        before = request.before
+        if before is None or not request.resumes or (request.has_shares and link.generation != before.generation):
+            return None
+        return link.take_up(before.unsettled)
+
+    def _take_position(self, link: Link, *, restore: bool) -> None:
+        """Restores the position that came with a checkpoint, if there is one, and captures positions from now on."""
+        data, local = self._setup.data, self.buffers.local
+        if restore and link.position is not None:
+            position.restore(link.position, data, self._setup.say)
+        if self._setup.logdir is not None:
+            link.begin_positions(lambda: position.capture(data, local))
+
+
+def create_variables(setup: Setup) -> Plan:
+    """Creates or restores the variables without joining, as the client of a graph does; returns the run's plan."""
+    attachment = Attachment(setup, StopCondition(setup.stop, setup.clock))
+    try:
+        return attachment.attach(AttachRequest(joins=False, creates=True)).plan
+    finally:
+        attachment.connection.close()

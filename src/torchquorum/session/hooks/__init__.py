@@ -1,0 +1,1 @@
+"""What a session does around its training loop."""

@@ -1,0 +1,233 @@
+"""`tq.SummaryHook`: what TensorBoard shows of a run. The loop's side; the writing is in `summary_writer`.
+
+Given to `tq.Session(hooks=[...])` of every worker; the chief writes, and while it counts as dead, the first live worker. What always
+holds: the training loop copies numbers and tensors and continues; it never waits for the disk, for a histogram or for a ps task. When the
+writer is behind, histograms are left out first, then whole moments.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from torchquorum.clock import SYSTEM, Clock
+from torchquorum.errors import ConfigError
+from torchquorum.session.hooks.hook import Hook, HookSession, Ran
+from torchquorum.session.hooks.standard import check_every
+from torchquorum.session.hooks.summary_asks import Asks, OverLink
+from torchquorum.session.hooks.summary_writer import Moment, Opening, Rewind, SummaryThread
+from torchquorum.session.join import say
+from torchquorum.session.states import SessionState
+
+SAMPLED = 2_000_000  # elements per histogram pass; larger models are sampled evenly
+LEAST_SAMPLED = 10_000  # of each variable
+HISTOGRAM_SHARE = 0.02  # of the writer's time, so that `every_steps=1` does not become a histogram per step
+MOST_BEHIND = 8
+STATUS_EVERY_S = 0.5  # ps task 0 is not asked more often than this
+
+
+class SummaryHook(Hook):
+    """Writes TensorBoard event files into the run's folder in the background, from the chief or the worker that stands in for it.
+
+    Scalars: the loss given to `optimizer.step(loss=...)`, accuracy (evaluated or recorded), learning rate per parameter
+    group, global steps and examples per second; and, as ps task 0 counts them, staleness and refused gradients since the
+    run's start, and per worker batches per second and the share of its time spent waiting for the quorum. Histograms:
+    `variables/<name>`, and `gradients/<name>`, the mean gradients that became updates, which only the ps tasks
+    have. Then the model's graph, if an example is given, and the configuration as text.
+
+    Put it after the hooks whose numbers it takes, such as `tq.EvaluateHook`.
+
+    Args:
+        every_s: Seconds between two moments; 10 by default.
+        every_steps: Global steps between two moments, instead of seconds.
+        logdir: Where the files go; the session's folder by default.
+        batch_size: Examples per batch, for examples_per_s; by default the example's first dimension, if there is one.
+        example: An input of the model, or a tuple of inputs, from which its graph is drawn.
+        histograms: Whether to write histograms. They take at most 2 % of the writer's time.
+    """
+
+    def __init__(
+        self,
+        *,
+        every_s: float | None = None,
+        every_steps: int | None = None,
+        logdir: str | Path | None = None,
+        batch_size: int | None = None,
+        example: Any = None,
+        histograms: bool = True,
+    ) -> None:
+        if every_s is not None and every_steps is not None:
+            raise ConfigError(f"SummaryHook(every_s={every_s}, every_steps={every_steps}): give one of the two")
+        for name, value in (("every_s", every_s), ("every_steps", every_steps), ("batch_size", batch_size)):
+            if value is not None:
+                check_every(value, label=f"SummaryHook: {name}")
+        self._every_s = every_s if every_s is not None or every_steps is not None else 10.0
+        self._every_steps = every_steps
+        self._logdir = logdir
+        self._example, self._histograms = example, histograms
+        self._batch_size = batch_size if batch_size is not None else _first_dimension(example)
+        self._thread: SummaryThread | None = None
+        self._clock: Clock = SYSTEM
+        self._last = (0.0, 0)
+        self._histograms_at = self._asked_at = 0.0
+        self._loss: float | None = None
+        self._told_no_folder = False
+
+    def after_create_session(self, session: HookSession) -> None:
+        """Starts the writer; after a recovery, only notes the run's step."""
+        if not session.leads:
+            return
+        if self._thread is not None:
+            if session.global_step < self._last[1]:
+                self._thread.put(Rewind(session.global_step))
+            self._last = (time.perf_counter(), session.global_step)
+            return
+        folder = self._logdir if self._logdir is not None else session.logdir
+        if folder is None:
+            self._told_no_folder = True
+            say(
+                f"{session.task}: no summaries: there is no folder for them; give tq.Session a logdir=. Training goes on"
+            )
+            return
+        self._last = (time.perf_counter(), session.global_step)
+        self._clock = session.task.clock
+        self._thread = SummaryThread(
+            str(folder),
+            session.global_step,
+            Asks(OverLink(lambda: session.optimizer.link), session.task.num_ps, self._clock),
+            over=lambda: session.state in (SessionState.CLOSED, SessionState.FAILED),
+            batch_size=self._batch_size,
+            say=say,
+            clock=self._clock,
+        )
+        # The graph is traced from a copy: tracing switches modes and must not run beside a training step.
+        model = copy.deepcopy(session.model) if self._example is not None else None
+        self._thread.put(Opening(describe_run(session), model, self._example))
+
+    def after_run(self, session: HookSession, ran: Ran) -> None:
+        """Notes the numbers of this step, if one is due."""
+        if session.leads != (self._thread is not None) and not session.task.is_chief:
+            self._stand_in(session)
+        if self._thread is None or self._thread.failed:
+            return
+        self._loss = ran.loss
+        if self._every_steps is not None:
+            due = ran.step.version - self._last[1] >= self._every_steps
+        else:
+            assert self._every_s is not None
+            due = time.perf_counter() - self._last[0] >= self._every_s
+        if due and self._thread.behind < MOST_BEHIND:
+            self._note(session, ran.step.version, histograms=self._thread.behind == 0)
+
+    def _stand_in(self, session: HookSession) -> None:
+        """The chief has died: this worker writes in its place, until the chief is back."""
+        if self._thread is not None:
+            say(f"{session.task}: the chief is back; it writes the summaries again")
+            self.close()
+        elif self._told_no_folder:
+            return
+        else:
+            say(f"{session.task}: the chief is dead; writing the summaries in its place")
+            self.after_create_session(session)
+
+    def end(self, session: HookSession) -> None:
+        """Notes the last numbers, writes them and ends the writer."""
+        if self._thread is None:
+            return
+        self._note(session, session.global_step, histograms=True, last=True)
+        for name, value in session.results.items():
+            self.scalar(name if name == "accuracy" else f"final/{name}", value, session.global_step)
+        self.close()
+
+    def close(self, session: HookSession | None = None) -> None:
+        """Ends the writer, if it runs."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.close()
+
+    @property
+    def behind(self) -> int:
+        """Returns how many things wait for the writer."""
+        return self._thread.behind if self._thread is not None else 0
+
+    def scalar(self, name: str, value: float, global_step: int) -> None:
+        """Writes a number of another hook, or of your own; without effect on workers other than the chief."""
+        if self._thread is not None:
+            self._thread.put(Moment(global_step, self._clock.wall(), {name: float(value)}, with_status=False))
+
+    def _note(self, session: HookSession, version: int, *, histograms: bool, last: bool = False) -> None:
+        assert self._thread is not None
+        now = time.perf_counter()
+        at, step = self._last
+        self._last = (now, version)
+        scalars: dict[str, float] = {}
+        if self._loss is not None:
+            scalars["loss"] = self._loss
+        if version > step and now > at:
+            scalars["global_steps_per_s"] = (version - step) / (now - at)
+        rates = session.optimizer.lr
+        scalars |= {f"learning_rate/group_{i}" if len(rates) > 1 else "learning_rate": lr for i, lr in enumerate(rates)}
+        arrays: dict[str, np.ndarray] = {}
+        rested = now - self._histograms_at >= self._thread.histogram_s / HISTOGRAM_SHARE
+        if self._histograms and histograms and (rested or last):
+            self._histograms_at = now
+            arrays = take_variables(session.model)
+        ask = last or now - self._asked_at >= STATUS_EVERY_S
+        self._asked_at = now if ask else self._asked_at
+        self._thread.put(Moment(version, self._clock.wall(), scalars, arrays, with_status=ask, last=last))
+
+
+def take_variables(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """Returns copies of a model's variables, of large models an even sample of each."""
+    named = [(name, p) for name, p in model.named_parameters() if p.dtype.is_floating_point]
+    most = max(LEAST_SAMPLED, SAMPLED // max(1, len(named)))
+    found: dict[str, np.ndarray] = {}
+    for name, parameter in named:
+        flat = parameter.detach().reshape(-1)
+        sample = flat[:: -(-flat.numel() // most)] if flat.numel() > most else flat
+        found[f"variables/{name}"] = sample.to("cpu", torch.float32, copy=True).numpy()
+    return found
+
+
+def describe_run(session: HookSession) -> str:
+    """Returns the run's configuration as tables in Markdown."""
+    optimizer, task = session.optimizer, session.task
+    spec = optimizer.spec()
+    rows = [("rule", str(optimizer.rule)), ("optimizer", spec.name)]
+    for i, group in enumerate(spec.groups):
+        given = {k: v for k, v in group.items() if v is not None and v is not False}
+        rows.append((f"parameter group {i}", ", ".join(f"{k}={v}" for k, v in given.items())))
+    schedule, average = optimizer.schedule, optimizer.average
+    if schedule is not None:
+        arguments = ", ".join(f"{k}={v}" for k, v in schedule.arguments.items())
+        rows.append(("schedule", f"{schedule.name}({arguments})"))
+    else:
+        rows.append(("schedule", "none"))
+    rows.append(("moving averages", f"decay {average.decay:g}" if average is not None else "none"))
+    for job in ("ps", "worker"):
+        addresses = ", ".join(str(task.cluster.address(t)) for t in task.cluster.tasks(job))
+        rows.append((f"{job} tasks", f"{task.cluster.num_tasks(job)}: {addresses}"))
+    rows.append(("transport of the chief", ", ".join(session.transports)))
+    rows.append(("placement", optimizer.placement))
+    rows.append(("torch", str(torch.__version__)))
+    lines = ["| setting | value |", "| --- | --- |", *(f"| {name} | {_cell(value)} |" for name, value in rows)]
+    if session.flat is not None:
+        lines += ["", "| variable | shape | dtype | ps tasks |", "| --- | --- | --- | --- |"]
+        for variable in session.flat.layout.variables:
+            shards = ", ".join(str(k) for k in session.flat.layout.shard_of(variable.name))
+            lines.append(f"| {_cell(variable.name)} | {list(variable.shape)} | {variable.dtype} | {shards} |")
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _first_dimension(example: Any) -> int | None:
+    first = example[0] if isinstance(example, tuple) and example else example
+    return int(first.shape[0]) if isinstance(first, torch.Tensor) and first.dim() > 0 else None

@@ -1,0 +1,131 @@
+"""What a run's variables are, and what their values start from: live variables, a checkpoint, or the model's own values.
+
+Owned by the attachment of a task: every worker describes the variables by the same plan, and the chief creates them, at the start and
+when a ps task was lost. What always holds: live variables are never replaced while all ps tasks hold them; a run that lost its
+variables begins again at step 0 only if the options allow it; the checkpoint that it continues from stays its newest.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+import torch
+from torch import nn
+
+from torchquorum.errors import LostVariablesError
+from torchquorum.session.buffers import SessionBuffers
+from torchquorum.session.config import Setup
+from torchquorum.session.durable import find_checkpoint, find_journal
+from torchquorum.session.folder import check_free
+from torchquorum.session.stop_condition import StopCondition
+from torchquorum.wire.messages import Plan
+from torchquorum.worker.flat import FlatParameters, describe
+from torchquorum.worker.link import Link
+from torchquorum.worker.local_buffers import tied_names
+
+
+class Initializer:
+    """Where the variables of one session come from.
+
+    Attributes:
+        flat: The model's parameters in the plan's layout, from the first plan on.
+        has_saved: Whether this session has asked for a checkpoint: what is in the folder is then this run's own.
+    """
+
+    def __init__(self, setup: Setup, buffers: SessionBuffers, stop: StopCondition) -> None:
+        self._setup, self._buffers, self._stop = setup, buffers, stop
+        self.flat: FlatParameters | None = None
+        self._initial: list[torch.Tensor] | None = None
+        self._created = False  # by this session: others may have made steps since
+        self.has_saved = False
+
+    def plan(self) -> tuple[Plan, FlatParameters]:
+        """Describes the variables and what is done with them; the parameters move into the plan's layout once."""
+        setup, optimizer = self._setup, self._setup.optimizer
+        variables, parameters = describe(setup.model, optimizer.inner)
+        plan = Plan(
+            variables=variables,
+            optimizer=optimizer.spec(),
+            rule=optimizer.rule,
+            schedule=optimizer.schedule,
+            average=optimizer.average,
+            num_shards=setup.task.num_ps,
+            num_workers=setup.task.num_workers,
+            placement=optimizer.placement,
+            slice_bytes=optimizer.slice_bytes,
+            last_step=self._stop.last_step,
+            liveness_s=setup.member.liveness_s,
+            logdir=setup.logdir,
+            keep=setup.save.keep,
+            durable=setup.restore.durable,
+            tied=tied_names(setup.model),
+            min_workers=setup.task.min_workers if setup.task.cluster.elastic else 0,
+        )
+        self._buffers.describe(plan)
+        if self.flat is None:
+            self.flat = FlatParameters(plan.layout(), parameters)
+        return plan, self.flat
+
+    def create(self, link: Link, plan: Plan, created: list[bool], *, recovering: bool) -> None:
+        """The chief continues with live variables, or restores, or initializes.
+
+        Args:
+            link: Connected to the ps tasks.
+            plan: The run's plan; its last step is filled in here if it is counted from where the run continues.
+            created: Which ps tasks hold live variables.
+            recovering: Whether this session has trained already.
+
+        Raises:
+            ConfigError: Another run that is alive writes into the folder.
+            LostVariablesError: A ps task has lost them, there is no checkpoint, and starting afresh was not allowed.
+        """
+        assert self.flat is not None, "planned before"
+        if all(created):
+            link.create(plan, self.flat, only_existing=True)
+            self._created = True
+            self._setup.say("the ps tasks hold live variables already; going on with them")
+            return
+        recovering = recovering or self._created
+        if not recovering and not any(created):
+            check_free(self._setup.logdir, self._setup.say, self._setup.clock)
+        if any(created):
+            link.wait_until_settled()
+        # No checkpoint is being written: the newest in the folder stays the newest.
+        path = self._newest(recovering=recovering)
+        if path is None and (any(created) or recovering) and not self._setup.restore.start_afresh:
+            raise self._lost(created)
+        if path is None and self._setup.restore.start_afresh:
+            self._reset(self.flat.parameters)
+            self._buffers.reset()
+        journal = find_journal(path, plan, self._setup.say, self._setup.clock)
+        self._stop.count_from(journal.version)
+        plan.last_step = self._stop.last_step
+        link.create(plan, self.flat, path, generation=secrets.randbits(62), replace=True, journal=journal)
+        self._created = True
+
+    def _reset(self, parameters: list[nn.Parameter]) -> None:
+        """Keeps the values that the run begins with, or returns to them."""
+        if self._initial is None:
+            self._initial = [p.detach().clone() for p in parameters]
+            return
+        with torch.no_grad():
+            for parameter, value in zip(parameters, self._initial, strict=True):
+                parameter.copy_(value)
+
+    def _newest(self, *, recovering: bool) -> str | None:
+        """The chief looks for a checkpoint to continue from."""
+        logdir, options = self._setup.logdir, self._setup.restore
+        own = recovering and (self.has_saved or bool(options.durable))
+        if logdir is None or not (options.restore or own):
+            return None
+        return find_checkpoint(logdir, self._stop.last_step, self._setup.say)
+
+    def _lost(self, created: list[bool]) -> LostVariablesError:
+        task, logdir = self._setup.task, self._setup.logdir
+        lost = [str(ps) for ps, there in zip(task.cluster.tasks("ps"), created, strict=True) if not there]
+        sooner = "Save sooner (save_every_s, save_every_steps), or every update (durable)"
+        advice = sooner if logdir else "Give the session a logdir, so that it saves"
+        return LostVariablesError(
+            f"{task}: {', '.join(lost)} was restarted and its variables are lost: there is no checkpoint to go on "
+            f"from{f' in {logdir}' if logdir else ''}. {advice}; or pass start_afresh=True to begin again at step 0."
+        )

@@ -1,0 +1,297 @@
+"""A worker's life in a run: it attaches, trains, recovers from the loss of a ps task, saves, and leaves.
+
+`tq.Session` calls this for a task that trains; the optimizer calls `before_run`, `after_run` and `recover` around every step. All of it
+runs on the thread of the training loop. What always holds: after `end` nothing is open any more; the state changes only by
+`torchquorum.session.states`; a signal, the end of the run's time or a request to leave is seen at every step and during every wait.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+from torchquorum.cluster.signals import Signals
+from torchquorum.errors import (
+    ConfigError,
+    DeadlineError,
+    LostPlaceError,
+    LostVariablesError,
+    SavedElsewhereError,
+    TaskLostError,
+    TorchQuorumError,
+)
+from torchquorum.session.attach import Attachment, AttachRequest
+from torchquorum.session.config import Setup
+from torchquorum.session.durable import is_saved
+from torchquorum.session.hooks.device_hook import SessionDevices
+from torchquorum.session.hooks.hook import HookCalls
+from torchquorum.session.join import say
+from torchquorum.session.share import Share
+from torchquorum.session.states import SessionState, StateMachine
+from torchquorum.session.stop_condition import StopCondition
+from torchquorum.worker.link import Link
+from torchquorum.worker.step import Step
+
+_Answer = TypeVar("_Answer")
+
+
+class Lifecycle:
+    """One worker's session with the ps tasks.
+
+    Args:
+        setup: What the task brings to the run.
+        stop: When the run is over.
+        hooks: The session's hooks.
+        devices: Closed at the end, whatever happened.
+        recorded: What the program has recorded for the report when the worker leaves.
+
+    Attributes:
+        states: The session's state.
+        meanwhile: Is called at every step and while the worker waits; a compute task looks after its inbox there.
+        saved_step: The global step of the last checkpoint that was waited for or restored, -1 for none.
+        confirms: Whether the chief confirms live variables before it continues with them; a client has done so for its compute tasks.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        stop: StopCondition,
+        hooks: HookCalls,
+        devices: SessionDevices,
+        recorded: Mapping[str, float],
+    ) -> None:
+        self._setup, self._stop, self._hooks, self._devices, self._recorded = setup, stop, hooks, devices, recorded
+        self.states = StateMachine()
+        self._attachment = Attachment(setup, stop, self.check_requests)
+        self._connection = self._attachment.connection
+        self.signals = Signals(setup.say, "saving and ending the run" if setup.task.is_chief else "leaving the run")
+        self.before_run, self.after_run = hooks.before_run, hooks.after_run
+        self.meanwhile: Callable[[], None] = lambda: None
+        self.confirms = True
+        self.saved_step = -1
+        self._stop_requested = self._after_loop = False
+        self._reached = 0
+
+    # -- begin, recover, end ------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """Takes this worker's place in the run."""
+        task = self._setup.task
+        self.states.begin()
+        self._hooks.begin()
+        if task.alone is not None:
+            task.alone.start()
+        try:
+            link = self._attachment.attach(
+                AttachRequest(creates=task.is_chief, confirms=self.confirms, on_state=self.states.go)
+            ).link
+        except BaseException:
+            self.states.go(SessionState.FAILED)
+            self._close()
+            raise
+        self.saved_step = link.version if link.version > 0 else -1
+        self._setup.optimizer.attach(link, self)
+        self.signals.install()
+        self._stop.start_clock()
+        self.states.go(SessionState.RUNNING)
+        try:
+            self._hooks.after_create_session()
+        except BaseException as error:
+            self.end(error)
+            raise
+
+    def recover(self, error: Exception) -> Step:
+        """A ps task was lost: waits for it, and continues from what it holds or from a checkpoint.
+
+        Called by the optimizer and by `surviving`. If the variables are where they were, a gradient that was being pushed is pushed
+        again unless it had arrived; if they are back at a checkpoint, it is dropped.
+
+        Raises:
+            LostVariablesError: There is nothing to continue from; or the loop is over and the run is back before its end.
+        """
+        task, start_s = self._setup.task, self._setup.patience.start_s
+        after_loop = self._after_loop = self.states.state is SessionState.STOPPING
+        self.states.go(SessionState.RECOVERING)
+        say(f"{error}\n{task}: trying to go on for {start_s:.0f} s")
+        before = self.link
+        self._reached = before.version
+        shares = any(isinstance(hook, Share) for hook in self._hooks.all)
+        try:
+            found = self._attachment.attach(
+                AttachRequest(creates=task.is_chief, before=before, resumes=not after_loop, has_shares=shares)
+            )
+        except (TaskLostError, LostPlaceError, DeadlineError) as last:
+            if not after_loop:
+                raise
+            self.states.go(SessionState.STOPPING)
+            raise _lost_at_the_end(last) from None
+        # Attached again: the model holds the version that the run continues at.
+        link = found.link
+        if after_loop:
+            self._check_still_over(link.version)
+        self._setup.optimizer.attach(link, self)
+        self.states.go(SessionState.STOPPING if after_loop else SessionState.RUNNING)
+        back = f", {found.steps_back} steps before where it was" if found.steps_back else ""
+        self._setup.say(f"going on at global step {found.version}{back}")
+        if not after_loop:
+            self._hooks.after_create_session()
+        lost = Step(link.version, link.local_step, False, "ps lost", 0, link.lr[0], link.stopped)
+        return found.resumed or lost
+
+    def _check_still_over(self, version: int) -> None:
+        """A ps was lost after the loop: that does no harm unless the run has lost steps that no worker will make again."""
+        task, last_step = self._setup.task, self._stop.last_step
+        if task.is_chief and last_step is not None and version < last_step:
+            raise LostVariablesError(
+                f"{task}: a ps task was lost after the last step and before the last checkpoint: the run is back at "
+                f"global step {version} of {last_step}. Start the program again: it goes on from there."
+            )
+
+    def surviving(self, ask: Callable[[], _Answer]) -> _Answer:
+        """Asks the ps tasks for something; if one is lost meanwhile, recovers and asks once more."""
+        while True:
+            try:
+                return ask()
+            except (LostPlaceError, TaskLostError) as error:
+                self.recover(error)
+
+    def end(self, error: BaseException | None) -> None:
+        """Ends the hooks, unless the block ended with an error, and leaves the run."""
+        finished = error is None
+        if self.states.state is not SessionState.FAILED:
+            self.states.go(SessionState.STOPPING if finished else SessionState.FAILED)
+        try:
+            if finished and self.link.pipeline:
+                self.pull()
+            if finished:
+                self._hooks.end()
+            self.link.leave(finished=finished, **self._recorded)
+            if finished:
+                self.states.go(SessionState.CLOSED)
+        except BaseException as failure:
+            if finished:
+                self.states.go(SessionState.FAILED)
+                self.link.leave(finished=False)
+                raise
+            if not isinstance(failure, TorchQuorumError):
+                raise
+        finally:
+            self._setup.optimizer.attach(None)
+            self._close()
+        if (explained := self._devices.explain(error)) is not None:
+            raise explained from error
+
+    def _close(self) -> None:
+        self._devices.close()
+        self.signals.remove()
+        for hook in self._hooks.all:
+            if isinstance(hook, Share):
+                hook.close()
+        self._connection.close()
+        if self._setup.task.alone is not None:
+            self._setup.task.alone.finish()
+
+    # -- when to stop -------------------------------------------------------------------------------------------------
+
+    def check_requests(self) -> None:
+        """Sees whether this worker has to stop: a signal, the end of the run's time, a request to leave.
+
+        Called at every step and by the link while it waits. The chief ends the run for all workers.
+
+        Raises:
+            SavedElsewhereError: The run ended well while the chief, its loop over, was looking for the ps tasks.
+        """
+        if self._connection.asked_to_leave and not self._stop_requested:
+            self._stop_requested = True
+            self._setup.say("asked to leave the run, because fewer workers are wanted")
+        if not self._stop_requested and (self.signals.asked or (self._stop.is_late and self._setup.task.is_chief)):
+            self._stop_requested = True
+            if self._setup.task.is_chief:
+                self.link.stop()
+        missed_the_end = self.states.state is SessionState.RECOVERING and self._after_loop and self._setup.task.is_chief
+        if missed_the_end and is_saved(self._setup.logdir, self._reached):
+            self.states.go(SessionState.STOPPING)
+            raise SavedElsewhereError(f"step {self._reached} was saved without this task; the ps tasks have ended")
+        self.meanwhile()
+
+    def should_stop(self) -> bool:
+        """Whether the run is over for this worker."""
+        self.check_requests()
+        return self._stop_requested or self.running_link.stopped
+
+    def request_stop(self) -> None:
+        """Ends this worker's loop."""
+        self._stop_requested = True
+
+    # -- where it stands ----------------------------------------------------------------------------------------------
+
+    @property
+    def link(self) -> Link:
+        """Returns the link to the ps tasks, open or not; an error before the session has begun."""
+        return self._connection.known
+
+    @property
+    def running_link(self) -> Link:
+        """Returns the link of a session that is under way; an error before and after."""
+        return self._connection.running
+
+    @property
+    def leads(self) -> bool:
+        """Whether this worker does the chief's work: it is the chief, or stands in for it while it is dead."""
+        return self._setup.task.index == self._connection.lead
+
+    # -- variables, buffers, checkpoints ------------------------------------------------------------------------------
+
+    def pull(self) -> int:
+        """Takes the cluster's current version into the model's parameters; returns it."""
+        return self.surviving(lambda: self.running_link.pull())
+
+    @contextmanager
+    def averaged(self) -> Iterator[int]:
+        """Inside this block the model holds the moving averages and the run's buffers."""
+        with self.shared_buffers():
+            version = self.surviving(lambda: self.running_link.pull(averaged=True))
+            try:
+                yield version
+            finally:
+                self.pull()
+
+    @contextmanager
+    def shared_buffers(self) -> Iterator[None]:
+        """Inside this block the model's buffers are the run's."""
+        with self._attachment.buffers.shared(self._ask_buffers):
+            yield
+
+    def pull_buffers(self) -> None:
+        """Takes the run's buffers into the model, to stay."""
+        self._attachment.buffers.take(self._ask_buffers)
+
+    def _ask_buffers(self) -> dict[str, torch.Tensor]:
+        return self.surviving(lambda: self.running_link.take_buffers())
+
+    def save(self, wait_s: float) -> str | None:
+        """Makes a checkpoint of the current version; returns its path if it was waited for."""
+        folder, keep = self._setup.logdir, self._setup.save.keep
+        if folder is None:
+            raise ConfigError("session.save(): the session has no logdir to save into")
+        self._attachment.initializer.has_saved = True
+        self.running_link.send_position()
+        state = self.surviving(lambda: self.running_link.save(secrets.randbits(48), folder, keep, wait_s=wait_s))
+        if state is None:
+            return None
+        if state.state != "done":
+            raise TorchQuorumError(f"no checkpoint at step {state.step}: {state.text}")
+        self.saved_step = state.step
+        return state.path
+
+
+def _lost_at_the_end(error: Exception) -> LostVariablesError:
+    """Returns the error of a ps that was lost after the loop and did not come back: the steps not yet saved are lost."""
+    return LostVariablesError(
+        f"{error} The last step of the run is not saved: when the ps tasks are back, start the program again: it goes on from "
+        "the last checkpoint."
+    )

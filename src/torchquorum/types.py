@@ -1,0 +1,13 @@
+"""`tq.types`: what calls of `tq` return or pass on and no program makes itself, for annotations. The block is the list."""
+
+from typing import TYPE_CHECKING
+
+from torchquorum.lazy import load_when_used
+
+if TYPE_CHECKING:
+    from torchquorum.cluster import TaskId as TaskId
+    from torchquorum.session.share import Share as Share
+    from torchquorum.worker.capture import CapturedStep as CapturedStep
+    from torchquorum.worker.step import Step as Step
+else:
+    __getattr__, __dir__ = load_when_used(__name__)

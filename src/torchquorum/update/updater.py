@@ -1,0 +1,359 @@
+"""The updates of a shard on the ps: the mean of the gradients, then a kernel or a real torch.optim optimizer over flat memory.
+
+Owned by the ps thread. Variables of one parameter group and dtype that always get gradients together are one flat span, so an
+update is a few large vector operations, whatever the number of layers. A step in which some variables have no gradient splits
+their span for good, with its optimizer state, and leaves the absent ones unchanged, as torch.optim does. What always
+holds: the result equals the same optimizer run over the separate parameters, bit for bit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Protocol, cast
+
+import torch
+
+from torchquorum.errors import ConfigError
+from torchquorum.memory.slots import DTYPES, Sections
+from torchquorum.placement.layout import Piece, Region, Variable
+from torchquorum.update import schedules
+from torchquorum.update.kernels import SLICED_IN, Kernel, kernel_for, mean
+from torchquorum.wire.messages import OptimizerSpec, ScheduleSpec
+
+# These update each element independently, so they may run over flat memory and over slices of a variable.
+ELEMENTWISE = frozenset(
+    ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
+)
+# These need a closure or sparse gradients, which a ps does not have.
+IMPOSSIBLE = {"LBFGS": "it evaluates the loss again during a step", "SparseAdam": "it takes sparse gradients only"}
+
+
+class ReadState(Protocol):
+    """Reads a saved optimizer's state from a checkpoint."""
+
+    def states(self, variable: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Returns the shape and dtype of each state of a variable; of elementwise ones, the variable's shape."""
+        ...
+
+    def elements(self, variable: str, state: str, start: int, stop: int) -> torch.Tensor:
+        """Returns the elements [start, stop) of a state, flat."""
+        ...
+
+
+@dataclass(eq=False)
+class Span:
+    """A run of pieces in one section that are updated together; `shape` is a variable's own where that matters."""
+
+    section: int
+    start: int
+    stop: int
+    pieces: tuple[Piece, ...]
+    shape: tuple[int, ...]
+    parameter: torch.nn.Parameter = field(default_factory=lambda: torch.nn.Parameter(torch.empty(0)))
+
+    def view(self, sections: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Returns this span of a slot's memory."""
+        values = sections[self.section]
+        if self.start == 0 and self.shape == (self.stop,) == tuple(values.shape):
+            return values
+        return values[self.start : self.stop].view(self.shape)
+
+
+def optimizer_class(name: str) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
+    """Returns a class of torch.optim by name, and nothing else."""
+    if name in IMPOSSIBLE:
+        raise ConfigError(f"torch.optim.{name} cannot run on a ps: {IMPOSSIBLE[name]}; use SGD, Adam or another")
+    found = getattr(torch.optim, name, None)
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)) or name == "Optimizer":
+        raise ConfigError(f"optimizer {name!r}: only the classes of torch.optim can run on a ps")
+    return cast(Any, found)
+
+
+def warm_up() -> None:
+    """Makes torch.optim import what it imports at its first step, which takes a second, before a worker waits for it."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.SGD([parameter], lr=0.0).step()
+
+
+class Updater:
+    """The optimizer of one shard."""
+
+    def __init__(
+        self,
+        region: Region,
+        variables: Sequence[Variable],
+        optimizer: OptimizerSpec,
+        schedule: ScheduleSpec | None,
+        values: Sequence[torch.Tensor],
+    ) -> None:
+        self._region, self._variables = region, variables
+        self._elementwise = optimizer.name in ELEMENTWISE
+        self._cuts = object()  # replaced whenever memory is cut into other spans
+        self._groups: list[list[Span]] = [[] for _ in optimizer.groups]
+        for index, section in enumerate(region.sections):
+            for group, given in enumerate(optimizer.groups):
+                # A fused kernel, too, may round the tail of a vector differently from its body.
+                whole = not self._elementwise or section.dtype not in SLICED_IN or bool(given.get("fused"))
+                pieces = [p for p in section.pieces if variables[p.variable].group == group]
+                runs = [[p] for p in pieces] if whole else ([pieces] if pieces else [])
+                self._groups[group] += [self._span(index, run) for run in runs]
+        for span in self.spans:
+            span.parameter.data = span.view(values)
+        groups = [
+            {"params": [s.parameter for s in spans], **{k: _plain(v) for k, v in given.items()}}
+            for spans, given in zip(self._groups, optimizer.groups, strict=True)
+        ]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a shard may hold no variable of some group
+            self._optimizer = optimizer_class(optimizer.name)(groups)
+        self._kernel = kernel_for(optimizer)
+        self._schedule = schedules.build(schedule, self._optimizer) if schedule else None
+        if self._kernel is not None:
+            self._optimizer.step()  # nothing has a gradient: only tells the schedule that steps are being made
+        self._rates = [self._current_rates()]  # of the next update, and of those after it that were asked for
+        self._scratch = [torch.empty_like(v) for v in values]
+
+    @property
+    def spans(self) -> list[Span]:
+        """Returns what is updated together now, by parameter group."""
+        return [s for spans in self._groups for s in spans]
+
+    @property
+    def lr(self) -> list[float]:
+        """Returns the learning rate of each parameter group for the next update."""
+        return self._rates[0]
+
+    def rates_ahead(self, update: int) -> list[float] | None:
+        """Returns the learning rates of the update that comes `update` updates after the next one; only where a kernel makes them.
+
+        None if the schedule does not go that far, as OneCycleLR beyond its last step.
+        """
+        try:
+            while len(self._rates) <= update:
+                self._rates.append(self._next_rates())
+        except ValueError:
+            return None
+        return self._rates[update]
+
+    def made_elsewhere(self) -> None:
+        """Workers have made an update and written the version: only the schedule advances."""
+        if len(self._rates) == 1:
+            self._rates.append(self._next_rates())
+        del self._rates[0]
+
+    def _next_rates(self) -> list[float]:
+        if self._schedule is not None:
+            self._schedule.step()
+        return self._current_rates()
+
+    def _current_rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self._optimizer.param_groups]
+
+    def apply(
+        self,
+        old: Sequence[torch.Tensor],
+        new: Sequence[torch.Tensor],
+        gradients: Sequence[Sequence[torch.Tensor]],
+        absent: frozenset[int],
+    ) -> Sequence[torch.Tensor]:
+        """Writes the next version into `new`.
+
+        Args:
+            old: The sections of the current version.
+            new: The sections of the next one, to be written in full.
+            gradients: The sections of each gradient, in order of worker and local step; absent variables are zero.
+            absent: Variables (by index) that have no gradient in any of them.
+
+        Returns:
+            The sections of the mean gradient, until the next update.
+        """
+        step = gradients[0]
+        if len(gradients) > 1:
+            sections = zip(*gradients, strict=True)
+            step = [mean(section, out) for section, out in zip(sections, self._scratch, strict=True)]
+        if absent:
+            self._split(absent)
+        if self._kernel is not None:
+            self._step_by_kernel(self._kernel, old, new, step, absent)
+        else:
+            self._step(old, new, step, absent)
+        self.made_elsewhere()
+        return step
+
+    def _step(
+        self,
+        old: Sequence[torch.Tensor],
+        new: Sequence[torch.Tensor],
+        mean: Sequence[torch.Tensor],
+        absent: frozenset[int],
+    ) -> None:
+        """Any optimizer: the old version is copied and updated in place."""
+        for source, target in zip(old, new, strict=True):
+            target.copy_(source)
+        for span in self.spans:
+            span.parameter.data = span.view(new)
+            skip = bool(absent) and span.pieces[0].variable in absent
+            span.parameter.grad = None if skip else span.view(mean)
+        self._optimizer.step()
+        for span in self.spans:
+            span.parameter.grad = None
+
+    def _step_by_kernel(
+        self,
+        kernel: Kernel,
+        old: Sequence[torch.Tensor],
+        new: Sequence[torch.Tensor],
+        mean: Sequence[torch.Tensor],
+        absent: frozenset[int],
+    ) -> None:
+        """An optimizer that has a kernel: the next version is written in one pass, with the bits of torch.optim."""
+        before, after, step = self._views_of(old), self._views_of(new), self._views_of(mean)
+        k = 0
+        for spans, rate in zip(self._groups, self._rates[0], strict=True):
+            for span in spans:
+                if absent and span.pieces[0].variable in absent:
+                    after[k].copy_(before[k])
+                else:
+                    kernel.write(before[k], step[k], rate, after[k])
+                k += 1
+
+    def _views_of(self, sections: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Returns the spans of a slot's or gradient's memory; of memory that comes again the views are kept."""
+        if not isinstance(sections, Sections):
+            return [span.view(sections) for span in self.spans]
+        kept = sections.cut
+        if not (isinstance(kept, tuple) and kept[0] is self._cuts):
+            kept = sections.cut = (self._cuts, [span.view(sections) for span in self.spans])
+        return kept[1]
+
+    def _span(self, section: int, pieces: Sequence[Piece]) -> Span:
+        first, last = pieces[0], pieces[-1]
+        start, stop = first.offset, last.offset + last.numel  # the padding between pieces is zero and stays so
+        variable = self._variables[first.variable]
+        if self._elementwise or len(pieces) > 1:
+            shape: tuple[int, ...] = (stop - start,)
+        elif first.numel == variable.numel:
+            shape = tuple(variable.shape)
+        else:
+            raise ConfigError(
+                f"variable {variable.name} is sliced over shards, which its optimizer cannot do; leave slice_bytes out"
+            )
+        return Span(section, start, stop, tuple(pieces), shape)
+
+    def _split(self, absent: frozenset[int]) -> None:
+        """Splits every span in which only some variables have a gradient, with its state."""
+        self._regroup(lambda piece: piece.variable in absent)
+
+    def _regroup(self, kind_of: Callable[[Piece], Any]) -> None:
+        """Splits spans so that all pieces of each are of one kind."""
+        for group, spans in enumerate(self._groups):
+            parts = [part for span in spans for part in self._parts(span, kind_of)]
+            if len(parts) != len(spans):
+                self._groups[group] = parts
+                self._cuts = object()
+                self._optimizer.param_groups[group]["params"] = [s.parameter for s in parts]
+
+    def _parts(self, span: Span, kind_of: Callable[[Piece], Any]) -> list[Span]:
+        runs: list[list[Piece]] = []
+        for piece in span.pieces:
+            if runs and kind_of(runs[-1][-1]) == kind_of(piece):
+                runs[-1].append(piece)
+            else:
+                runs.append([piece])
+        if len(runs) == 1:
+            return [span]
+        parts = [self._span(span.section, run) for run in runs]
+        state: dict[str, Any] = self._optimizer.state.pop(span.parameter, {})
+        for part in parts:
+            if state:
+                self._optimizer.state[part.parameter] = {k: _slice(v, span, part) for k, v in state.items()}
+        return parts
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def states(self) -> Iterator[tuple[Piece, str, torch.Tensor]]:
+        """Yields the optimizer's state tensors piece by piece, flat; they are views and change with the next update."""
+        for span in self.spans:
+            for name, value in self._optimizer.state.get(span.parameter, {}).items():
+                if not isinstance(value, torch.Tensor) or value.dim() == 0:
+                    continue
+                if value.shape != span.shape:
+                    yield span.pieces[0], name, value
+                    continue
+                flat = value.reshape(-1)
+                for piece in span.pieces:
+                    start = piece.offset - span.start
+                    yield piece, name, flat[start : start + piece.numel]
+
+    def scalars(self) -> dict[str, dict[str, Any]]:
+        """Returns what else the optimizer keeps per variable: numbers, and tensors that are numbers."""
+        found: dict[str, dict[str, Any]] = {}
+        for span in self.spans:
+            for name, value in self._optimizer.state.get(span.parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    if value.dim() > 0:
+                        continue
+                    value = {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
+                for piece in span.pieces:
+                    if piece.start == 0:
+                        found.setdefault(self._variables[piece.variable].name, {})[name] = value
+        return found
+
+    def restore(self, read: ReadState, scalars: dict[str, dict[str, Any]], version: int) -> None:
+        """Restores an optimizer's state from a checkpoint, whatever the shards were then.
+
+        Args:
+            read: Returns the states of a variable, name to (shape, dtype), or the elements of one.
+            scalars: What `scalars` returned on all shards.
+            version: How many updates had been made; the schedule is brought to that step.
+        """
+
+        def kind(piece: Piece) -> Any:
+            name = self._variables[piece.variable].name
+            return read.states(name), scalars.get(name, {})
+
+        self._regroup(kind)
+        for span in self.spans:
+            names, numbers = kind(span.pieces[0])
+            state = {name: _plain(value) for name, value in numbers.items()}
+            for name, (shape, dtype) in names.items():
+                state[name] = self._restored(span, name, shape, dtype, read)
+            if state:
+                self._optimizer.state[span.parameter] = state
+        if self._schedule is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the optimizer's steps were made before the restart
+                for _ in range(version):
+                    self._schedule.step()
+        self._rates = [self._current_rates()]
+
+    def _restored(
+        self, span: Span, name: str, shape: tuple[int, ...], dtype: torch.dtype, read: ReadState
+    ) -> torch.Tensor:
+        first = self._variables[span.pieces[0].variable]
+        if shape != tuple(first.shape):
+            return read.elements(first.name, name, 0, prod(shape)).view(shape)
+        whole = torch.zeros(span.stop - span.start, dtype=dtype)
+        for piece in span.pieces:
+            values = read.elements(self._variables[piece.variable].name, name, piece.start, piece.stop)
+            whole[piece.offset - span.start :][: piece.numel] = values.reshape(-1)
+        return whole.view(span.shape)
+
+
+def _slice(value: Any, whole: Span, part: Span) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != whole.shape or value.dim() == 0:
+        return value.clone()
+    return value[part.start - whole.start : part.stop - whole.start].clone()
+
+
+def _plain(value: Any) -> Any:
+    """Returns an argument as it was before it was encoded: a tuple, a tensor, or itself."""
+    if isinstance(value, dict):
+        return torch.tensor(value["tensor"], dtype=DTYPES[value["dtype"]])
+    return tuple(_plain(v) for v in value) if isinstance(value, list) else value

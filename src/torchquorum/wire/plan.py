@@ -1,0 +1,130 @@
+"""What a run is made of, as it travels: the plan that all tasks must agree on, and references to memory and files.
+
+Parts of messages, see `torchquorum.wire.messages`, which has these names too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from torchquorum.placement import Layout, Variable, place
+from torchquorum.rules import Rule
+
+
+class OptimizerSpec(msgspec.Struct):
+    """An optimizer as it travels: a class name in torch.optim and the arguments of each parameter group."""
+
+    name: str
+    groups: list[dict[str, Any]]
+
+
+class ScheduleSpec(msgspec.Struct):
+    """A learning-rate schedule as it travels: a class name in torch.optim.lr_scheduler (or ours) and its arguments."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+class AverageSpec(msgspec.Struct):
+    """Exponential moving averages of the variables, kept on the ps tasks."""
+
+    decay: float
+    num_updates: bool
+
+
+class BufferSpec(msgspec.Struct, frozen=True):
+    """A buffer of the model, such as a running mean: its name, shape, and dtype as torch names it without the prefix."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.dtype} {list(self.shape)}"
+
+
+class Plan(msgspec.Struct, kw_only=True):
+    """All that the ps tasks need to know of a run; the chief makes it."""
+
+    variables: list[Variable]
+    optimizer: OptimizerSpec
+    rule: Rule
+    num_shards: int
+    num_workers: int
+    schedule: ScheduleSpec | None = None
+    average: AverageSpec | None = None
+    placement: str = "round_robin"
+    slice_bytes: int | None = None
+    last_step: int | None = None
+    liveness_s: float = 5.0
+    logdir: str | None = None
+    keep: int = 5
+    durable: str = ""
+    buffers: list[BufferSpec] = []
+    buffers_mode: str = "local"
+    tied: dict[str, str] = {}
+    min_workers: int = 0
+
+    @property
+    def elastic(self) -> bool:
+        """Whether workers may come and go: `num_workers` is how many places there are, `min_workers` who must be there."""
+        return 0 < self.min_workers < self.num_workers
+
+    def layout(self) -> Layout:
+        """Returns the placement of the variables, the same on every task."""
+        return place(self.variables, self.num_shards, strategy=self.placement, slice_bytes=self.slice_bytes)
+
+
+class JournalRef(msgspec.Struct):
+    """What of the journal belongs to a creation: the chief finds out for all shards.
+
+    Attributes:
+        version: The version that all shards have, to be restored.
+        generation: The generation of the checkpoint.
+        after: The generation that the new one goes on from.
+        at: When the new generation begins, in nanoseconds since the epoch.
+    """
+
+    version: int
+    generation: int
+    after: int
+    at: int
+
+
+class MeanPiece(msgspec.Struct, array_like=True):
+    """Part of a variable's mean gradient: the variable's name, where the part begins, and how many numbers follow."""
+
+    name: str
+    start: int
+    count: int
+
+
+class MemoryRef(msgspec.Struct):
+    """Shared memory of another process on this host: open file `fd` of process `pid`, cut into slots."""
+
+    pid: int
+    fd: int
+    size_bytes: int
+    num_slots: int
+
+
+class ShareSpec(msgspec.Struct, frozen=True):
+    """Which data is shared out, in which order: the same for all workers, or they would not mean the same batches.
+
+    Attributes:
+        name: Which share of the session.
+        rows: How many rows the data has.
+        batch_size: How many of them are in a batch.
+        batches: How many batches are in an epoch.
+        epochs: How many epochs there are; None for no end.
+        seed: Of the order of the rows; -1 where they are not shuffled.
+    """
+
+    name: str
+    rows: int
+    batch_size: int
+    batches: int
+    epochs: int | None
+    seed: int

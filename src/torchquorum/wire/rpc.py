@@ -1,0 +1,221 @@
+"""One way to ask: a message is sent until it is answered, and every wait has a deadline, a name and a line for people.
+
+Used by workers, by clients of graphs and by the command line; imports no torch. What always holds: a wait ends with the answer, or
+with an error that names who waited, the task with its address, what was waited for and what to do. A channel delivers at most once,
+so a question is repeated every `probe_s`; one that must not be asked twice is followed by a probe, or by nothing.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torchquorum.wire.messages as m
+from torchquorum.clock import SYSTEM, Clock
+from torchquorum.errors import (
+    ConfigError,
+    DeadlineError,
+    LostCreationError,
+    LostPlaceError,
+    RefusedError,
+    SegmentError,
+    TaskLostError,
+)
+from torchquorum.wire import codec
+from torchquorum.wire.channel import Channel
+from torchquorum.wire.codec import Frame
+
+_Kind = TypeVar("_Kind", bound=m.Message)
+Arrived = tuple[Any, list[Frame]]
+SAME: Any = object()
+ADVICE = "Check that the task runs, that host and port are the same in --ps_hosts of every task, and that no firewall stands between."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long a task waits: for others to come up, for a round to close, for a sign of life; how often it asks and says so."""
+
+    start_s: float = 1800.0
+    round_s: float = 1800.0
+    silence_s: float = 10.0
+    probe_s: float = 1.0
+    say_s: float = 10.0
+
+
+def error_of(fault: m.Fault) -> Exception:
+    """Returns the error that a Fault stands for."""
+    kinds: dict[str, type[Exception]] = {
+        "ConfigError": ConfigError,
+        "SegmentError": SegmentError,
+        "LostPlaceError": LostPlaceError,
+        "LostCreationError": LostCreationError,
+    }
+    return kinds.get(fault.kind, RefusedError)(fault.text)
+
+
+class Pending:
+    """A question that was left to the owner of a channel, or sent; its answer is put here by that thread, taken on any.
+
+    Args:
+        k: Which ps task is asked.
+        message: The question; it has a `request`, which the owner of the channel fills in.
+    """
+
+    def __init__(self, k: int, message: Any) -> None:
+        self.k, self.message = k, message
+        self._answers: queue.SimpleQueue[Arrived | None] = queue.SimpleQueue()
+
+    @property
+    def number(self) -> int:
+        """Returns the question's number."""
+        return int(self.message.request)
+
+    def put(self, arrived: Arrived | None) -> None:
+        """Hands the answer over; None says that none will come."""
+        self._answers.put(arrived)
+
+    def take(self, timeout_s: float = 0.0) -> Arrived | None:
+        """Returns the answer, if it comes in time."""
+        try:
+            return self._answers.get(timeout=timeout_s) if timeout_s > 0 else self._answers.get_nowait()
+        except queue.Empty:
+            return None
+
+
+@dataclass(kw_only=True)
+class Asker:
+    """One task's questions to another, over one channel. Owned by the thread that owns the channel.
+
+    Attributes:
+        channel: The connection; may be replaced between two questions.
+        me: Who asks, as lines and errors name it.
+        there: Whom, with the address: `/job:ps/task:0 (host:port)`.
+        patience: How long to wait.
+        clock: Tells the time.
+        say: Prints a line for people.
+        split: Decodes what arrives.
+        other: Takes what arrives and is no answer.
+        meanwhile: Is called while it waits, at least every `probe_s`; may raise to end the wait.
+        advice: What to do when the time is up, in a sentence or two.
+    """
+
+    channel: Channel
+    me: str
+    there: str
+    patience: Patience = field(default_factory=Patience)
+    clock: Clock = SYSTEM
+    say: Callable[[str], None] = lambda _: None
+    split: Callable[[Sequence[Frame]], tuple[Any, list[Frame]]] = codec.split
+    other: Callable[[Any, list[Frame]], None] = lambda _message, _frames: None
+    meanwhile: Callable[[], None] = lambda: None
+    advice: str = ADVICE
+
+    def ask(
+        self,
+        message: m.Message,
+        frames: Sequence[Any] = (),
+        *,
+        kind: type[_Kind],
+        what: str,
+        limit_s: float,
+        accept: Callable[[_Kind], bool] = lambda _: True,
+        again: m.Message | None = SAME,
+        starting: bool = False,
+    ) -> tuple[_Kind, list[Frame]]:
+        """Sends a message until an answer of `kind` has come that `accept` takes; returns it with its frames.
+
+        Args:
+            message: What is asked.
+            frames: What follows it.
+            kind: The kind of the answer.
+            what: What is waited for, in a sentence: "waiting for {what}".
+            limit_s: When to give up.
+            accept: Tells this question's answer from that of an older one.
+            again: What is sent every `probe_s` while no answer comes: by default the same; a probe; or None for nothing.
+            starting: Whether the other task may be silent because it is not up yet, or busy with a large model.
+
+        Raises:
+            TaskLostError: The connection is closed, or the other task says nothing any more.
+            DeadlineError: It answers, but not what was asked for.
+            TorchQuorumError: What a Fault in answer stands for.
+        """
+        packet = [codec.encode(message), *frames]
+        repeated = packet if again is SAME else [codec.encode(again)] if again is not None else None
+        number = getattr(message, "request", -1)
+        self.channel.send(packet)
+        return self.wait(
+            kind,
+            accept,
+            what=what,
+            limit_s=limit_s,
+            repeat=lambda: self.channel.send(repeated) if repeated is not None else None,
+            number=number,
+            starting=starting,
+        )
+
+    def wait(
+        self,
+        kind: type[_Kind],
+        accept: Callable[[_Kind], bool],
+        *,
+        what: str,
+        limit_s: float,
+        repeat: Callable[[], None],
+        number: int = -1,
+        starting: bool = False,
+    ) -> tuple[_Kind, list[Frame]]:
+        """Waits for the answer to what was sent already; as `ask`, but calls `repeat` every `probe_s`.
+
+        Args:
+            kind: The kind of the answer.
+            accept: Tells this question's answer from that of an older one.
+            what: What is waited for.
+            limit_s: When to give up.
+            repeat: Sends the question, or a probe, once more.
+            number: The question's number: a Fault under it is its answer, as one without a number is.
+            starting: Whether the other task may be silent.
+        """
+        started = heard = reported = asked = self.clock.now()
+        while True:
+            received = self.channel.receive(self.patience.probe_s)
+            now = self.clock.now()
+            if received is not None:
+                # Something has arrived: the answer, a refusal, or news for somebody else.
+                heard = now
+                answer, tensors = self.split(received)
+                if isinstance(answer, kind) and accept(answer):
+                    return answer, tensors
+                if isinstance(answer, m.Fault) and answer.request in (-1, number):
+                    raise error_of(answer)
+                self.other(answer, tensors)
+            if now - asked >= self.patience.probe_s:
+                asked = now
+                repeat()
+                self.meanwhile()
+            self.check(now - started, now - heard, limit_s, what, starting=starting)
+            if now - reported >= self.patience.say_s:
+                reported = now
+                self.say(f"{self.me}: waiting for {what}: {now - started:.0f} s")
+
+    def check(self, waited_s: float, silent_s: float, limit_s: float, what: str, *, starting: bool = False) -> None:
+        """Ends a wait that has grown too long, or whose other side is gone.
+
+        Raises:
+            TaskLostError: The connection is closed, or the other task says nothing.
+            DeadlineError: It answers, but not what was asked for.
+        """
+        if self.channel.closed:
+            raise TaskLostError(
+                f"{self.me}: {self.there} has closed the connection while this task waited for {what}: its process is gone. "
+                "Look at that task's output; if it does not come back by itself, start it again."
+            )
+        if not starting and silent_s > self.patience.silence_s:
+            raise TaskLostError(
+                f"{self.me}: {self.there} has not answered for {silent_s:.0f} s while this task waited for {what}. "
+                "Look at that task's output; if it is gone, start it again."
+            )
+        if waited_s > limit_s:
+            where = "" if what == self.there else f" at {self.there}"  # the other task itself may be what is waited for
+            raise DeadlineError(f"{self.me}: waited {waited_s:.0f} s for {what}{where} and gave up. {self.advice}")

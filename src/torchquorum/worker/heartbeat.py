@@ -1,0 +1,55 @@
+"""A worker's sign of life, from a thread of its own, so that a long batch is not taken for a death.
+
+Started and stopped by the session. Uses a channel that nobody else uses; shares nothing with the worker's thread but a
+flag to stop and two values that only this thread writes.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torchquorum.wire.messages as m
+from torchquorum.clock import SYSTEM, Clock
+from torchquorum.wire import codec
+from torchquorum.wire.channel import Channel
+
+INTERVAL_S = 1.0
+
+
+class Heartbeat:
+    """Says every second that the worker is alive.
+
+    Attributes:
+        lead: The worker that does what is the chief's to do, as ps task 0 last said; may be read on any thread.
+        leave: Whether ps task 0 has asked this worker to go; may be read on any thread.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        worker: int,
+        incarnation: int,
+        interval_s: float = INTERVAL_S,
+        lead: int = 0,
+        clock: Clock = SYSTEM,
+    ) -> None:
+        self._channel, self._interval_s, self._clock = channel, interval_s, clock
+        self._message = codec.encode(m.Beat(worker, incarnation))
+        self.lead, self.leave = lead, False
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="torchquorum-beat", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._clock.wait(self._stop, self._interval_s):
+            self._channel.send([self._message])
+            while (received := self._channel.receive(0.0)) is not None:
+                answer, _ = codec.split(received)
+                if isinstance(answer, m.Alive):
+                    self.lead, self.leave = answer.lead, answer.leave
+        self._channel.close()
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._stop.set()
+        self._thread.join(timeout=5.0)

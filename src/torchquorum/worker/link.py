@@ -1,0 +1,268 @@
+"""A worker's link to the ps tasks: it greets them, joins, pushes, pulls and leaves, over one channel per ps task.
+
+Used by the session and by `tq.Optimizer`; owned by the worker's thread. A second thread (`torchquorum.worker.heartbeat`) says that the
+worker is alive. `torchquorum.worker.link_states` has the states and the steps between them. What always holds: the
+parameters hold one whole version whenever the link is idle; what was being pushed when a connection was lost stays in `unsettled`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import torch
+
+import torchquorum.wire.messages as m
+from torchquorum.errors import DeadlineError, RefusedError, SegmentError, TaskLostError
+from torchquorum.worker import joining
+from torchquorum.worker.buffer_exchange import BufferExchange
+from torchquorum.worker.flat import FlatParameters
+from torchquorum.worker.link_states import LinkState, LinkStates
+from torchquorum.worker.local_buffers import LocalBuffers
+from torchquorum.worker.polls import wait_for_save, wait_for_workers, wait_until_settled
+from torchquorum.worker.positions import CapturedPosition, Positions
+from torchquorum.worker.ps_channels import PsChannels
+from torchquorum.worker.requests import Requests
+from torchquorum.worker.run_member import LaterLoss, RunMember
+from torchquorum.worker.run_view import RunView
+from torchquorum.worker.step import Step
+from torchquorum.worker.worker_end import WorkerEnd
+
+GOODBYE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Unsettled:
+    """A gradient that was being pushed when a ps task was lost: nobody knows whether it counts."""
+
+    push: m.Push
+
+
+class Link(RunView):
+    """A worker's link to the ps tasks.
+
+    Args:
+        end: Who this worker is and how it reaches them.
+
+    Attributes:
+        channels: The channels to the ps tasks, over which everything of this worker but its heartbeat goes.
+        requests: The joins, pushes and pulls on them.
+        joined: The worker's part in the run, once it has joined.
+        while_waiting: Is called while the link waits; may raise to end the wait.
+        allow_nonfinite: Whether gradients with NaN or infinity are pushed as if they were whole.
+    """
+
+    def __init__(self, end: WorkerEnd) -> None:
+        super().__init__()
+        self.end, self.task, self.incarnation = end, end.task, end.incarnation
+        self._states = LinkStates()
+        self.channels = PsChannels(end)
+        self.requests = Requests(self.channels, self._states)
+        self._positions = Positions(self.channels)
+        self.requests.save_wanted = self._positions.send
+        self.channels.while_waiting = lambda: self.while_waiting()
+        self._welcomes: list[m.Welcome] = []
+        self._shared: list[bool] = []
+        self._buffers: BufferExchange | None = None
+        self.joined: RunMember | None = None
+        self.while_waiting: Callable[[], None] = lambda: None
+        self.allow_nonfinite = False
+
+    def go_on_from(self, before: Link) -> None:
+        """Continues the counts of a link that was lost."""
+        self.channels.count, self.local_step = before.channels.count, before.local_step
+        self.version, self.lr, self.generation = before.version, before.lr, before.generation
+
+    # -- coming and going ---------------------------------------------------------------------------------------------
+
+    def hello(self) -> list[bool]:
+        """Greets every ps task and waits until all have answered.
+
+        Returns:
+            Whether each already holds variables.
+        """
+        self._welcomes = joining.greet(self.channels)
+        self._shared = joining.shares_memory(self.end, self._welcomes)
+        self._states.set(LinkState.GREETED)
+        return [welcome.created for welcome in self._welcomes]
+
+    def create(
+        self,
+        plan: m.Plan,
+        flat: FlatParameters,
+        restore: str | None = None,
+        *,
+        generation: int = 0,
+        replace: bool = False,
+        journal: m.JournalRef | None = None,
+        only_existing: bool = False,
+    ) -> bool:
+        """The chief hands its variables, or the path of a checkpoint with them, to the ps tasks, shard 0 last.
+
+        With `replace`, ps tasks that hold variables give them up, as others lost theirs; with `only_existing` all must hold some.
+
+        Returns:
+            Whether they had variables before, which then stay as they are.
+        """
+        message = m.Create(plan, restore, generation, replace, journal, only_existing)
+        buffers = self._buffers.local.capture() if self._buffers is not None and plan.buffers else None
+        return joining.create(self.channels, message, flat, buffers)
+
+    def join(self, plan: m.Plan, flat: FlatParameters) -> None:
+        """Joins the run, once the chief has created the variables, and takes the current version."""
+        try:
+            joined = self._join(plan, flat)
+        except SegmentError as error:
+            if self.end.transport == "shm":
+                raise
+            self.say(f"{error}; using TCP instead")
+            self._shared = [False] * len(self._shared)
+            joined = self._join(plan, flat)
+        # RunMember over the first channels: now over to faster ones, where a ps task offers them.
+        joining.take_faster_ways(self.channels, self.requests, self._welcomes, self._shared, joined.exchange)
+
+    def _join(self, plan: m.Plan, flat: FlatParameters) -> RunMember:
+        if self.joined is not None:
+            self.joined.close()
+        self.joined = joined = RunMember(
+            plan, flat, self._shared, requests=self.requests, view=self, positions=self._positions
+        )
+        joined.on_stop = self._buffers.send_final if self._buffers is not None else joined.on_stop
+        joined.join()
+        return joined
+
+    def leave(self, *, finished: bool, loss: float | None = None, accuracy: float | None = None) -> None:
+        """Says goodbye; a ps that is gone is no error."""
+        self.send_position()  # a checkpoint may still be made of this version, and nobody could ask any more
+        goodbye = m.Leave(self.end.index, self.incarnation, loss, accuracy, finished)
+        for k in reversed(range(len(self.end.ps))):
+            with suppress(DeadlineError, TaskLostError, RefusedError):
+                self.channels.ask(k, goodbye, kind=m.Bye, what="goodbye", limit_s=GOODBYE_S)
+
+    def close(self) -> None:
+        """Gives sockets and memory up."""
+        self._states.set(LinkState.CLOSED)
+        self.channels.close()
+        if self.joined is not None:
+            self.joined.close()
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def push(self, loss: float | LaterLoss | None = None) -> Step:
+        """Sends the gradients; waits until they count and takes the version that follows (pipelined: the one before).
+
+        A loss that a GPU still computes is a function, which is called when the gradients are there.
+        """
+        assert self.joined is not None
+        return self.joined.push(loss, allow_nonfinite=self.allow_nonfinite)
+
+    def pull(self, *, averaged: bool = False) -> int:
+        """Takes the current version, or the moving averages at it; returns it."""
+        assert self.joined is not None
+        self.joined.pull(averaged=averaged)
+        return self.version
+
+    @property
+    def unsettled(self) -> Unsettled | None:
+        """Returns the gradient that was being pushed when the link was lost, if there was one."""
+        push = self.requests.open[0][0] if self.requests.open else None
+        return Unsettled(push) if isinstance(push, m.Push) else None
+
+    def take_up(self, unsettled: Unsettled | None) -> Step | None:
+        """Asks what became of a gradient that a lost link was pushing; if nothing, pushes it again, so that it counts once.
+
+        Returns:
+            What became of it; None if nothing was being pushed, or, pipelined, if the next one waits already.
+        """
+        if unsettled is None or self.pipeline:
+            return None
+        push = unsettled.push
+        question = m.FateOf(self.end.index, self.incarnation, push.local_step)
+        what, limit_s = "word of a gradient", self.end.patience.round_s
+        fate = self.channels.ask(0, question, kind=m.Fate, what=what, limit_s=limit_s)
+        if fate.state in ("accepted", "refused"):
+            staleness = max(0, fate.met - push.version)
+            accepted = fate.state == "accepted"
+            return Step(self.version, self.local_step, accepted, fate.reason, staleness, self.lr[0], self.stopped)
+        # The ps tasks know nothing of it: it is pushed again, as the same local step and as computed at its own version.
+        self.local_step = push.local_step - 1
+        version, self.version = self.version, push.version
+        try:
+            return self.push(push.loss)
+        finally:
+            self.version = max(version, self.version)
+
+    @property
+    def pipeline(self) -> bool:
+        """Whether a gradient is computed while the one before is on its way."""
+        return self.joined is not None and self.joined.pipeline
+
+    def nonfinite(self) -> list[str]:
+        """Returns the variables whose gradients hold NaN or infinity."""
+        assert self.joined is not None
+        return self.joined.exchange.nonfinite()
+
+    # -- questions and news -------------------------------------------------------------------------------------------
+
+    @property
+    def transports(self) -> list[str]:
+        """Returns how this worker talks to each ps task."""
+        return ["shm" if shared else "tcp" for shared in self._shared]
+
+    def attend(self) -> None:
+        """Takes what the ps tasks have sent to a worker that has nothing to do, and sends what other threads have left to ask."""
+        for k in range(len(self.end.ps)):
+            while self.channels.attend(k):
+                pass
+
+    def say(self, line: str) -> None:
+        """Prints a line for people, with the worker's name."""
+        self.end.tell(line)
+
+    def wait_for_workers(self, count: int, at_most_s: float | None = None) -> None:
+        """Waits until so many workers have joined, this one counted; `at_most_s` goes on without the others then."""
+        elastic = self.joined is not None and self.joined.plan.elastic
+        wait_for_workers(self.channels, count, version=self.version, elastic=elastic, at_most_s=at_most_s)
+
+    def wait_until_settled(self) -> None:
+        """Waits until ps task 0 is making no checkpoint, so that the newest in the folder stays the newest."""
+        wait_until_settled(self.channels)
+
+    def stop(self) -> None:
+        """Ends the run for all workers; those that wait are released. Not answered here: the next answer says so."""
+        self.channels.post(0, m.Stop(self.end.index, self.incarnation))
+
+    def save(self, number: int, folder: str, keep: int, *, wait_s: float = 0.0) -> m.SaveState | None:
+        """Asks for a checkpoint; with `wait_s`, waits for it and returns how it went.
+
+        Raises:
+            DeadlineError: It was not there in time.
+        """
+        request = m.Save(self.end.index, self.incarnation, number, folder, keep)
+        if wait_s <= 0:
+            self.channels.post(0, request)
+            return None
+        return wait_for_save(self.channels, request, wait_s)
+
+    # -- positions and buffers ----------------------------------------------------------------------------------------
+
+    def begin_positions(self, capture: Callable[[], CapturedPosition]) -> None:
+        """From now on this worker's position is noted whenever it takes a new version; now for the first time."""
+        self._positions.begin(capture, self.version)
+
+    def send_position(self) -> None:
+        """Tells shard 0 where this worker stood when it first held its current version."""
+        self._positions.send(self.version)
+
+    def use_buffers(self, local: LocalBuffers) -> None:
+        """Shares the model's buffers with the run; called before the link joins."""
+        self._buffers = BufferExchange(self.channels, self, local)
+        self._positions.send_buffers = self._buffers.send
+        self.channels.unasked = self._buffers.send_wanted
+
+    def take_buffers(self, *, joining: bool = False) -> dict[str, torch.Tensor]:
+        """Asks for the run's buffers and waits for them; while it waits, this worker's own may be asked for."""
+        assert self._buffers is not None and self.joined is not None
+        self.joined.finish_request()
+        return self._buffers.take(joining=joining)

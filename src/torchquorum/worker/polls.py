@@ -1,0 +1,140 @@
+"""What a worker waits for by asking again and again: other workers, a checkpoint, the end of its publication.
+
+Called by the link, on the worker's thread. What always holds: every wait ends with an answer or with an error that says
+what was waited for and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torchquorum.wire.messages as m
+from torchquorum.errors import DeadlineError
+from torchquorum.worker.ps_channels import PsChannels
+
+WORKERS_S = 120.0
+WORKERS_EVERY_S = 0.02
+SAVE_EVERY_S = 0.05
+
+_Answer = TypeVar("_Answer")
+
+
+def wait_for_workers(
+    channels: PsChannels, count: int, *, version: int, elastic: bool, at_most_s: float | None = None
+) -> None:
+    """Waits until so many workers have joined, this one counted, or the run has gone on.
+
+    Args:
+        channels: How ps task 0 is asked.
+        count: How many workers.
+        version: The version that this worker holds: a later one says that others train.
+        elastic: Whether workers may come and go: then only the run's beginning is waited for.
+        at_most_s: Go on without the others after this time; None is an error then.
+
+    Raises:
+        DeadlineError: They did not come.
+    """
+    if count <= 1:
+        return
+    patience, clock = channels.end.patience, channels.end.clock
+    started = clock.now()
+
+    def ask() -> dict[str, Any]:
+        limit_s = patience.round_s
+        return channels.ask(0, m.StatusRequest(), kind=m.Status, what="the other workers", limit_s=limit_s).body
+
+    def ready(body: dict[str, Any]) -> bool:
+        runs = body.get("stopped") or body.get("global_step", 0) > version or (elastic and body.get("updates", 0) > 0)
+        late = at_most_s is not None and clock.now() - started > at_most_s
+        return len(body.get("live", [])) >= count or bool(runs) or late
+
+    def reason(body: dict[str, Any], waited_s: float) -> str:
+        return (
+            f"waited {waited_s:.0f} s for {count} workers and gave up; {len(body.get('live', []))} have joined. "
+            "Start the others, or ask the session for fewer with wait_for_workers."
+        )
+
+    _poll(
+        channels,
+        ask,
+        ready,
+        every_s=WORKERS_EVERY_S,
+        limit_s=patience.start_s if elastic else min(WORKERS_S, patience.start_s),
+        progress=lambda body: f"{count} workers, {len(body.get('live', []))} have joined",
+        reason=reason,
+    )
+
+
+def wait_for_save(channels: PsChannels, request: m.Save, wait_s: float) -> m.SaveState:
+    """Waits for a checkpoint, which every ps task writes a part of; returns how it went.
+
+    Raises:
+        DeadlineError: It was not there in time.
+    """
+
+    def ask() -> m.SaveState:
+        state = channels.ask(0, request, kind=m.SaveState, what="a checkpoint", limit_s=wait_s)
+        for k in range(1, len(channels.end.ps)) if not ready(state) else ():  # one that is gone is noticed here
+            channels.ask(k, m.StatusRequest(), kind=m.Status, what="its part of a checkpoint", limit_s=wait_s)
+        return state
+
+    def ready(state: m.SaveState) -> bool:
+        return state.number == request.number and state.state != "running"
+
+    return _poll(
+        channels,
+        ask,
+        ready,
+        every_s=SAVE_EVERY_S,
+        limit_s=wait_s,
+        progress=lambda _: "a checkpoint",
+        reason=lambda _, waited_s: (
+            f"waited {waited_s:.0f} s for {channels.end.where(0)} to write a checkpoint into {request.folder} and gave up"
+        ),
+    )
+
+
+def wait_until_settled(channels: PsChannels) -> None:
+    """Waits until ps task 0 is making no checkpoint, so that the newest in the folder stays the newest.
+
+    Raises:
+        DeadlineError: It was still at it.
+    """
+    limit_s, what = channels.end.patience.start_s, "a checkpoint that is being published"
+    _poll(
+        channels,
+        lambda: channels.ask(0, m.Settle(), kind=m.Settled, what=what, limit_s=limit_s),
+        lambda answer: answer.done,
+        every_s=SAVE_EVERY_S,
+        limit_s=limit_s,
+        progress=lambda _: what,
+        reason=lambda _, waited_s: (
+            f"waited {waited_s:.0f} s for {channels.end.where(0)} to publish a checkpoint and gave up; see whether its disk "
+            "still answers"
+        ),
+    )
+
+
+def _poll(
+    channels: PsChannels,
+    ask: Callable[[], _Answer],
+    ready: Callable[[_Answer], bool],
+    *,
+    every_s: float,
+    limit_s: float,
+    progress: Callable[[_Answer], str],
+    reason: Callable[[_Answer, float], str],
+) -> _Answer:
+    """Asks every `every_s` until an answer is what was waited for; says every `say_s` how it stands; gives up after `limit_s`."""
+    end = channels.end
+    started = reported = end.clock.now()
+    while not ready(answer := ask()):
+        now = end.clock.now()
+        if now - started > limit_s:
+            raise DeadlineError(f"{end.task}: {reason(answer, now - started)}")
+        if now - reported >= end.patience.say_s:
+            reported = now
+            end.tell(f"waiting for {progress(answer)}: {now - started:.0f} s")
+        end.clock.sleep(every_s)
+    return answer

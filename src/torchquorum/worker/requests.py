@@ -1,0 +1,196 @@
+"""A worker's requests to all ps tasks: sent, asked about until every ps task has answered, and sent again where one is not known.
+
+Owned by the worker's thread, through its link. What always holds: one request is open at a time; a request is asked about every
+`probe_s`, and sent again if the ps does not know it; every wait ends with an answer or with an error that names task, address,
+what was waited for and what to do.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torchquorum.wire.messages as m
+from torchquorum.cluster import TaskId
+from torchquorum.errors import LostCreationError
+from torchquorum.wire import codec
+from torchquorum.wire.codec import Frame
+from torchquorum.wire.rpc import Arrived, error_of
+from torchquorum.worker.link_states import LinkState, LinkStates
+from torchquorum.worker.ps_channels import PsChannels
+
+ABOUT_REQUEST = (m.Variables, m.Held, m.Unknown, m.Fault)
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A wait for the answers to the open request: what the ps tasks have said so far."""
+
+    num_ps: int
+    started: float
+    what: str = "its turn"
+    found: dict[int, tuple[m.Variables, list[Frame]]] = field(default_factory=dict)
+    heard: list[float] = field(init=False)
+    asked: float = field(init=False)
+    reported: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.heard = [self.started] * self.num_ps
+        self.asked = self.reported = self.started
+
+    def missing(self) -> list[int]:
+        """Returns the ps tasks that owe an answer."""
+        return [k for k in range(self.num_ps) if k not in self.found]
+
+    def next_missing(self) -> int | None:
+        """Returns the first of them."""
+        return next((k for k in range(self.num_ps) if k not in self.found), None)
+
+
+class Requests:
+    """The request that a worker has open at all ps tasks, or had last.
+
+    Args:
+        channels: The channels to them.
+        states: The state of the link.
+
+    Attributes:
+        channels: The channels to them.
+        number: The number of the request.
+        open: The messages of the open request, one for each ps task; after a loss, of the one that was open.
+        waiting_for: What the open request waits for, as a ps task last said; empty if none has said.
+        save_wanted: Is called with a version whose position a ps task wants for a checkpoint.
+    """
+
+    def __init__(self, channels: PsChannels, states: LinkStates) -> None:
+        self.channels, self._states, self._end = channels, states, channels.end
+        channels.is_for_request = self._keep
+        self.number = 0
+        self.open: list[tuple[m.Message, Sequence[Any]]] = []
+        self.waiting_for = ""
+        self._early: list[deque[Arrived]] = [deque() for _ in range(len(channels))]  # not yet looked at
+        self._taking = False
+        self.save_wanted: Callable[[int], None] = lambda _version: None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a request is sent and not yet settled."""
+        return self._states.now is LinkState.AWAITING
+
+    def awaited(self) -> int | None:
+        """Returns the number of the request whose answers are being waited for now, if there is one."""
+        return self.number if self._taking else None
+
+    def begin(self, number: int, messages: list[tuple[m.Message, Sequence[Any]]]) -> None:
+        """Opens a request: one message under this number, with its frames, to each ps task."""
+        self._states.set(LinkState.AWAITING)
+        self.number, self.open, self.waiting_for = number, messages, ""
+        for early in self._early:
+            early.clear()
+        self.channels.send_inbox()
+        self._send_open()
+
+    def settle(self) -> None:
+        """The answers to the open request have been taken."""
+        self._states.set(LinkState.IDLE)
+        self.open, self.waiting_for = [], ""
+
+    def _send_open(self) -> None:
+        for k, (message, frames) in enumerate(self.open):
+            self.channels.post(k, message, frames)
+
+    def answers(self, limit_s: float) -> list[tuple[m.Variables, list[Frame]]]:
+        """Waits for the answers of all ps tasks to the open request; probes those that owe one every `probe_s`.
+
+        Shard 0 is probed also when it has answered: the others wait for its decisions, and do not know that it is gone.
+        """
+        self._taking = True
+        try:
+            waiting = Waiting(len(self.channels), self._end.clock.now())
+            self._wait_for_all(waiting, limit_s)
+            return [waiting.found[k] for k in range(len(self.channels))]
+        finally:
+            self._taking = False
+
+    def _wait_for_all(self, waiting: Waiting, limit_s: float) -> None:
+        patience, clock = self._end.patience, self._end.clock
+        while (k := self._owing(waiting)) is not None:
+            # Ps k owes an answer: wait for it, at most until it is time to probe.
+            self._hear(waiting, k, self._receive(k, patience.probe_s))
+            now = clock.now()
+            self.channels.meanwhile()
+            if now - waiting.asked < patience.probe_s and not self.channels.closed(k):
+                continue
+            waiting.asked = now
+            # Time to probe: first take what has arrived from any of them meanwhile.
+            for owing in sorted({0, *waiting.missing()}):
+                while self._hear(waiting, owing, self._receive(owing, 0.0)) and owing not in waiting.found:
+                    pass
+            if waiting.next_missing() is None:
+                continue
+            # Some still owe an answer: ask what became of the request; one that is gone or silent ends the wait.
+            probe = codec.encode(m.Probe(self._end.index, self._end.incarnation, self.number))
+            for owing in sorted({0, *waiting.missing()}):
+                asker = self.channels.asker(owing)
+                asker.channel.send([probe])
+                asker.check(now - waiting.started, now - waiting.heard[owing], limit_s, waiting.what)
+            if now - waiting.reported >= patience.say_s:
+                waiting.reported = now
+                self._end.tell(f"waiting for {waiting.what}: {now - waiting.started:.0f} s")
+
+    def _owing(self, waiting: Waiting) -> int | None:
+        """Returns the first ps that owes an answer. Some of before a restore and some of after it are none: all are asked again."""
+        if waiting.next_missing() is None and len({answer.generation for answer, _ in waiting.found.values()}) > 1:
+            waiting.found.clear()
+            self._send_open()
+        return waiting.next_missing()
+
+    def _keep(self, k: int, message: Any, frames: list[Frame]) -> bool:
+        """Keeps what belongs to the open request, and arrives while something else is awaited."""
+        belongs = isinstance(message, ABOUT_REQUEST) and message.request == self.number and self.is_open
+        if belongs:
+            self._early[k].append((message, frames))
+        return belongs
+
+    def _receive(self, k: int, timeout_s: float) -> Arrived | None:
+        return self._early[k].popleft() if self._early[k] else self.channels.arrive(k, timeout_s)
+
+    def _hear(self, waiting: Waiting, k: int, received: Arrived | None) -> bool:
+        """Takes what ps k said about the open request; False if it said nothing."""
+        if received is None:
+            return False
+        waiting.heard[k] = self._end.clock.now()
+        answer, tensors = received
+        match answer:
+            case m.Fault() if answer.request in (-1, self.number):
+                raise error_of(answer)
+            case m.Variables() if answer.request == self.number:
+                waiting.found[k] = answer, tensors
+            case m.Held() if answer.request == self.number:
+                waiting.what = self.waiting_for = self._reason(answer, k)
+                self.save_wanted(answer.save)  # the chief may be waiting for it, and this worker for the chief
+            case m.Unknown() if answer.request == self.number:
+                older = [other for other, (found, _) in waiting.found.items() if found.generation != answer.generation]
+                for again in (k, *older):  # what others answered before a restore does not count any more
+                    waiting.found.pop(again, None)
+                    self.channels.post(again, *self.open[again])
+            case _:
+                self.channels.route(k, answer, tensors)  # or an answer to something older
+        return True
+
+    def _reason(self, held: m.Held, k: int) -> str:
+        """Returns what a request waits for at ps task k, and for whom.
+
+        Raises:
+            LostCreationError: That is the chief's to do, and this is the chief, which has done it.
+        """
+        end = self._end
+        if held.what == m.CREATION and end.task.is_chief:
+            raise LostCreationError(
+                f"{end.task}: {end.where(k)} holds no variables any more: it was restarted just after they had been created"
+            )
+        names = [f"/job:worker/task:{i} ({end.cluster.address(TaskId('worker', i))})" for i in held.missing]
+        missing = f"; missing {', '.join(names)}" if names else ""
+        return f"{held.what} ({held.have} of {held.need}{missing})"

@@ -1,0 +1,30 @@
+"""What a worker knows of the run: the version that it holds, its own steps, what the last answer said.
+
+Kept by the link, which is one; written on the worker's thread.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(eq=False, repr=False)
+class RunView:
+    """How far a worker is.
+
+    Attributes:
+        version: The version that the parameters hold; the cluster's global step.
+        generation: Which creation of the variables that is of.
+        local_step: How many gradients this worker has computed.
+        lr: The learning rate of each parameter group for the next update.
+        stopped: Whether the run is over.
+        position: The worker's position in the checkpoint that the last answer came from, if it brought one.
+    """
+
+    version: int = 0
+    generation: int = 0
+    local_step: int = 0
+    lr: list[float] = field(default_factory=lambda: [0.0])
+    stopped: bool = False
+    position: dict[str, Any] | None = None

@@ -1,0 +1,119 @@
+"""The live table and the bar, at any size of the terminal."""
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from torchquorum.cli.live_view import View
+from torchquorum.cli.status_table import RunBar, RunProgress, StatusTable, clock, headline, rows_of, wait_words
+
+
+def status(workers: int = 3, **changes: Any) -> dict[str, Any]:
+    one = {
+        "state": "computing", "batches": 120, "batches_per_s": 30.0, "loss": 0.25, "staleness_mean": 1.5, "refused": 2,
+        "waited_s": 5.0, "seconds": 10.0, "waits_for": None,
+    }  # fmt: skip
+    body = {
+        "ready": True, "rule": "Sync()", "global_step": 40, "last_step": 100, "workers": workers, "live": list(range(workers)),
+        "batches_per_s": 90.0, "staleness_mean": 1.5, "refused": 6, "loss": 0.25, "stopped": False,
+        "per_worker": {str(i): dict(one) for i in range(workers)},
+    }  # fmt: skip
+    return {**body, **changes}
+
+
+def drawn(what: Any, width: int = 100, height: int = 24, *, terminal: bool = True) -> list[str]:
+    file = io.StringIO()
+    console = Console(file=file, width=width, height=height, force_terminal=terminal, no_color=True, color_system=None)
+    console.print(what)
+    return [line.rstrip() for line in file.getvalue().splitlines()]
+
+
+@pytest.mark.parametrize("width", [20, 36, 60, 80, 100, 200])
+def test_no_line_is_wider_than_the_terminal_and_every_worker_has_its_row(width: int) -> None:
+    lines = drawn(StatusTable(rows_of(status())), width)
+    assert len(lines) == 4 and all(len(line) <= width for line in lines)
+    assert all(f"worker {i}" in lines[i + 1] for i in range(3))
+
+
+def test_the_least_important_columns_go_first() -> None:
+    body = status()
+    body["per_worker"]["0"]["waits_for"] = {"what": "the quorum", "have": 2, "need": 3, "missing": [1], "count": 1}
+    wide, narrow = (drawn(StatusTable(rows_of(body)), width)[0] for width in (120, 40))
+    assert wide.split() == [
+        "worker",
+        "state",
+        "local",
+        "step",
+        "batches/s",
+        "loss",
+        "staleness",
+        "refused",
+        "waits",
+        "for",
+    ]
+    assert narrow.split() == ["worker", "local", "step", "batches/s", "loss"]
+    assert "worker 1 (2 of 3 have arrived)" in drawn(StatusTable(rows_of(body)), 120)[1]
+
+
+def test_more_workers_than_lines_are_summed_up_and_the_dead_and_the_slow_stay() -> None:
+    body = status(200)
+    body["per_worker"]["150"]["batches_per_s"] = 1.5
+    body["per_worker"]["77"]["state"] = "dead"
+    lines = drawn(StatusTable(rows_of(body)), 100, 16)
+    assert len(lines) <= 16 - 4
+    text = "\n".join(lines)
+    assert "worker 150" in text and "worker 77" in text and "dead" in text
+    assert "and 190 faster workers: 190 computing" in lines[-1]
+
+
+def test_all_workers_are_listed_where_there_is_no_terminal() -> None:
+    assert len(drawn(StatusTable(rows_of(status(200))), terminal=False)) == 201
+
+
+def test_the_bar_shows_what_is_done_and_what_is_left_as_far_as_there_is_room() -> None:
+    bar = RunBar(RunProgress("global step", 1240, 3000, 75.0), "24 updates/s")
+    (wide,), (narrow,), (tiny,) = (drawn(bar, width) for width in (100, 40, 12))
+    assert wide.startswith("global step 1,240 of 3,000  41 %  1:15 left  24 updates/s")
+    assert narrow.startswith("global step 1,240 of 3,000") and "left" not in narrow
+    assert len(tiny) <= 12
+    assert drawn(RunBar(RunProgress("global step", 7, None, None), ""))[0].strip() == "global step 7"
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0, "0:00"), (59.6, "1:00"), (125, "2:05"), (3723, "1:02:03")])
+def test_times_are_written_as_on_a_clock(seconds: float, said: str) -> None:
+    assert clock(seconds) == said
+
+
+def test_for_whom_a_worker_waits_is_said_in_a_few_words() -> None:
+    many = {"what": "the quorum", "have": 1, "need": 9, "missing": [0, 1, 2, 3, 4], "count": 8}
+    assert wait_words(many) == "workers 0, 1, 2 and 5 more (1 of 9 have arrived)"
+    behind = {"what": "the slowest worker", "have": 4, "need": 3, "missing": [2], "count": 1}
+    assert wait_words(behind) == "worker 2 (4 steps behind)"
+    assert wait_words(None) == ""
+
+
+def test_a_view_without_a_terminal_prints_plain_lines_and_a_quiet_one_nothing() -> None:
+    for quiet in (False, True):
+        file = io.StringIO()
+        console = Console(file=file, width=200, force_terminal=False)
+        with View(console, quiet=quiet, plain_every_s=0.0) as view:
+            view.line("a task's line")
+            view.show({"ready": False})
+            view.show(status())
+        shown = file.getvalue()
+        assert shown == "" if quiet else "global step 40/100, loss 0.25" in shown and "a task's line" in shown
+        assert "\x1b" not in shown
+
+
+def test_a_view_in_a_terminal_draws_bar_headline_and_table_and_clears_them_at_the_end() -> None:
+    file = io.StringIO()
+    console = Console(file=file, width=100, height=24, force_terminal=True, color_system=None)
+    with View(console) as view:
+        view.show(status())
+        console.width = 50  # the window became narrower
+        view.show(status(global_step=41))
+    shown = file.getvalue()
+    assert "global step 41 of 100" in shown and headline(status()) in shown and "worker 2" in shown
+    assert shown.endswith("\x1b[2K") or "\x1b[1A\x1b[2K" in shown

@@ -1,0 +1,28 @@
+"""The page of one run."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.unit.report.runs import write_sync
+from torchquorum.report.history import read_history
+from torchquorum.report.run_page import run_page
+
+
+def test_a_page_fetches_nothing_and_holds_the_run(tmp_path: Path) -> None:
+    write_sync(tmp_path / "run")
+    text = run_page(read_history(tmp_path / "run"))
+    assert not re.search(r"(?:src|href)=\"(?!data:)", text) and "@import" not in text and "url(" not in text
+    assert text.count("<svg") >= 10
+    for words in ("Loss over time", "Accuracy over steps", "Staleness of used gradients", "Computing and waiting"):
+        assert words in text
+    assert "Worker 1 is the straggler: a batch takes it 3.0 times as long" in text
+    assert "Sync()" in text and "model.ckpt-40" in text
+
+
+@pytest.mark.parametrize("name", ["<script>alert(1)</script>", "a&b'\"c", "ünï-✓"])
+def test_a_folder_with_an_odd_name_does_no_harm(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name.replace("/", "_")
+    write_sync(folder)
+    assert "<script>alert" not in run_page(read_history(folder))

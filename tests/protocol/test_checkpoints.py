@@ -160,6 +160,31 @@ def test_while_the_chief_is_dead_the_ps_saves_in_its_place_now_and_then(make: Ma
     assert any("counts as dead (its process ended); the run goes on without it (ps task 0 saves" in s for s in ps.said)
 
 
+def test_the_job_ends_only_when_a_checkpoint_in_the_making_is_made_whoever_asked_for_it(
+    make: Make, tmp_path: Path
+) -> None:
+    ps = make()
+    start(ps, tmp_path, steps=2, last_step=2)
+    save(ps, 1, tmp_path)
+    assert ps.saving.version == 2
+    ps.leave(1)
+    ps.leave(0, finished=False)  # it did not wait for what it asked for
+    until(ps, lambda: ps.service.ended is not None, alive=())
+    assert [info.step for info in list_checkpoints(tmp_path)] == [2]
+    assert [path.name for path in tmp_path.glob(".*partial*")] == []
+
+
+def test_a_ps_that_ends_leaves_nothing_of_a_checkpoint_that_it_cannot_complete(make: Make, tmp_path: Path) -> None:
+    ps, other = make(ps=2), make(index=1, ps=2)
+    for task in (ps, other):
+        task.create(logdir=str(tmp_path))
+    ps.run.checkpoints.save(1, str(tmp_path), 5, ps.now)
+    until(ps, lambda: 0 in ps.saving.parts, alive=())  # the other ps never writes its part
+    assert list(tmp_path.glob(".*partial*"))
+    ps.service.close()
+    assert [path.name for path in tmp_path.glob(".*partial*")] == []
+
+
 def test_the_averages_are_saved_and_restored_and_asked_for_only_where_they_are_kept(make: Make, tmp_path: Path) -> None:
     ps = make()
     start(ps, tmp_path, average=m.AverageSpec(0.5, False))

@@ -132,12 +132,11 @@ class Checkpoints:
             self._stood_in_at = now
             self.save_unasked(now)
 
-    def save_unasked(self, now: float) -> bool:
-        """Saves the current version if it is not saved and the run has a folder; True while that goes on."""
+    def save_unasked(self, now: float) -> None:
+        """Saves the current version if it is not saved and the run has a folder; `busy` says while that goes on."""
         version = self._leader.quorum.version
-        if self.saving is None and self._plan.logdir is not None and version not in (self._began_at, self.last.step):
+        if not self.busy and self._plan.logdir is not None and version not in (self._began_at, self.last.step):
             self.save(UNASKED - version, self._plan.logdir, self._plan.keep, now)
-        return self.saving is not None
 
     def position(self, worker: int, version: int, body: dict[str, Any]) -> None:
         """Notes where a worker stood when it first held a version."""

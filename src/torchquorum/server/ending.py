@@ -48,8 +48,10 @@ class Ending:
         waited_for = missing if leader.quorum.stopped else missing + dead
         if over and (not waited_for or idle_s > LATE_S):
             alone = 0 in dead or self.chief_finished
-            if alone and checkpoints is not None and checkpoints.save_unasked(now):
-                return  # the chief died, or was done before the others, and the end is not saved
+            if alone and checkpoints is not None:
+                checkpoints.save_unasked(now)  # the chief died, or was done before the others
+            if checkpoints is not None and checkpoints.busy:
+                return  # one that was asked for while another was made still waits for its turn
             leader.end(ok=not self.failed, why="the run is over" if not self.failed else "a worker failed")
         elif not over and idle_s > IDLE_S:
             names = ", ".join(f"/job:worker/task:{i}" for i in [*missing, *dead]) or "all workers"

@@ -202,6 +202,9 @@ class Run:
         self.life.saver.drop_results()
         self.close()
 
+    def give_up(self) -> None:
+        """The task ends: what was begun on disk and cannot be completed is removed."""
+
     def close(self) -> None:
         """Releases memory and files."""
         self.shard.close()
@@ -509,6 +512,10 @@ class Leading(Run):
         self.checkpoints.discard()
         self.life.followers.begin_again()
         super().discard()
+
+    def give_up(self) -> None:
+        """The task ends: an unpublished checkpoint is removed."""
+        self.checkpoints.discard()
 
     def close(self) -> None:
         """Releases memory and files."""

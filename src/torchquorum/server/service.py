@@ -277,6 +277,8 @@ class Service:
 
     def close(self) -> None:
         """Finishes what the saver writes, and releases memory and files."""
+        if self.run is not None:
+            self.run.give_up()
         self.life.saver.close()
         if self.run is not None:
             self.run.close()

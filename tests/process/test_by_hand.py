@@ -207,7 +207,7 @@ def test_a_failing_program_ends_its_worker_and_the_job_says_so() -> None:
         assert chief.wait() == 1
         assert "told to fail" in chief.tail()
         assert ps.wait() == 1
-        assert any("a worker failed" in line for line in ps.lines)
+        assert any("/job:worker/task:0 failed and did not come back" in line for line in ps.lines)
 
 
 def test_a_worker_with_another_model_is_refused_with_the_difference() -> None:

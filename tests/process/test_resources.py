@@ -74,7 +74,7 @@ def test_a_worker_that_runs_out_of_memory_ends_the_run_with_its_error_and_what_w
     cluster.lives["worker", 0].terminate()
     text = finished(cluster)
     assert cluster.lives["worker", 1].poll() == 1 and "MemoryError" in text
-    assert cluster.lives["ps", 0].poll() == 1 and "a worker failed" in cluster.text(("ps", 0))
+    assert cluster.lives["ps", 0].poll() == 1 and "failed and did not come back" in cluster.text(("ps", 0))
     assert user_of(cluster.logdir) is None
     infos = list_checkpoints(cluster.logdir)
     assert infos and all(info.problem is None for info in infos)

@@ -134,9 +134,11 @@ class Ps:
         push = m.Push(worker, incarnation, step + 1, step, version, -1, [], 0.5)
         return self.send(name(worker), push, self.gradient(value))
 
-    def leave(self, worker: int, incarnation: int = 1, *, finished: bool = True, **results: float) -> list[Reply]:
+    def leave(
+        self, worker: int, incarnation: int = 1, *, finished: bool = True, why: str = "", **results: float
+    ) -> list[Reply]:
         """A worker goes."""
-        leave = m.Leave(worker, incarnation, results.get("loss"), results.get("accuracy"), finished)
+        leave = m.Leave(worker, incarnation, results.get("loss"), results.get("accuracy"), finished, why)
         return self.send(name(worker), leave)
 
     def values(self) -> torch.Tensor:

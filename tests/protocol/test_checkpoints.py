@@ -160,6 +160,48 @@ def test_while_the_chief_is_dead_the_ps_saves_in_its_place_now_and_then(make: Ma
     assert any("counts as dead (its process ended); the run goes on without it (ps task 0 saves" in s for s in ps.said)
 
 
+def test_a_chief_that_leaves_by_an_exception_is_a_dead_chief(make: Make, tmp_path: Path) -> None:
+    ps = make()
+    start(ps, tmp_path, last_step=3)
+    ps.leave(0, finished=False, why="ValueError: boom")
+    until(ps, lambda: len(list_checkpoints(tmp_path)) == 1, alive=(1,), pace_s=1.0)
+    assert any(
+        "(its program failed: ValueError: boom); the run goes on without it (ps task 0 saves" in s for s in ps.said
+    )
+    assert only(ps.send(b"beat/1", m.Beat(1, 1)), m.Alive).lead == 1, "the first one alive does the chief's work"
+    ps.push(1, 2, 1)
+    ps.push(1, 3, 1)  # alone, it fills the quorum
+    until(ps, lambda: len(list_checkpoints(tmp_path)) == 2, alive=(1,), pace_s=1.0)
+    ps.push(1, 4, 2)
+    ps.push(1, 5, 2)
+    ps.leave(1)
+    until(ps, lambda: ps.service.ended is not None, alive=())
+    assert [info.step for info in list_checkpoints(tmp_path)] == [1, 2, 3]
+    assert ps.service.ended is not None and not ps.service.ended.ok
+
+
+def test_a_chief_that_was_done_before_the_others_has_the_ps_save_by_the_clock_and_at_the_end(
+    make: Make, tmp_path: Path
+) -> None:
+    ps = make()
+    start(ps, tmp_path)
+    assert told(ps, 1, tmp_path).state == "done"
+    ps.leave(0)
+    assert any("/job:worker/task:0 is done; the others go on (ps task 0 saves in its place)" in s for s in ps.said)
+    ps.push(1, 2, 1)
+    ps.push(1, 3, 1)
+    half = ps.now + STAND_IN_S / 2
+    until(ps, lambda: ps.now > half, alive=(1,), pace_s=1.0)
+    assert [info.step for info in list_checkpoints(tmp_path)] == [1], "the chief had saved when it left"
+    until(ps, lambda: len(list_checkpoints(tmp_path)) == 2, alive=(1,), pace_s=1.0)
+    ps.push(1, 4, 2)
+    ps.push(1, 5, 2)
+    ps.leave(1)
+    until(ps, lambda: ps.service.ended is not None, alive=())
+    assert [info.step for info in list_checkpoints(tmp_path)] == [1, 2, 3]
+    assert ps.service.ended == m.End(True, "the run is over")
+
+
 def test_the_job_ends_only_when_a_checkpoint_in_the_making_is_made_whoever_asked_for_it(
     make: Make, tmp_path: Path
 ) -> None:

@@ -322,9 +322,53 @@ def test_leaving_twice_is_answered_twice(running: Ps) -> None:
 
 
 def test_a_worker_that_failed_makes_the_job_end_badly(running: Ps) -> None:
-    running.leave(1, finished=False)
+    running.leave(1, finished=False, why="ValueError: no")
     running.leave(0)
-    assert running.service.ended == m.End(False, "a worker failed")
+    running.later(LATE_S)
+    assert running.service.ended is None, "it may come back"
+    running.later(0.5)
+    why = "/job:worker/task:1 failed and did not come back (its program failed: ValueError: no)"
+    assert running.service.ended == m.End(False, why)
+    assert any("/job:worker/task:1 counts as dead (its program failed: ValueError: no)" in s for s in running.said)
+
+
+def test_a_failure_that_was_made_good_is_forgiven(running: Ps) -> None:
+    running.leave(1, finished=False)
+    running.join(1, incarnation=2)
+    running.leave(0)
+    assert running.service.ended is None
+    running.leave(1, incarnation=2)
+    assert running.service.ended == m.End(True, "the run is over")
+
+
+def test_a_worker_that_failed_twice_is_not_forgiven(ps: Ps) -> None:
+    ps.create(rule=tq.Async(), last_step=1)
+    ps.join(0)
+    ps.join(1)
+    ps.leave(1, finished=False)
+    ps.join(1, incarnation=2)
+    ps.leave(1, incarnation=2, finished=False, why="again")
+    ps.push(0, 1, 0)
+    ps.leave(0)
+    ended = ps.service.ended
+    assert ended is not None and not ended.ok and "again" in ended.why, "the run was over: nobody waits for it"
+
+
+def test_a_beat_that_comes_after_the_goodbye_of_a_worker_that_failed_does_not_make_it_alive(running: Ps) -> None:
+    running.leave(1, finished=False)
+    running.send(b"beat/1", m.Beat(1, 1))
+    running.later(0.3)
+    assert running.service.status()["live"] == [0]
+    assert running.service.status()["per_worker"]["1"]["state"] == "dead"
+
+
+def test_when_all_have_failed_the_job_ends_after_a_moment(running: Ps) -> None:
+    running.leave(1, finished=False)
+    running.leave(0, finished=False)
+    running.later(LATE_S)
+    assert running.service.ended is None
+    running.later(0.5)
+    assert running.service.ended is not None and not running.service.ended.ok
 
 
 def test_workers_that_never_came_get_a_moment(ps: Ps) -> None:

@@ -139,7 +139,8 @@ class Worker:
 
     `clock` measures its lead: it counts its gradients, but starts level with the slowest live worker when it joins or
     comes back, so that no worker waits for it to catch up. `gave_at` is the version whose round has its gradient.
-    `paused`: it is alive and has nothing to compute, so it is not counted and no worker waits for it.
+    `paused`: it is alive and has nothing to compute, so it is not counted and no worker waits for it. `left`: this
+    incarnation has said goodbye; `failed`: because its program failed, so that its part is not done.
     """
 
     incarnation: int
@@ -151,12 +152,18 @@ class Worker:
     held: bool = False
     fenced: bool = False
     left: bool = False
+    failed: bool = False
     paused: bool = False
 
     @property
     def counted(self) -> bool:
         """Whether a round may wait for it."""
         return self.alive and not self.paused
+
+    @property
+    def gone(self) -> bool:
+        """Whether it died or failed: its part is not done, and a new incarnation may do it."""
+        return not self.alive and (self.failed or not self.left)
 
 
 @dataclass(slots=True)
@@ -238,14 +245,18 @@ class Quorum:
             self._mark(worker, alive=True, held=known.held)
             self._came_back = True
 
-    def leave(self, worker: int, incarnation: int) -> list[Action]:
-        """A worker leaves for good; its accepted gradients still count."""
+    def leave(self, worker: int, incarnation: int, *, failed: str = "") -> list[Action]:
+        """An incarnation of a worker leaves for good; its accepted gradients still count.
+
+        With `failed`, which says why, its program failed: the worker counts as dead until a new incarnation joins.
+        """
         known = self.workers.get(worker)
         if known is None or known.incarnation != incarnation or known.left:
             return []
         self._mark(worker, alive=False, held=False)
-        known.left = True
-        return self._settle()
+        known.left, known.failed = True, bool(failed)
+        died: list[Action] = [Died(worker, incarnation, failed)] if failed else []
+        return [*died, *self._settle()]
 
     def pause(self, worker: int, incarnation: int, now: float) -> list[Action]:
         """A live worker has nothing to compute: it is not counted, as if dead, until it pushes or `resume`."""

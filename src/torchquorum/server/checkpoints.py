@@ -119,18 +119,26 @@ class Checkpoints:
 
     def stands_in_now(self, now: float) -> bool:
         """Whether `stand_in_for_chief` is about to save: no worker may be making updates by itself then."""
-        chief = self._leader.quorum.workers.get(0)
-        dead = chief is not None and not chief.alive and not chief.left
-        return dead and (self._stood_in_at is None or now - self._stood_in_at > STAND_IN_S)
+        return self._chief_is_away and (self._stood_in_at is None or now - self._stood_in_at > STAND_IN_S)
 
     def stand_in_for_chief(self, now: float) -> None:
-        """While the chief is dead it asks for no checkpoints, so shard 0 makes them itself."""
-        chief = self._leader.quorum.workers.get(0)
-        if chief is None or chief.alive or chief.left:
+        """While the chief is away it asks for no checkpoints, so shard 0 makes them itself: at once, then by the clock."""
+        if not self._chief_is_away:
             self._stood_in_at = None
         elif self.stands_in_now(now):
             self._stood_in_at = now
             self.save_unasked(now)
+
+    def chief_is_done(self, now: float) -> None:
+        """The chief has left after its last checkpoint: if others go on, the next is due by the clock."""
+        self._stood_in_at = now
+
+    @property
+    def _chief_is_away(self) -> bool:
+        """Whether the chief died or failed, or was done before others that are still at it."""
+        quorum = self._leader.quorum
+        chief = quorum.workers.get(0)
+        return chief is not None and (chief.gone or (chief.left and quorum.live > 0 and not quorum.stopped))
 
     def save_unasked(self, now: float) -> None:
         """Saves the current version if it is not saved and the run has a folder; `busy` says while that goes on."""

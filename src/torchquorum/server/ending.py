@@ -1,11 +1,13 @@
-"""When the job is over: all workers have left, or none ever came.
+"""When the job is over, and whether it ended well: all workers have left, or none ever came.
 
 Owned by ps task 0 over all its runs, each of which reports the workers that leave. What always holds: workers that never came
-are waited for a moment, dead ones longer; a run whose chief is gone, or was done before the others, is saved before it ends.
+are waited for a moment, dead ones longer; a run whose last version nobody has saved is saved before it ends; a failure that was
+made good is forgiven.
 """
 
 from __future__ import annotations
 
+from torchquorum.rules.quorum import Worker
 from torchquorum.server.checkpoints import Checkpoints
 from torchquorum.server.leader import Leader
 
@@ -17,19 +19,28 @@ class Ending:
     """Looks whether the job is over.
 
     Attributes:
-        failed: Whether a worker failed, or something was lost for good.
-        chief_finished: Whether the chief has left because it was done.
+        lost: What was lost for good, in words; empty if nothing was.
     """
 
     def __init__(self) -> None:
-        self.failed = self.chief_finished = False
+        self.lost = ""
+        self._failed: dict[int, str] = {}  # workers whose last incarnation failed, and why
         self._idle_since: float | None = None
 
-    def left(self, worker: int, *, finished: bool) -> None:
-        """A worker has left for good."""
-        self.failed |= not finished
-        if worker == 0:
-            self.chief_finished = finished
+    def left(self, worker: int, *, failed: str) -> None:
+        """A worker has left: its part is done, or its program failed. One that failed before and is done now is forgiven."""
+        if failed:
+            self._failed[worker] = failed
+        else:
+            self._failed.pop(worker, None)
+
+    @property
+    def why(self) -> str:
+        """Returns why the job has not ended well; empty if it has."""
+        failed = (
+            f"/job:worker/task:{i} failed and did not come back ({why})" for i, why in sorted(self._failed.items())
+        )
+        return "; ".join(filter(None, (self.lost, *failed)))
 
     def check(self, leader: Leader, checkpoints: Checkpoints | None, now: float) -> None:
         """Ends the log of a job that is over."""
@@ -41,18 +52,25 @@ class Ending:
             return
         self._idle_since = now if self._idle_since is None else self._idle_since
         idle_s = now - self._idle_since
-        over = leader.quorum.stopped or (0 in workers and workers[0].left) or leader.data.over
         expected = leader.plan.min_workers if leader.plan.elastic else leader.plan.num_workers
         missing = [i for i in range(expected) if i not in workers]
-        dead = [i for i, w in workers.items() if not w.left]
-        waited_for = missing if leader.quorum.stopped else missing + dead
+        gone = [i for i, w in workers.items() if w.gone]
+        waited_for = missing if leader.quorum.stopped else missing + gone
+        over = leader.quorum.stopped or leader.data.over or _is_done(workers)
         if over and (not waited_for or idle_s > LATE_S):
-            alone = 0 in dead or self.chief_finished
-            if alone and checkpoints is not None:
-                checkpoints.save_unasked(now)  # the chief died, or was done before the others
+            if checkpoints is not None:
+                checkpoints.save_unasked(now)  # the chief is gone, or was done before the others
             if checkpoints is not None and checkpoints.busy:
                 return  # one that was asked for while another was made still waits for its turn
-            leader.end(ok=not self.failed, why="the run is over" if not self.failed else "a worker failed")
+            leader.end(ok=not self.why, why=self.why or "the run is over")
         elif not over and idle_s > IDLE_S:
-            names = ", ".join(f"/job:worker/task:{i}" for i in [*missing, *dead]) or "all workers"
+            names = ", ".join(f"/job:worker/task:{i}" for i in [*missing, *gone]) or "all workers"
             leader.end(ok=False, why=f"no worker has been alive for {idle_s:.0f} s; gone or never started: {names}")
+
+
+def _is_done(workers: dict[int, Worker]) -> bool:
+    """Whether a run without a last step is over: the chief is done, or it failed and nobody else may still come back."""
+    chief = workers.get(0)
+    if chief is None or not chief.left:
+        return False
+    return not chief.failed or all(worker.left for worker in workers.values())

@@ -194,22 +194,24 @@ class Leader:
         if not known.held:
             self.log.append(Release(key.worker, key.incarnation, request, self.quorum.version, self.quorum.stopped))
 
-    def leave(self, worker: int, incarnation: int, wall: float) -> None:
-        """A worker leaves for good."""
+    def leave(self, worker: int, incarnation: int, wall: float, *, failed: str = "") -> None:
+        """A worker leaves for good; with `failed`, because its program failed."""
         known = self.quorum.workers.get(worker)
         if known is None or known.incarnation != incarnation:
             return
         counts = self.history.tally.worker(worker)
         counts.release(wall)
         self.history.wall = wall
-        if not known.left:
+        if not known.left and not failed:
             results = {"loss": counts.final_loss, "accuracy": counts.accuracy}
             values = {name: value for name, value in results.items() if value is not None}
             self.history.note("left", worker, values=values)
         self.data.gone(worker, incarnation, for_good=True)
-        self._follow(self.quorum.leave(worker, incarnation), wall)
+        self._follow(self.quorum.leave(worker, incarnation, failed=failed), wall)
         if not self.data.over:
             self._note(self.membership.changed())
+        if worker == 0 and not failed and self.plan.logdir and self.quorum.alive and not self.quorum.stopped:
+            self.notes.append("/job:worker/task:0 is done; the others go on (ps task 0 saves in its place)")
 
     def take_batches(self, take: TakeBatches, now: float, wall: float) -> LeasedBatches:
         """A joined worker asks for its share of the data."""
@@ -255,10 +257,10 @@ class Leader:
 
     @property
     def lead(self) -> int:
-        """Returns the worker that does the chief's work: the chief, or the first one alive while the chief is dead."""
+        """Returns the worker that does the chief's work: the chief, or the first one alive while the chief is gone."""
         chief = self.quorum.workers.get(0)
         alive = self.quorum.alive
-        return 0 if chief is None or chief.alive or chief.left or not alive else min(alive)
+        return min(alive) if chief is not None and chief.gone and alive else 0
 
     def wait_of(self, worker: int, incarnation: int, request: int) -> Held | None:
         """Returns what a worker's request waits for, if it is known and waits."""
@@ -279,7 +281,7 @@ class Leader:
         for index, worker in quorum.workers.items():
             wait = quorum.waits_for(index)
             of = counts.worker(index)
-            of.state = "left" if worker.left else "dead" if not worker.alive else "waiting" if wait else "computing"
+            of.state = "dead" if worker.gone else "left" if worker.left else "waiting" if wait else "computing"
             of.waits_for = wait.to_dict() if wait and worker.alive else None
         transports = sorted({w.transport for w in counts.workers.values() if w.transport})
         return {

@@ -348,13 +348,16 @@ class Leading(Run):
     def leave(self, got: Incoming[m.Leave]) -> list[Reply]:
         """A worker leaves for good, with its results."""
         leave = got.message
+        failed = "" if leave.finished else f"its program failed{': ' if leave.why else ''}{leave.why}"
         known = self.leader.quorum.workers.get(leave.worker)
         if known is not None and known.incarnation == leave.incarnation and not known.left:
             counts = self.life.tally.worker(leave.worker)
             counts.final_loss = leave.loss if leave.loss is not None else counts.final_loss
             counts.accuracy = leave.accuracy if leave.accuracy is not None else counts.accuracy
-            self.life.ending.left(leave.worker, finished=leave.finished)
-        self.leader.leave(leave.worker, leave.incarnation, got.wall)
+            self.life.ending.left(leave.worker, failed=failed)
+            if leave.worker == 0 and leave.finished:
+                self.checkpoints.chief_is_done(got.now)
+        self.leader.leave(leave.worker, leave.incarnation, got.wall, failed=failed)
         self._check_end(got.now)
         return super().leave(got)
 
@@ -482,7 +485,8 @@ class Leading(Run):
         if missed is not None:
             self.checkpoints.fail(missed)
             # The last steps are lost with it: a run that ends so has not ended well.
-            self.life.ending.failed |= self.leader.quorum.stopped
+            if self.leader.quorum.stopped:
+                self.life.ending.lost = f"the last steps are not saved: {missed}"
 
     def process_ended(self, worker: int, incarnation: int, now: float, wall: float) -> list[Reply]:
         """The process of a worker on this host is gone."""

@@ -160,8 +160,8 @@ class Lifecycle:
                 self.recover(error)
 
     def end(self, error: BaseException | None) -> None:
-        """Ends the hooks, unless the block ended with an error, and leaves the run."""
-        finished = error is None
+        """Ends the hooks, unless the block ended with an error, and leaves the run; `sys.exit()` in the block is no error."""
+        finished = error is None or (isinstance(error, SystemExit) and not error.code)
         if self.states.state is not SessionState.FAILED:
             self.states.go(SessionState.STOPPING if finished else SessionState.FAILED)
         try:
@@ -169,13 +169,13 @@ class Lifecycle:
                 self.pull()
             if finished:
                 self._hooks.end()
-            self.link.leave(finished=finished, **self._recorded)
+            self.link.leave(failed=None if finished else error, **self._recorded)
             if finished:
                 self.states.go(SessionState.CLOSED)
         except BaseException as failure:
             if finished:
                 self.states.go(SessionState.FAILED)
-                self.link.leave(finished=False)
+                self.link.leave(failed=failure)
                 raise
             if not isinstance(failure, TorchQuorumError):
                 raise

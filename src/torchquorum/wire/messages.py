@@ -150,13 +150,14 @@ class Beat(Message):
 
 
 class Leave(Message):
-    """The worker goes for good; what it found at its end. Answered by Bye."""
+    """The worker goes for good; what it found at its end, or, if its program failed, `why`. Answered by Bye."""
 
     worker: int
     incarnation: int
     loss: float | None
     accuracy: float | None
     finished: bool
+    why: str = ""
 
 
 class Save(Message):

@@ -30,6 +30,7 @@ from torchquorum.worker.step import Step
 from torchquorum.worker.worker_end import WorkerEnd
 
 GOODBYE_S = 2.0
+MOST_OF_AN_ERROR = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +133,13 @@ class Link(RunView):
         joined.join()
         return joined
 
-    def leave(self, *, finished: bool, loss: float | None = None, accuracy: float | None = None) -> None:
-        """Says goodbye; a ps that is gone is no error."""
+    def leave(
+        self, *, failed: BaseException | None = None, loss: float | None = None, accuracy: float | None = None
+    ) -> None:
+        """Says goodbye, with what the program failed with if it did; a ps that is gone is no error."""
         self.send_position()  # a checkpoint may still be made of this version, and nobody could ask any more
-        goodbye = m.Leave(self.end.index, self.incarnation, loss, accuracy, finished)
+        why = _in_a_line(failed) if failed is not None else ""
+        goodbye = m.Leave(self.end.index, self.incarnation, loss, accuracy, failed is None, why)
         for k in reversed(range(len(self.end.ps))):
             with suppress(DeadlineError, TaskLostError, RefusedError):
                 self.channels.ask(k, goodbye, kind=m.Bye, what="goodbye", limit_s=GOODBYE_S)
@@ -266,3 +270,9 @@ class Link(RunView):
         assert self._buffers is not None and self.joined is not None
         self.joined.finish_request()
         return self._buffers.take(joining=joining)
+
+
+def _in_a_line(error: BaseException) -> str:
+    """Returns an error in one line, for the others of the run."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text}"[:MOST_OF_AN_ERROR] if text else type(error).__name__

@@ -84,6 +84,6 @@ def test_a_ps_that_is_gone_does_not_hold_up_a_goodbye() -> None:
     ps = PsTasks(2)
     link = greeted(ps)
     began = ps.clock.now()
-    link.leave(finished=True, loss=0.5)
+    link.leave(loss=0.5)
     assert ps.sent(0)[-1] == ps.sent(1)[-1] == m.Leave(1, 7, 0.5, None, True)
     assert ps.clock.now() - began <= 2 * (GOODBYE_S + 1.0)

@@ -1,0 +1,59 @@
+"""The record of a run: each decision once in the ledger, the counts and the fates."""
+
+from pathlib import Path
+
+import pytest
+
+import torchquorum as tq
+from tests.protocol.by_hand import make_plan
+from torchquorum.formats.journal import Record
+from torchquorum.formats.ledger import NAME, open_ledger, read_ledger
+from torchquorum.rules.quorum import Accepted, Key, Quorum, Reason, Refused
+from torchquorum.server import run_history
+from torchquorum.server.run_history import RunHistory
+from torchquorum.server.tally import Tally
+
+KEY = Key(1, 7, 3)
+
+
+def history(folder: Path | None = None) -> RunHistory:
+    ledger = open_ledger(str(folder), print) if folder is not None else None
+    return RunHistory(Quorum(tq.Async(), 2), Tally(0.0), ledger)
+
+
+def test_a_decision_is_in_the_ledger_the_counts_and_the_fates(tmp_path: Path) -> None:
+    kept = history(tmp_path)
+    kept.decided(Accepted(KEY, 2, 5, Reason.WITHIN_BOUND, 8.0), 0.25, 9.0, {"train": [4]})
+    kept.close()
+    entry = next(read_ledger(tmp_path / NAME))
+    assert (entry.worker, entry.local_step, entry.version, entry.met, entry.staleness) == (1, 3, 2, 5, 3)
+    assert (entry.accepted, entry.reason, entry.loss, entry.batches) == (True, "within bound", 0.25, {"train": [4]})
+    counts = kept.tally.worker(1)
+    assert (counts.batches, counts.accepted, counts.staleness_max) == (1, 1, 3)
+    fate = kept.fate(KEY)
+    assert fate is not None and (fate.state, fate.reason, fate.met) == ("accepted", "within bound", 5)
+
+
+def test_a_run_without_a_ledger_is_counted_all_the_same() -> None:
+    kept = history()
+    kept.begin(make_plan())
+    kept.decided(Refused(KEY, 2, 5, Reason.STALE, 8.0), None, 9.0, {})
+    kept.flush()
+    kept.sync()
+    kept.close()
+    assert kept.tally.worker(1).refused == {Reason.STALE.value: 1}
+
+
+def test_what_the_journal_made_again_counts_as_accepted() -> None:
+    kept = history()
+    kept.restore([Record(6, [], [(1, 7, 3)])])
+    fate = kept.fate(KEY)
+    assert fate is not None and (fate.state, fate.met) == ("accepted", 5)
+
+
+def test_only_recent_fates_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_history, "REMEMBERED_FATES", 2)
+    kept = history()
+    for step in (1, 2, 3):
+        kept.decided(Accepted(Key(0, 1, step), 0, 0, Reason.FRESH, 1.0), None, 1.0, {})
+    assert [kept.fate(Key(0, 1, step)) is not None for step in (1, 2, 3)] == [False, True, True]

@@ -4,11 +4,11 @@ import pytest
 
 import torchquorum.wire.messages as m
 from tests.unit.server.parts import identity
-from torchquorum.server.decision_log import DecisionLog
+from torchquorum.server.decision_log import DecisionLog, LogEntry
 from torchquorum.server.followers import SILENCE_S, Followers
 from torchquorum.server.reply import Reply
 
-ENTRIES = [m.Drop([(0, 1, step)]) for step in range(1, 4)]
+ENTRIES: list[LogEntry] = [m.Drop([(0, 1, step)]) for step in range(1, 4)]
 PEER = b"ps/1"
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import tempfile
 import threading
 from collections import Counter
@@ -52,11 +53,13 @@ class Holdings:
     maps: Counter[str]
     segments: set[str]
     files: set[str]
+    uses_cuda: bool
 
     @classmethod
     def look(cls) -> Holdings:
         """Returns what this process holds now."""
-        return cls(find_processes(), find_threads(), find_descriptors(), find_maps(), find_segments(), find_files())
+        parts = find_processes(), find_threads(), find_descriptors(), find_maps(), find_segments(), find_files()
+        return cls(*parts, uses_cuda())
 
     def since(self, before: Holdings) -> list[str]:
         """Returns what is held now and was not held before, in words."""
@@ -64,12 +67,20 @@ class Holdings:
             [
                 *(f"process {pid}: {what}" for pid, what in self.processes.items() if pid not in before.processes),
                 *(f"thread {thread.name}" for thread in self.threads - before.threads),
-                *(f"descriptor of {what}" for what in self.descriptors - before.descriptors),
+                *(
+                    f"descriptor of {what}"
+                    for what in self.descriptors - before.descriptors
+                    if not self._is_cudas(what, before)
+                ),
                 *(f"mapping of {what}" for what in self.maps - before.maps),
                 *(f"segment {SHM / n}" for n in self.segments - before.segments if not is_held_by_others(n)),
                 *(f"temporary file {name}" for name in self.files - before.files),
             ]
         )
+
+    def _is_cudas(self, what: str, before: Holdings) -> bool:
+        """Tells whether CUDA opened a pipe for itself: it does so at its first use in a process, and keeps it."""
+        return what.startswith("pipe:") and self.uses_cuda and not before.uses_cuda
 
 
 # Processes that were found to be none of ours, so that a look reads only what is new on the machine.
@@ -141,6 +152,12 @@ def find_files() -> set[str]:
     """Returns what lies in the folder for temporary files, which conftest.py makes for this process alone."""
     folder = Path(tempfile.gettempdir())
     return {str(path) for path in folder.iterdir() if not path.name.startswith(FILES_IGNORED)}
+
+
+def uses_cuda() -> bool:
+    """Tells whether this process has used CUDA, without loading torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and torch.cuda.is_initialized()
 
 
 def owner() -> int:

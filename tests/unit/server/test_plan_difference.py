@@ -18,7 +18,9 @@ def said(theirs: m.Plan, ours: m.Plan | None = None) -> str:
 
 
 def test_equal_plans_are_equal_whatever_they_say_of_folders_and_ends() -> None:
-    check_same_plan(make_plan(), make_plan(logdir="elsewhere", last_step=7), WHO)
+    theirs = make_plan(logdir="elsewhere", last_step=7)
+    check_same_plan(make_plan(), theirs, WHO)
+    assert theirs != make_plan()
 
 
 def test_all_that_differs_is_named_at_once_and_nothing_else() -> None:

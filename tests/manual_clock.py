@@ -32,6 +32,16 @@ class ManualClock:
         return event.is_set()
 
 
+class Inline:
+    """Does a saver's jobs when they are submitted, on the caller's thread."""
+
+    def put(self, job: Callable[[], None]) -> None:
+        job()
+
+    def finish(self, timeout_s: float) -> None:
+        pass
+
+
 class ScriptedChannel:
     """A channel whose other side is a function: of what was sent it makes the answers. A wait without one takes its whole time."""
 

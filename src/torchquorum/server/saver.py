@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -51,19 +51,55 @@ class Published:
     error: str
 
 
+class Jobs(Protocol):
+    """Does jobs, one after another: `JobThread`, or what a ps task on a virtual clock is given instead."""
+
+    def put(self, job: Callable[[], None], /) -> None:
+        """Does a job after those before it, now or later."""
+        ...
+
+    def finish(self, timeout_s: float, /) -> None:
+        """Waits until all jobs are done, and takes no more."""
+        ...
+
+
+class JobThread:
+    """Does jobs on a thread of its own, started with the first."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, job: Callable[[], None]) -> None:
+        """Does a job after those before it."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="torchquorum-saver", daemon=True)
+            self._thread.start()
+        self._jobs.put(job)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
+    def finish(self, timeout_s: float) -> None:
+        """Waits until all jobs are done, and ends the thread."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join(timeout_s)
+            self._thread = None
+
+
 class Saver:
-    """One thread, started with the first checkpoint.
+    """Writes checkpoints.
 
     Args:
         clock: Tells how old the files of dead writers are.
-        inline: Does each job when it is submitted, on the caller's thread: for a ps task on a virtual clock.
+        jobs: Does the writing; by default on a thread, started with the first checkpoint.
     """
 
-    def __init__(self, clock: Clock = SYSTEM, *, inline: bool = False) -> None:
-        self._clock, self._inline = clock, inline
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+    def __init__(self, clock: Clock = SYSTEM, jobs: Jobs | None = None) -> None:
+        self._clock, self._jobs = clock, jobs or JobThread()
         self._results: queue.SimpleQueue[Written | Published] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
         self._pending = 0
 
     @property
@@ -131,21 +167,8 @@ class Saver:
                 results.put(result)
 
         self._pending += answered
-        if self._inline:
-            work()
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="torchquorum-saver", daemon=True)
-            self._thread.start()
         self._jobs.put(work)
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-
     def close(self, timeout_s: float = 30.0) -> None:
-        """Finishes what was begun and ends the thread."""
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join(timeout_s)
-            self._thread = None
+        """Finishes what was begun."""
+        self._jobs.finish(timeout_s)

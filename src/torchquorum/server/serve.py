@@ -28,6 +28,7 @@ from torchquorum.server.outbox import Outbox
 from torchquorum.server.processes import ProcessWatch
 from torchquorum.server.reply import LEADER
 from torchquorum.server.run import Leading
+from torchquorum.server.saver import Jobs, Saver
 from torchquorum.server.service import Service
 from torchquorum.update.updater import warm_up
 from torchquorum.wire import transports
@@ -46,11 +47,6 @@ LEADER_SILENCE_S = 30.0
 RECEIVED_AT_ONCE = 64
 
 
-def new_incarnation() -> int:
-    """Returns a new random id for the life of a task."""
-    return secrets.randbits(62)
-
-
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """How a ps task serves.
@@ -62,6 +58,8 @@ class ServeOptions:
         report: Where shard 0 writes the report when the job ends.
         started_at: When the job was started, in seconds since the epoch; by default now.
         clock: Tells the time.
+        random_bits: Returns a random number of so many bits, for ids.
+        jobs: Writes checkpoints; by default a thread.
     """
 
     listen_fd: int | None = None
@@ -70,6 +68,8 @@ class ServeOptions:
     report: str | None = None
     started_at: float | None = None
     clock: Clock = SYSTEM
+    random_bits: Callable[[int], int] = secrets.randbits
+    jobs: Jobs | None = None
 
 
 class PsTask:
@@ -94,7 +94,7 @@ class PsTask:
     ) -> None:
         self._options = options = options or ServeOptions()
         self._clock, self._say = options.clock, options.say
-        incarnation = new_incarnation()
+        incarnation = options.random_bits(62)
         self.task = TaskId("ps", index)
         self._turn = threading.Lock()
         self._failed: BaseException | None = None
@@ -123,7 +123,7 @@ class PsTask:
             self._leader = transports.connector(cluster, options.access, self._clock)(
                 cluster.address(TaskId("ps", 0)), name
             )
-        self.service = Service(me, self._say, self._clock)
+        self.service = Service(me, self._say, self._clock, Saver(self._clock, options.jobs))
         self.service.turned_away = lambda: self._listener.turned_away
         self._outbox = Outbox(self.service, self._listener, self._leader)
         self._signals = Signals(self._announce, "stopping the run")

@@ -6,7 +6,6 @@ again after a loss is of the same life, so that surviving ps tasks know the work
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 
 from torchquorum.clock import SYSTEM, Clock
@@ -73,12 +72,13 @@ class WorkerConnection:
             WorkerEnd(
                 cluster=self._task.cluster,
                 index=self._task.index,
-                incarnation=secrets.randbits(62) if before is None else before.incarnation,
+                incarnation=self._task.random_bits(62) if before is None else before.incarnation,
                 connect=self._task.connect,
                 transport=self._task.transport,
                 patience=self._patience,
                 say=say,
                 clock=self._clock,
+                random_bits=self._task.random_bits,
             )
         )
         prepare(link)
@@ -91,9 +91,15 @@ class WorkerConnection:
         """Joins the run, and starts the heartbeat."""
         task, link = self._task, self.known
         first = task.cluster.address(task.cluster.tasks("ps")[0])
-        channel = task.connect(first, f"beat/{task.index}/{secrets.token_hex(8)}".encode())
+        channel = task.connect(first, f"beat/{task.index}/{task.random_bits(64):016x}".encode())
         self._heartbeat = Heartbeat(
-            channel, task.index, link.incarnation, self._beat_every_s, self._lead, clock=self._clock
+            channel,
+            task.index,
+            link.incarnation,
+            self._beat_every_s,
+            self._lead,
+            clock=self._clock,
+            thread=task.thread,
         )
         link.join(plan, flat)
 

@@ -7,8 +7,6 @@ variables begins again at step 0 only if the options allow it; the checkpoint th
 
 from __future__ import annotations
 
-import secrets
-
 import torch
 from torch import nn
 
@@ -100,7 +98,8 @@ class Initializer:
         journal = find_journal(path, plan, self._setup.say, self._setup.clock)
         self._stop.count_from(journal.version)
         plan.last_step = self._stop.last_step
-        link.create(plan, self.flat, path, generation=secrets.randbits(62), replace=True, journal=journal)
+        generation = self._setup.task.random_bits(62)
+        link.create(plan, self.flat, path, generation=generation, replace=True, journal=journal)
         self._created = True
 
     def _reset(self, parameters: list[nn.Parameter]) -> None:

@@ -7,6 +7,7 @@ of the cluster are removed from sys.argv, so that the program's own parser sees 
 from __future__ import annotations
 
 import argparse
+import secrets
 import sys
 import threading
 from collections.abc import Callable, Mapping
@@ -47,6 +48,8 @@ class Task:
         separate: Whether the tasks are processes of their own.
         access: The cluster's secret, if it has one, and whether this task may do without.
         clock: Tells the time to all that waits in this task's session.
+        random_bits: Returns a random number of so many bits, for ids.
+        thread: Makes the thread that says that this task is alive.
     """
 
     cluster: ClusterSpec
@@ -59,6 +62,8 @@ class Task:
     alone: Alone | None = field(default=None, repr=False)
     access: Access = field(default=OPEN, repr=False)
     clock: Clock = field(default=SYSTEM, repr=False, compare=False)
+    random_bits: Callable[[int], int] = field(default=secrets.randbits, repr=False, compare=False)
+    thread: Callable[..., threading.Thread] = field(default=threading.Thread, repr=False, compare=False)
 
     @property
     def job(self) -> str:

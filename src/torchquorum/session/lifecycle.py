@@ -7,7 +7,6 @@ runs on the thread of the training loop. What always holds: after `end` nothing 
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
@@ -280,7 +279,9 @@ class Lifecycle:
             raise ConfigError("session.save(): the session has no logdir to save into")
         self._attachment.initializer.has_saved = True
         self.running_link.send_position()
-        state = self.surviving(lambda: self.running_link.save(secrets.randbits(48), folder, keep, wait_s=wait_s))
+        state = self.surviving(
+            lambda: self.running_link.save(self._setup.task.random_bits(48), folder, keep, wait_s=wait_s)
+        )
         if state is None:
             return None
         if state.state != "done":

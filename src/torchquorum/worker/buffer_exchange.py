@@ -6,8 +6,6 @@ run's buffers ends with them or with an error.
 
 from __future__ import annotations
 
-import secrets
-
 import torch
 
 import torchquorum.wire.messages as m
@@ -57,7 +55,7 @@ class BufferExchange:
             The buffers by name.
         """
         end = self._channels.end
-        request = m.TakeBuffers(end.index, end.incarnation, secrets.randbits(48), joining)
+        request = m.TakeBuffers(end.index, end.incarnation, end.random_bits(48), joining)
         captured = self.local.capture()
 
         def ask() -> None:

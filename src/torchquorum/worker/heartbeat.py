@@ -7,6 +7,7 @@ flag to stop and two values that only this thread writes.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torchquorum.wire.messages as m
 from torchquorum.clock import SYSTEM, Clock
@@ -32,12 +33,13 @@ class Heartbeat:
         interval_s: float = INTERVAL_S,
         lead: int = 0,
         clock: Clock = SYSTEM,
+        thread: Callable[..., threading.Thread] = threading.Thread,
     ) -> None:
         self._channel, self._interval_s, self._clock = channel, interval_s, clock
         self._message = codec.encode(m.Beat(worker, incarnation))
         self.lead, self.leave = lead, False
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="torchquorum-beat", daemon=True)
+        self._thread = thread(target=self._run, name="torchquorum-beat", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:

@@ -7,7 +7,6 @@ request never have the same number.
 
 from __future__ import annotations
 
-import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -37,7 +36,7 @@ class PsChannels:
     def __init__(self, end: WorkerEnd) -> None:
         self.end = end
         # A new name for every connection: a closed one may linger, and must not take the answers of the next.
-        identity = f"worker/{end.index}/{end.incarnation:016x}/{secrets.token_hex(4)}".encode()
+        identity = f"worker/{end.index}/{end.incarnation:016x}/{end.random_bits(32):08x}".encode()
         self._askers = [self._asker(k, end.connect(end.cluster.address(ps), identity)) for k, ps in enumerate(end.ps)]
         self.count = 0
         self._pending: dict[int, Pending] = {}  # questions by number

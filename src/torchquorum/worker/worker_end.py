@@ -6,6 +6,7 @@ Made by the session once per connection. What always holds: nothing in it change
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -32,6 +33,7 @@ class WorkerEnd:
         patience: How long to wait.
         say: Prints a line for people.
         clock: Tells the time.
+        random_bits: Returns a random number of so many bits, for ids.
     """
 
     cluster: ClusterSpec
@@ -42,6 +44,7 @@ class WorkerEnd:
     patience: Patience = field(default_factory=Patience)
     say: Callable[[str], None] = print
     clock: Clock = SYSTEM
+    random_bits: Callable[[int], int] = secrets.randbits
 
     @property
     def task(self) -> TaskId:

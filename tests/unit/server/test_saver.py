@@ -2,13 +2,14 @@
 
 import threading
 
+from tests.manual_clock import Inline
 from torchquorum.server.saver import Published, Saver
 
 DEADLINE_S = 60.0
 
 
 def test_an_inline_saver_has_done_a_job_when_it_was_submitted() -> None:
-    saver, where = Saver(inline=True), []
+    saver, where = Saver(jobs=Inline()), []
     saver.submit(lambda: where.append(threading.current_thread()), answered=False)
     assert where == [threading.current_thread()] and not saver.busy
     saver.submit(lambda: Published(1, None, "no disk"))

@@ -6,7 +6,7 @@ import pytest
 
 import torchquorum as tq
 import torchquorum.wire.messages as m
-from tests.manual_clock import ManualClock
+from tests.manual_clock import Inline, ManualClock
 from tests.protocol.by_hand import layout_of, make_plan, name, only
 from torchquorum.cluster import ClusterSpec
 from torchquorum.errors import LostPlaceError
@@ -26,7 +26,7 @@ class VirtualPs:
     def __init__(self) -> None:
         self.clock, self.said = ManualClock(2_000_000.0), list[str]()
         me = Identity(cluster=CLUSTER, index=0, incarnation=7, host="here", started_at=self.clock.wall())
-        self.service = Service(me, self.said.append, self.clock, Saver(self.clock, inline=True))
+        self.service = Service(me, self.said.append, self.clock, Saver(self.clock, Inline()))
 
     def send(self, peer: bytes, message: m.Message, *frames: bytes) -> list[Reply]:
         return self.service.handle(peer, [codec.encode(message), *frames], self.clock.now(), self.clock.wall())

@@ -60,7 +60,12 @@ def thread_names(source: str, where: str) -> list[str]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
-        argument = {"Thread": "name", "Timer": "name", "ThreadPoolExecutor": "thread_name_prefix"}.get(_called(node))
+        argument = {
+            "Thread": "name",
+            "thread": "name",
+            "Timer": "name",
+            "ThreadPoolExecutor": "thread_name_prefix",
+        }.get(_called(node))
         if argument is None:
             continue
         given = next((keyword.value for keyword in node.keywords if keyword.arg == argument), None)

@@ -189,6 +189,8 @@ class Link(RunView):
             staleness = max(0, fate.met - push.version)
             accepted = fate.state == "accepted"
             return Step(self.version, self.local_step, accepted, fate.reason, staleness, self.lr[0], self.stopped)
+        if self.stopped:
+            return None  # the run has ended without it
         # The ps tasks know nothing of it: it is pushed again, as the same local step and as computed at its own version.
         self.local_step = push.local_step - 1
         version, self.version = self.version, push.version

@@ -22,6 +22,7 @@ N ?= 20
 SEED ?= 1
 DISTURB ?=
 FUZZ_MINUTES ?= 10
+HUNT_MINUTES ?= 10
 FUZZ_ARGS ?=
 MUTATE_ARGS ?=
 BENCH_ARGS ?=
@@ -66,6 +67,11 @@ flake: $(DEV_STAMP) ## Run the tests N=20 times in random order, two suites at a
 .PHONY: fuzz
 fuzz: $(DEV_STAMP) ## Throw damaged inputs at everything that reads some (FUZZ_MINUTES=10, FUZZ_ARGS=...)
 	PYTHONPATH=src:. $(BIN)/python -m tests.fuzz.run --minutes $(FUZZ_MINUTES) $(FUZZ_ARGS)
+
+.PHONY: hunt
+hunt: $(DEV_STAMP) ## Play runs with faults in a simulated cluster (HUNT_MINUTES=10, SEED=... tells one of them)
+	PYTHONPATH=src:. PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m tests.hunt --minutes $(HUNT_MINUTES) \
+		$(if $(filter command line environment,$(origin SEED)),--seed $(SEED))
 
 .PHONY: coverage
 coverage: $(DEV_STAMP) ## What share of the branches the tests take, with a floor for the core

@@ -62,6 +62,8 @@ class Initializer:
         self._buffers.describe(plan)
         if self.flat is None:
             self.flat = FlatParameters(plan.layout(), parameters)
+            if setup.restore.start_afresh:  # now: a chief that goes on with live variables loads those
+                self._reset(self.flat.parameters)
         return plan, self.flat
 
     def create(self, link: Link, plan: Plan, created: list[bool], *, recovering: bool) -> None:
@@ -94,7 +96,6 @@ class Initializer:
             raise self._lost(created)
         if path is None and self._setup.restore.start_afresh:
             self._reset(self.flat.parameters)
-            self._buffers.reset()
         journal = find_journal(path, plan, self._setup.say, self._setup.clock)
         self._stop.count_from(journal.version)
         plan.last_step = self._stop.last_step
@@ -103,7 +104,8 @@ class Initializer:
         self._created = True
 
     def _reset(self, parameters: list[nn.Parameter]) -> None:
-        """Keeps the values that the run begins with, or returns to them."""
+        """Keeps the values that the run begins with, or returns to them; the buffers with them."""
+        self._buffers.reset()
         if self._initial is None:
             self._initial = [p.detach().clone() for p in parameters]
             return

@@ -246,3 +246,18 @@ def test_variables_that_are_lost_without_a_checkpoint_are_an_error_unless_the_ru
     world.created = [False, False]
     attach(attachment, creates=True, before=first.link)
     assert all(torch.equal(p, v) for p, v in zip(parameters.parameters, values, strict=True))
+
+
+def test_a_chief_that_went_on_with_live_variables_starts_afresh_with_its_models_own_values() -> None:
+    world = World()
+    attachment = make(world, start_afresh=True)
+    world.created = [True, True]
+    first = attach(attachment, creates=True)
+    parameters = attachment.initializer.flat
+    assert parameters is not None
+    values = [p.detach().clone() for p in parameters.parameters]
+    for parameter in parameters.parameters:
+        parameter.data.add_(1.0)  # what the ps tasks hold
+    world.created = [False, False]
+    attach(attachment, creates=True, before=first.link)
+    assert all(torch.equal(p, v) for p, v in zip(parameters.parameters, values, strict=True))

@@ -1,0 +1,287 @@
+"""A run in the simulated world: real ps tasks, real sessions, a program that trains a few numbers, and a launcher that starts tasks again.
+
+What always holds: a task talks to others over the simulated network only, reads the world's clock, draws its ids from the world's seed.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import torchquorum as tq
+from tests.hunt.book import SHAPES, START, Book, gradient
+from tests.hunt.network import Network
+from tests.hunt.schedule import COMPUTE_S, Config
+from tests.hunt.world import Killed, Process, SimJobs, SimThread, World
+from torchquorum.cluster import ClusterSpec, TaskId
+from torchquorum.errors import TorchQuorumError
+from torchquorum.rules.quorum import Key
+from torchquorum.server.processes import Pids
+from torchquorum.server.run import Leading
+from torchquorum.server.serve import PsTask, ServeOptions
+from torchquorum.session.join import Task
+from torchquorum.wire.rpc import Patience
+
+PATIENCE = Patience(start_s=90.0, round_s=120.0, silence_s=6.0, probe_s=1.0, say_s=10.0)
+MOST_STARTS = 8
+LIVENESS_S = 3.0
+
+
+class UserError(RuntimeError):
+    """What a program raises."""
+
+
+class Numbers(nn.Module):
+    """The model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        start = 0
+        for name, numel in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.from_numpy(START[start : start + numel].copy())))
+            start += numel
+
+
+class Source:
+    """Where a worker is in its data."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+class Watch:
+    """Sees which processes of workers have ended, as a pidfd does; or sees nothing, as from another host."""
+
+    def __init__(self, pids: Pids, lives: dict[tuple[int, int], Process], *, sees: bool) -> None:
+        self._pids, self._lives, self._sees = pids, lives, sees
+
+    def ended(self) -> list[tuple[int, int]]:
+        if not self._sees:
+            return []
+        return [who for who in self._pids if (p := self._lives.get(who)) is not None and (p.ended or not p.alive)]
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass
+class Place:
+    """One task over all its processes.
+
+    Attributes:
+        process: The one that runs, or the last.
+        starts: How many processes there were.
+        due: Whether another is to be started.
+        throws: Whether the program raises at its next step.
+        outcome: How the last one ended: well, or why not.
+    """
+
+    name: str
+    process: Process | None = None
+    starts: int = 0
+    due: bool = False
+    throws: bool = False
+    outcome: str = ""
+
+    @property
+    def running(self) -> bool:
+        """Whether its process is there."""
+        return self.process is not None and self.process.alive and not self.process.ended and not self.process.errors
+
+
+class Cluster:
+    """The tasks of one run."""
+
+    def __init__(self, world: World, config: Config, book: Book, folder: str | None) -> None:
+        self.world, self.config, self.book, self.folder = world, config, book, folder
+        self.network = Network(world, config.seed, reconnects=config.reconnects)
+        self.spec = ClusterSpec(
+            {
+                "ps": [f"localhost:{1000 + i}" for i in range(config.ps)],
+                "worker": [f"localhost:{2000 + i}" for i in range(config.workers)],
+            }
+        )
+        names = [f"ps/{i}" for i in range(config.ps)] + [f"worker/{i}" for i in range(config.workers)]
+        self.places = {name: Place(name) for name in names}
+        self.servers: dict[str, PsTask] = {}
+        self.lives: dict[tuple[int, int], Process] = {}
+        self.slow_disk_until = self.slow_disk_s = 0.0
+        book.round = self._round
+
+    def begin(self) -> None:
+        """Starts every task, at slightly different times."""
+        for name in self.places:
+            self._start_later(name, self.world.random.uniform(0.0, 0.2))
+
+    def _round(self) -> list[Key]:
+        run = self.servers["ps/0"].service.run if "ps/0" in self.servers else None
+        return list(run.leader.quorum.round) if isinstance(run, Leading) else []
+
+    @property
+    def over(self) -> bool:
+        """Whether no task runs and none is to be started."""
+        return not any(place.running or place.due for place in self.places.values())
+
+    # -- the launcher -------------------------------------------------------------------------------------------------
+
+    def start_again(self, name: str, after_s: float) -> None:
+        """A task was killed: another process takes its place."""
+        self._start_later(name, after_s)
+
+    def _start_later(self, name: str, after_s: float) -> None:
+        place = self.places[name]
+        if place.due or place.starts >= MOST_STARTS:
+            return
+        place.due = True
+        self.world.at(after_s, lambda: self._start(place))
+
+    def _start(self, place: Place) -> None:
+        place.due = False
+        job, _, index = place.name.partition("/")
+        if place.running or self._job_is_over():
+            return
+        place.starts += 1
+        place.outcome = ""
+        run = partial(self._serve if job == "ps" else self._train, index=int(index), place=place)
+        place.process = self.world.start(place.name, lambda process: self._guard(place, process, run))
+
+    def _guard(self, place: Place, process: Process, run: Callable[..., None]) -> None:
+        try:
+            run(process)
+            place.outcome = "well"
+            self.world.say(f"{process} ends well")
+        except Killed:
+            raise
+        except (TorchQuorumError, UserError, OSError) as error:
+            place.outcome = f"{type(error).__name__}: {error}"
+            self.world.say(f"{process} ends with {place.outcome}")
+            process.alive, process.ended = False, True
+            if not self._job_is_over():
+                self._start_later(place.name, 1.0)
+
+    def _job_is_over(self) -> bool:
+        """Whether the log has come to its end: nobody starts its tasks again."""
+        return any(ps.service.ended is not None for ps in self.servers.values())
+
+    # -- a ps ---------------------------------------------------------------------------------------------------------
+
+    def _bits(self, process: Process) -> Callable[[int], int]:
+        return random.Random(f"{self.config.seed} {process.name} {process.life}").getrandbits
+
+    def _slow_s(self) -> float:
+        more = self.slow_disk_s if self.world.now < self.slow_disk_until else 0.0
+        return 0.005 + more
+
+    def _serve(self, process: Process, *, index: int, place: Place) -> None:
+        address = self.spec.address(TaskId("ps", index))
+        bits, leader = self._bits(process), None
+        if index > 0:
+            first = self.spec.address(TaskId("ps", 0))
+            leader = self.network.connect(process, first, f"ps/{index}/{bits(62):016x}".encode(), reconnects=True)
+        options = ServeOptions(
+            say=lambda line: self.world.say(line),
+            clock=process.clock,
+            random_bits=bits,
+            jobs=SimJobs(process, self._slow_s),
+        )
+        listener = self.network.listen(process, address)
+        ps = PsTask(self.spec, index, options, listener=listener, leader=leader)
+        ps.processes.close()
+        ps.processes = Watch(ps.service.pids, self.lives, sees=self.config.watches)  # pyright: ignore[reportAttributeAccessIssue]
+        self.servers[place.name] = ps
+        process.state = lambda: _state_of_ps(ps)
+        try:
+            if not ps.serve():
+                raise tq.errors.TaskLostError(f"{ps.task}: the job did not end well")
+        finally:
+            ps.close()
+
+    # -- a worker -----------------------------------------------------------------------------------------------------
+
+    def _train(self, process: Process, *, index: int, place: Place) -> None:
+        config, model, source = self.config, Numbers(), Source()
+        task = Task(
+            cluster=self.spec,
+            id=TaskId("worker", index),
+            transport=config.transport,
+            connect=partial(self.network.connect, process),
+            clock=process.clock,
+            random_bits=self._bits(process),
+            thread=partial(SimThread, process=process),
+        )
+        optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), rule=config.make_rule())
+        session = tq.Session(
+            task,
+            model,
+            optimizer,
+            logdir=self.folder,
+            last_step=config.steps,
+            liveness_s=LIVENESS_S,
+            save_every_steps=config.save_every if self.folder else None,
+            keep=3,
+            start_afresh=True,
+            data=source,
+            durable=config.durable or False,
+            patience=PATIENCE,
+        )
+        process.state = lambda: str(session.state)
+        self._loop(process, place, session, source, index)
+
+    def _loop(self, process: Process, place: Place, session: tq.Session, source: Source, index: int) -> None:
+        book, pace, before = self.book, random.Random(f"{self.config.seed} {index} {process.life}"), (0, 0)
+        model, optimizer = session.model, session.optimizer
+        who, parameters = str(process), list(model.parameters())
+        with session:
+            self.lives[index, session.incarnation] = process
+            while not session.should_stop():
+                position = source.position
+                source.position += 1
+                self.world.wait(COMPUTE_S * pace.uniform(0.5, 1.5))
+                if place.throws:
+                    place.throws = False
+                    raise UserError("the program's own exception")
+                values = gradient(index, position)
+                key, start = Key(index, session.incarnation, session.local_step + 1), 0
+                book.computed(key, values)
+                for parameter in parameters:
+                    parameter.grad = torch.from_numpy(values[start : start + parameter.numel()])
+                    start += parameter.numel()
+                step = optimizer.step(loss=1.0)
+                link = optimizer.link
+                assert link is not None
+                held = [value for p in parameters for value in p.detach().tolist()]
+                book.holds(who, held, step.version, link.generation, before)
+                before = link.generation, step.version
+                if not link.pipeline:
+                    book.answered(who, key, step.accepted, step.reason, step.version, link.generation)
+
+
+def _state_of_ps(ps: PsTask) -> str:
+    run = ps.service.run
+    if run is None:
+        return "no variables"
+    if isinstance(run, Leading):
+        saving = run.checkpoints.saving
+        if saving is not None:
+            return "publishing" if saving.publishing else "saving"
+        if run.leader.quorum.stopped:
+            return "ending"
+    return "leading" if isinstance(run, Leading) else "following"
+
+
+def vector(model: nn.Module) -> np.ndarray[Any, Any]:
+    """Returns a model's parameters as one vector."""
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy()

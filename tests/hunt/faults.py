@@ -1,0 +1,90 @@
+"""Makes the faults of a schedule happen in the world, and counts which state each of them met."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tests.hunt.cluster import Cluster
+from tests.hunt.schedule import Fault
+
+
+class Faults:
+    """What goes wrong in one run.
+
+    Attributes:
+        met: How often each kind met each state of the task that it befell.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster, self._world = cluster, cluster.world
+        self.met: Counter[tuple[str, str]] = Counter()
+
+    def plan(self, fault: Fault) -> None:
+        """The fault will happen at its time."""
+        self._world.at(fault.at, lambda: self._happen(fault))
+
+    def _happen(self, fault: Fault) -> None:
+        cluster = self._cluster
+        if cluster.over:
+            return
+        place = cluster.places.get(fault.task)
+        if place is not None:
+            if not place.running:
+                self.met[fault.kind, "not running"] += 1
+                return
+            assert place.process is not None
+            job = fault.task.partition("/")[0]
+            self.met[fault.kind, f"{job}: {place.process.state()}"] += 1
+        self._world.say(f"FAULT: {fault}")
+        getattr(self, f"_{fault.kind}")(fault)
+
+    def _kill(self, fault: Fault) -> None:
+        process = self._cluster.places[fault.task].process
+        assert process is not None
+        process.die()
+        self._cluster.start_again(fault.task, fault.back_s)
+
+    def _vanish(self, fault: Fault) -> None:
+        process = self._cluster.places[fault.task].process
+        for listener in self._cluster.network.listeners.values():
+            listener.vanished |= listener.process is process
+        self._kill(fault)
+
+    def _kill_at(self, fault: Fault) -> None:
+        process = self._cluster.places[fault.task].process
+        assert process is not None
+        process.dies_after = int(fault.amount)
+        process.at_death.append(lambda: self._cluster.start_again(fault.task, fault.back_s))
+
+    def _pause(self, fault: Fault) -> None:
+        process = self._cluster.places[fault.task].process
+        assert process is not None
+        process.paused_until = max(process.paused_until, self._world.now + fault.for_s)
+
+    def _cut(self, fault: Fault) -> None:
+        on = self._cluster.network.conditions(fault.task, fault.other)
+        on.cut_until, on.keeps = self._world.now + fault.for_s, fault.kind == "hold"
+
+    _hold = _cut
+
+    def _deaf(self, fault: Fault) -> None:
+        self._cluster.network.conditions(fault.task, fault.other).from_until = self._world.now + fault.for_s
+
+    def _mute(self, fault: Fault) -> None:
+        self._cluster.network.conditions(fault.task, fault.other).to_until = self._world.now + fault.for_s
+
+    def _slow(self, fault: Fault) -> None:
+        on = self._cluster.network.conditions(fault.task, fault.other)
+        on.slow_until, on.slow_s = self._world.now + fault.for_s, fault.amount
+
+    def _noise(self, fault: Fault) -> None:
+        on = self._cluster.network.conditions(fault.task, fault.other)
+        on.noisy_until, on.noise = self._world.now + fault.for_s, fault.amount
+
+    def _clock(self, fault: Fault) -> None:
+        process = self._cluster.places[fault.task].process
+        assert process is not None
+        process.wall_offset += fault.amount
+
+    def _error(self, fault: Fault) -> None:
+        self._cluster.places[fault.task].throws = True

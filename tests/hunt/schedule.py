@@ -1,0 +1,174 @@
+"""What a run is and what befalls it, all drawn from one seed: a configuration, and a list of faults, each with all its details.
+
+A schedule is data, so it can be cut down to the faults that matter and told to people. What always holds: the same seed draws the same
+schedule; leaving faults out changes nothing about the others.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+
+import torchquorum as tq
+from torchquorum.rules.presets import Rule
+
+COMPUTE_S = 0.02
+FULL_STEPS = 100
+FOLDERS = 0.0
+RULES = ("sync", "sync", "async", "async", "pipeline", "bounded", "buffered", "backup")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One run.
+
+    Attributes:
+        steps: The global step at which it is over.
+        transport: tcp, or shm: gradients lie in memory that ps and worker share.
+        reconnects: Whether a worker's channel connects again by itself.
+        watches: Whether ps 0 sees at once that a worker's process is gone.
+        folder: Whether the run has one.
+        durable: Its journal: none, write or fsync.
+        save_every: Global steps between checkpoints.
+    """
+
+    seed: int
+    ps: int = 1
+    workers: int = 2
+    rule: str = "sync"
+    steps: int = FULL_STEPS
+    transport: str = "tcp"
+    reconnects: bool = False
+    watches: bool = False
+    folder: bool = False
+    durable: str = ""
+    save_every: int = 20
+
+    def make_rule(self) -> Rule:
+        """Returns the rule."""
+        match self.rule:
+            case "sync":
+                return tq.Sync()
+            case "backup":
+                return tq.Sync(max(1, self.workers - 1))
+            case "bounded":
+                return tq.Bounded(2)
+            case "buffered":
+                return tq.Buffered(2)
+        return tq.Async(pipeline=self.rule == "pipeline")
+
+    def __str__(self) -> str:
+        folder = f", folder, saved every {self.save_every} steps" if self.folder else ""
+        durable = f", durable={self.durable}" if self.durable else ""
+        again = ", channels that connect again" if self.reconnects else ""
+        return f"{self.ps} ps, {self.workers} workers, {self.make_rule()}, {self.steps} steps, {self.transport}{again}{folder}{durable}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Something that goes wrong.
+
+    Attributes:
+        at: When, in seconds after the beginning.
+        kind: What.
+        task: To whom.
+        other: The other end, where it is about a wire.
+        for_s: How long.
+        amount: How much: seconds, a chance, a count.
+        back_s: After how long a killed task is started again.
+    """
+
+    at: float
+    kind: str
+    task: str = ""
+    other: str = ""
+    for_s: float = 0.0
+    amount: float = 0.0
+    back_s: float = 0.0
+
+    def __str__(self) -> str:
+        text = TEXTS[self.kind].format(self)
+        return text.replace("{task}", self.task)
+
+
+TEXTS = {
+    "kill": "{0.task} is killed, and started again after {0.back_s:.1f} s",
+    "vanish": "the host of {0.task} vanishes: no connection is closed; the task is started again after {0.back_s:.1f} s",
+    "kill_at": "{0.task} will be killed at its effect number {0.amount:.0f} from now, and started again after {0.back_s:.1f} s",
+    "pause": "{0.task} is frozen for {0.for_s:.1f} s",
+    "cut": "the wire {0.task} - {0.other} is cut for {0.for_s:.1f} s; what is sent is lost",
+    "hold": "the wire {0.task} - {0.other} is cut for {0.for_s:.1f} s; what is sent arrives afterwards",
+    "deaf": "for {0.for_s:.1f} s {0.task} hears nothing from {0.other}, which hears it",
+    "mute": "for {0.for_s:.1f} s {0.other} hears nothing from {0.task}, which hears it",
+    "slow": "for {0.for_s:.1f} s every message between {0.task} and {0.other} takes {0.amount:.2f} s longer",
+    "noise": "for {0.for_s:.1f} s messages between {0.task} and {0.other} are lost, doubled or overtaken, {0.amount:.0%} of them",
+    "clock": "the wall clock of {0.task} jumps by {0.amount:+.0f} s",
+    "error": "the program of {0.task} raises an exception at its next step; it is started again after {0.back_s:.1f} s",
+    "full": "the disk is full for {0.for_s:.1f} s",
+    "slow_disk": "for {0.for_s:.1f} s everything that a saver writes takes {0.amount:.1f} s longer",
+    "power": "the power fails: all tasks die, what was not synced is lost; they are started again after {0.back_s:.1f} s",
+    "flip": "a bit flips in a file that nobody has open",
+}
+WIRE = ("cut", "hold", "deaf", "mute", "slow", "noise")
+DISK = ("full", "slow_disk", "power", "flip")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """A run and its faults."""
+
+    config: Config
+    faults: tuple[Fault, ...]
+
+    def only(self, kept: list[int]) -> Schedule:
+        """Returns the same with these faults alone."""
+        return replace(self, faults=tuple(self.faults[k] for k in kept))
+
+
+def draw(seed: int, *, steps: int = FULL_STEPS) -> Schedule:
+    """Draws a schedule."""
+    r = random.Random(f"hunt {seed}")
+    folder = r.random() < FOLDERS
+    config = Config(
+        seed=seed,
+        ps=r.choice((1, 1, 2, 2, 3)),
+        workers=r.choice((1, 2, 2, 2, 3)),
+        rule=r.choice(RULES),
+        steps=steps,
+        transport=r.choice(("tcp", "tcp", "shm")),
+        reconnects=r.random() < 0.4,
+        watches=r.random() < 0.5,
+        folder=folder,
+        durable=r.choice(("", "", "write", "fsync")) if folder else "",
+        save_every=r.choice((5, 10, 20, 40)),
+    )
+    tasks = [f"ps/{i}" for i in range(config.ps)] + [f"worker/{i}" for i in range(config.workers)]
+    count = r.choice((0, 1, 2, 2, 3, 4, 6, 8))
+    faults = [_draw_fault(r, config, tasks) for _ in range(count)]
+    return Schedule(config=config, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
+
+
+def _draw_fault(r: random.Random, config: Config, tasks: list[str]) -> Fault:
+    kinds = ["kill", "kill", "vanish", "kill_at", "kill_at", "pause", "pause", *WIRE, "clock", "error"]
+    if config.folder:
+        kinds += ["full", "slow_disk", "power", "flip"]
+    kind = r.choice(kinds)
+    at = r.uniform(0.0, config.steps * COMPUTE_S * r.choice((0.3, 1.0, 1.5)))
+    task, for_s, amount = r.choice(tasks), r.choice((0.05, 0.5, 2.0, 7.0, 14.0)) * r.uniform(0.5, 1.5), 0.0
+    other, back_s = "", r.choice((0.05, 0.5, 3.0, 12.0))
+    if kind in WIRE:
+        task = r.choice([t for t in tasks if t != "ps/0"])
+        servers = ["ps/0"] if task.startswith("ps") else [t for t in tasks if t.startswith("ps")]
+        other, amount = (
+            r.choice(servers),
+            r.choice((0.05, 0.3, 0.6)) if kind == "noise" else r.choice((0.1, 0.5, 1.5, 4.0)),
+        )
+    elif kind == "kill_at":
+        amount = r.randrange(0, 60)
+    elif kind == "clock":
+        amount = r.choice((-86400.0, -3600.0, -5.0, 5.0, 3600.0, 86400.0))
+    elif kind == "error":
+        task = r.choice([t for t in tasks if t.startswith("worker")])
+    elif kind in DISK:
+        task, amount = "disk", r.choice((0.1, 1.0, 5.0)) if kind == "slow_disk" else float(r.randrange(1 << 30))
+    return Fault(at=at, kind=kind, task=task, other=other, for_s=for_s, amount=amount, back_s=back_s)

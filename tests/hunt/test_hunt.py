@@ -1,0 +1,23 @@
+"""A short hunt, always the same; and that a seed is a run: the same events at the same times, whenever it is played."""
+
+import pytest
+
+from tests.hunt.__main__ import hunt, report
+from tests.hunt.run import play
+from tests.hunt.schedule import draw
+from tests.hunt.shrink import shrink, tell
+
+SEEDS = 60
+
+
+def test_a_short_hunt_breaks_nothing() -> None:
+    found = hunt(1, seconds=60.0, runs=SEEDS, steps=40)
+    assert found.found is None, tell(shrink(found.found))
+    assert found.runs == SEEDS and "pairs of fault and state were met" in report(found)
+    assert found.checks["versions are whole"] > 1000 and found.checks["no update is lost or applied twice"] > 1000
+
+
+@pytest.mark.parametrize("seed", [3, 25, 42])
+def test_a_seed_is_always_the_same_run(seed: int) -> None:
+    first, second = (play(draw(seed, steps=30)) for _ in range(2))
+    assert first.lines == second.lines and first.events == second.events and first.checks == second.checks

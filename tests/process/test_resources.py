@@ -105,7 +105,7 @@ def test_a_folder_that_is_read_only_costs_the_records_and_a_durable_run_is_refus
     run = Cluster(tmp_path / "a", 1, "--steps=12", "--save-steps=4", logdir=tiny_disk / "run")
     text = finished(run)
     assert run.codes() == [0, 0, 0], text[-3000:]
-    assert "no ledger" in text and "read-only" in text
+    assert "cannot be written" in text and "read-only" in text
     refused = Cluster(tmp_path / "b", 1, "--steps=12", "--durable=write", "--start=4", logdir=tiny_disk / "run")
     refused.wait("the refusal", lambda: "the file system is read-only" in refused.text(("worker", 0)))
     refused.wait("its end", lambda: refused.lives["worker", 0].poll() is not None)

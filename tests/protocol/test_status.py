@@ -81,4 +81,4 @@ def test_a_folder_that_cannot_be_written_costs_the_ledger_and_not_the_run(ps: Ps
     taken = tmp_path / "file"
     taken.write_text("")
     assert only(ps.create(logdir=str(taken / "run")), m.Created) == m.Created(0, False)
-    assert any("no ledger" in line and "training goes on" in line for line in ps.said)
+    assert any("the ledger" in line and "cannot be written" in line and "training goes on" in line for line in ps.said)

@@ -1,14 +1,13 @@
 """The ledger: one JSON line per gradient, in the order of the decisions, and lines for other events.
 
-Written by ps task 0, read by users, `torchquorum report` and tests. On an object store it is a sequence of `ledger_segments`.
-What always holds: a line is complete, except the last one of a killed run, which readers skip. A line that begins with "event"
-is not a gradient.
+Written by ps task 0 (`ledger_write`), read by users, `torchquorum report` and tests. On an object store it is a sequence of
+`ledger_segments`. What always holds: a line is complete, except the last one of a killed run, which readers skip. A line that
+begins with "event" is not a gradient. Every update of a run is known to its ledger, by its gradients or in the count of a `gap`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from hashlib import blake2b
@@ -16,11 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-
-from torchquorum.clock import SYSTEM, Clock
-from torchquorum.formats.in_use import Hold
-from torchquorum.formats.ledger_segments import SegmentWriter
-from torchquorum.formats.storage import Location, RemotePath, locate
 
 NAME = "ledger.jsonl"
 
@@ -62,12 +56,12 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     """An event of the run or of one of its workers.
 
     Attributes:
-        event: began (also after a restore), joined, came back, died, left, saved or ended.
+        event: began (also after a restore), joined, came back, died, left, saved, ended or gap (what could not be written).
         at: When, in seconds since the epoch.
         version: The version then.
         worker: Which worker; -1 for an event of the run.
         text: Why, or what was written.
-        values: For `began` the configuration, for `left` the worker's results.
+        values: For `began` the configuration, for `left` the worker's results, for `gap` the numbers that are missing.
     """
 
     event: str
@@ -76,6 +70,10 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     worker: int = -1
     text: str = ""
     values: dict[str, Any] = {}
+
+
+class DamagedLineError(ValueError):
+    """A line of a ledger cannot be read."""
 
 
 _encoder = msgspec.json.Encoder()
@@ -93,103 +91,35 @@ def name_life(incarnation: int) -> str:
     return blake2b(str(incarnation).encode(), digest_size=8, person=b"tq-life").hexdigest()
 
 
-def open_ledger(logdir: str | None, say: Callable[[str], None], clock: Clock = SYSTEM) -> LedgerWriter | None:
-    """Opens the ledger in a run's folder; returns None if there is no folder, or it cannot be written, which `say` reports."""
-    if logdir is None:
-        return None
-    try:
-        return LedgerWriter(locate(logdir), say, clock)
-    except OSError as error:
-        say(f"no ledger: {logdir} cannot be written ({error.strerror}); training goes on")
-        return None
+def encode_line(record: Entry | Event) -> bytes:
+    """Returns a record as a line of the ledger."""
+    return _encoder.encode(record) + b"\n"
 
 
-class LedgerWriter:
-    """Appends entries; buffered, so call `flush` regularly.
+def decode_line(line: bytes) -> Entry | Event:
+    """Returns the record of a line.
 
-    A full or missing disk ends the ledger, not the run: `say` reports it once, and later entries are dropped.
+    Raises:
+        DamagedLineError: The line cannot be read.
     """
-
-    def __init__(self, folder: Location, say: Callable[[str], None] = print, clock: Clock = SYSTEM) -> None:
-        self._path, self._say = folder / NAME, say
-        self._hold: Hold | None = None
-        if isinstance(folder, RemotePath):
-            self._file = SegmentWriter(folder, NAME, clock)
-            return
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / NAME
-        remove_torn_line(path)
-        self._file = path.open("ab", buffering=1 << 16)
-        self._hold = Hold(folder)
-
-    def write(self, entry: Entry | Event) -> None:
-        """Appends one line."""
-        if not self._file.closed:
-            try:
-                self._file.write(_encoder.encode(entry) + b"\n")
-            except OSError as error:
-                self._end(error)
-
-    def flush(self) -> None:
-        """Passes what was written to the operating system."""
-        if not self._file.closed:
-            try:
-                self._file.flush()
-            except OSError as error:
-                self._end(error)
-
-    def sync(self) -> None:
-        """Flushes, and waits until it is on disk."""
-        self.flush()
-        if not self._file.closed and not isinstance(self._file, SegmentWriter):
-            try:
-                os.fdatasync(self._file.fileno())
-            except OSError as error:
-                self._end(error)
-
-    def close(self) -> None:
-        """Flushes and closes."""
-        self.flush()
-        try:
-            self._file.close()
-        except OSError as error:
-            self._end(error)
-        if self._hold is not None:
-            self._hold.release()
-
-    def _end(self, error: OSError) -> None:
-        with contextlib.suppress(OSError):  # close() fails again on the buffered bytes
-            self._file.close()
-        self._say(f"the ledger {self._path} stops here: it cannot be written ({error.strerror}); training goes on")
-
-
-def sync_ledger(folder: Path) -> None:
-    """Waits until the ledger of a run is on disk, so that the next checkpoint is not ahead of it."""
     try:
-        fd = os.open(folder / NAME, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return  # the run has no ledger
-    try:
-        with contextlib.suppress(OSError):
-            os.fsync(fd)
-    finally:
-        os.close(fd)
+        return (_event_decoder if line.startswith(_EVENT) else _decoder).decode(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise DamagedLineError(str(error)) from error
 
 
-def remove_torn_line(path: Path) -> None:
-    """Removes the incomplete last line of a killed run, so that the next line does not join it."""
-    if not path.exists():
-        return
-    with path.open("r+b") as file:
-        size = start = file.seek(0, 2)
-        while start > 0:
-            start = max(0, start - (1 << 16))
-            file.seek(start)
-            newline = file.read(size - start).rfind(b"\n")
-            if newline >= 0:
-                file.truncate(start + newline + 1)
-                return
-        file.truncate(0)
+def version_after(record: Entry | Event) -> int:
+    """Returns the version up to which the ledger knows every update once it has this record, unless a gap says otherwise."""
+    return record.version if isinstance(record, Event) else record.met + record.accepted
+
+
+def last_known(tail: bytes) -> int | None:
+    """Returns the version up to which a ledger with these last lines knows the run; None if no line can be read."""
+    for line in reversed(tail.splitlines(keepends=True)):
+        if line.endswith(b"\n"):
+            with contextlib.suppress(DamagedLineError):
+                return version_after(decode_line(line))
+    return None
 
 
 def read_ledger(path: Path) -> Iterator[Entry]:
@@ -199,21 +129,26 @@ def read_ledger(path: Path) -> Iterator[Entry]:
             yield record
 
 
-def read_records(path: Path, damaged: Callable[[int], None] | None = None) -> Iterator[Entry | Event]:
+def read_records(
+    path: Path, damaged: Callable[[int], None] | None = None, torn: Callable[[int], None] | None = None
+) -> Iterator[Entry | Event]:
     """Yields the lines of a ledger file, or of a run's folder: gradients and events.
 
     Args:
         path: The file, or the run's folder.
         damaged: Called with the number of each line that cannot be read, which is skipped; without it such a line is an error.
+        torn: Called with the number of a last line without an end, which is always skipped.
     """
     path = path / NAME if path.is_dir() else path
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                continue  # still being written, or cut off by a kill
+            if not line.endswith(b"\n"):  # still being written, or cut off by a kill
+                if torn is not None:
+                    torn(number)
+                continue
             try:
-                yield (_event_decoder if line.startswith(_EVENT) else _decoder).decode(line)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                yield decode_line(line)
+            except DamagedLineError:
                 if damaged is None:
                     raise
                 damaged(number)

@@ -2,7 +2,8 @@
 
 The ledger and the measures of a run on an object store are such sequences. A segment is uploaded again every few seconds while
 it is small, then the next one begins. What always holds: readers see complete lines only; uploaded segments survive when the
-writer is killed; a writer waits for the network only in `close`.
+writer is killed; a writer waits for the network only in `close`; a segment that cannot be uploaded is tried again, and its lines
+are kept meanwhile, up to `MOST_BYTES`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from torchquorum.formats.storage import RemotePath, fetch
 
 PUT_EVERY_S = 5.0
 SEGMENT_BYTES = 4 << 20
+MOST_BYTES = 16 << 20
 CLOSE_S = 60.0
+LAST_TRIES_S = 20.0
 
 
 def segment_name(name: str, clock: Clock = SYSTEM) -> str:
@@ -41,6 +44,15 @@ def put_lines(folder: RemotePath, name: str, lines: bytes) -> None:
     (folder / segment_name(name)).write_bytes(lines)
 
 
+def read_last_segment(folder: RemotePath, name: str) -> bytes:
+    """Returns the newest segment, or nothing if there is none or it cannot be read."""
+    try:
+        names = sorted(entry.name for entry in folder.iterdir() if is_segment(entry.name, name))
+        return (folder / names[-1]).read_bytes() if names else b""
+    except OSError:
+        return b""
+
+
 class SegmentWriter:
     """Appends, as a file does, to a row of objects. One thread calls it; another puts the segments.
 
@@ -62,22 +74,26 @@ class SegmentWriter:
         self._thread = threading.Thread(target=self._run, name="torchquorum-segments", daemon=True)
         self._thread.start()
 
-    def write(self, data: bytes) -> int:
+    def write(self, data: bytes | bytearray) -> None:
         """Appends whole lines.
 
         Raises:
-            OSError: An earlier segment could not be put.
+            OSError: Segments cannot be put, and as many lines as are kept wait already.
         """
-        if self._error is not None:
-            raise self._error
         with self._lock:
+            if self._error is not None and len(self._lines) + len(data) > MOST_BYTES:
+                raise self._error
             self._lines += data
-        return len(data)
 
     def flush(self) -> None:
-        """Does nothing but say what failed: segments are put by themselves, every few seconds."""
-        if self._error is not None:
-            raise self._error
+        """Does nothing but say what failed: segments are put by themselves, every few seconds.
+
+        Raises:
+            OSError: The last segment could not be put; it is tried again.
+        """
+        error = self._error
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Puts what is left and ends the thread.
@@ -95,20 +111,24 @@ class SegmentWriter:
     def _run(self) -> None:
         while not self._clock.wait(self._ending, PUT_EVERY_S):
             self._put()
+        deadline = self._clock.now() + LAST_TRIES_S
         self._put()
+        while self._error is not None and self._clock.now() < deadline:
+            self._clock.sleep(1.0)
+            self._put()
 
     def _put(self) -> None:
         """On the thread: uploads the segment if it has grown, and begins the next one if it is large."""
         with self._lock:
             data = bytes(self._lines)
-        if len(data) == self._put_bytes or self._error is not None:
+        if len(data) == self._put_bytes:
             return
         try:
             self._target.write_bytes(data)
         except OSError as error:
             self._error = error
             return
-        self._put_bytes = len(data)
+        self._error, self._put_bytes = None, len(data)
         if len(data) >= SEGMENT_BYTES:
             with self._lock:
                 del self._lines[: len(data)]

@@ -230,6 +230,7 @@ def _read_local(folder: Path, run: Location, clock: Clock) -> History:
     newest = max([*columns["at"][-1:], *(e.at for e in events[-1:])], default=0.0)
     history.is_running = not ended and clock.wall() - newest < FRESH_S
     _note_missing(history, ended=ended)
+    _note_holes(history)
     return history
 
 
@@ -250,12 +251,54 @@ def _note_missing(history: History, *, ended: bool) -> None:
         )
 
 
+def _note_holes(history: History) -> None:
+    """Tells what the ledger does not know: counted gaps, updates in no line, and checkpoints beyond its end."""
+    begun = [e.version for e in history.events if e.event == "began"]
+    if not begun:
+        return  # an old ledger, or none
+    gaps = [e for e in history.events if e.event == "gap"]
+    for gap in gaps:
+        history.missing.append(_describe_gap(gap))
+    reached = max([*(e.version for e in history.events), *(history.met + history.accepted)[-1:]])
+    made = history.met[history.accepted] + 1
+    firsts = np.concatenate([[1], made, [_whole(gap, "first") for gap in gaps]])
+    lasts = np.concatenate([[min(begun)], made, [_whole(gap, "last") for gap in gaps]])
+    order = np.argsort(firsts, kind="stable")
+    firsts, known = np.append(firsts[order], reached + 1), np.maximum.accumulate(lasts[order])
+    holes = np.clip(np.minimum(firsts[1:], reached + 1) - known - 1, 0, None)
+    if holes.any():
+        first = int(known[np.flatnonzero(holes)[0]]) + 1
+        history.missing.append(f"{int(holes.sum())} updates are in no line of {NAME}; the first is update {first}.")
+    newest = max((info for info in history.checkpoints if info.problem is None), key=lambda i: i.step, default=None)
+    if newest is not None and newest.step > reached:
+        history.missing.append(
+            f"{NAME} ends at update {reached}, before {newest.path.name}: {newest.step - reached} updates are not in it."
+        )
+
+
+def _describe_gap(gap: Event) -> str:
+    first, last, torn, count = (_whole(gap, name) for name in ("first", "last", "torn_bytes", "gradients"))
+    if torn:
+        return f"An unfinished line of {torn} bytes was removed from {NAME} when the run was started again."
+    if not first:
+        return f"{NAME} has a gap: lines that made no update are missing ({gap.text})."
+    gradients = f", {count} gradients," if count else ""
+    return f"{NAME} has a gap: updates {first} to {last}{gradients} are only counted in it ({gap.text})."
+
+
+def _whole(gap: Event, name: str) -> int:
+    """Returns a number of a gap; 0 if it is not there or makes no sense."""
+    value = gap.values.get(name)
+    return value if isinstance(value, int) and 0 <= value < 1 << 62 else 0
+
+
 def _read_ledger(folder: Path, missing: list[str]) -> tuple[dict[str, np.ndarray], list[Event]]:
     rows: list[tuple[Any, ...]] = []
     events: list[Event] = []
     bad: list[int] = []
+    torn: list[int] = []
     try:
-        for record in read_records(folder, bad.append):
+        for record in read_records(folder, bad.append, torn.append):
             if isinstance(record, Entry):
                 loss = np.nan if record.loss is None else record.loss
                 took = np.nan if record.took_s is None or record.local_step == 1 else record.took_s
@@ -273,6 +316,8 @@ def _read_ledger(folder: Path, missing: list[str]) -> tuple[dict[str, np.ndarray
     if bad:
         lines = f"line {bad[0]}" if len(bad) == 1 else f"{len(bad)} lines, the first is line {bad[0]}"
         missing.append(f"{NAME} is damaged: {lines} cannot be read and is left out.")
+    if torn:
+        missing.append(f"The last line of {NAME} is torn: its writer was killed, or is writing it now.")
     names = ("worker", "version", "met", "accepted", "reason", "loss", "took_s", "at")
     kinds = (np.int64, np.int64, np.int64, np.bool_, np.object_, np.float64, np.float64, np.float64)
     values = list(zip(*rows, strict=True)) if rows else [() for _ in names]

@@ -212,7 +212,7 @@ class Checkpoints:
         if self._missing(saving) and saving.waits_for_positions and now - saving.begun_at < POSITIONS_S:
             return
         saving.publishing = True
-        self._leader.history.flush()  # a checkpoint never holds updates that the ledger does not know after a crash
+        self._leader.history.check()  # a checkpoint never holds updates that the ledger does not know after a crash
         manifest, buffers = self._manifest(saving, wall), {}
         if self._buffers is not None:
             exact = self._plan.rule.once_per_round

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchquorum.fastpath.records import GradientRecord
-from torchquorum.formats.ledger import LedgerWriter
+from torchquorum.formats.ledger_write import LedgerWriter
 from torchquorum.rules import quorum
 from torchquorum.rules.quorum import Key, Quorum
 from torchquorum.server.decision_log import DecisionLog

@@ -18,7 +18,7 @@ from torchquorum.errors import ConfigError, LostPlaceError
 from torchquorum.fastpath.host import FastPathHost, may_change
 from torchquorum.formats.checkpoint_write import clear_left_behind
 from torchquorum.formats.journal import Record
-from torchquorum.formats.ledger import open_ledger
+from torchquorum.formats.ledger_write import open_ledger
 from torchquorum.formats.storage import locate
 from torchquorum.rules.quorum import Key
 from torchquorum.server.buffer_home import BufferHome, check_same_buffers

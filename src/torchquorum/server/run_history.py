@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from torchquorum.formats.journal import Record
-from torchquorum.formats.ledger import Entry, Event, LedgerWriter, name_life
+from torchquorum.formats.ledger import Entry, Event, name_life
+from torchquorum.formats.ledger_write import LedgerWriter
 from torchquorum.rules.quorum import Accepted, Key, Quorum, Reason, Refused
 from torchquorum.server.tally import Tally
 from torchquorum.wire.messages import Fate, Plan
@@ -96,6 +97,11 @@ class RunHistory:
         """Hands what the ledger has to the operating system."""
         if self._ledger is not None:
             self._ledger.flush()
+
+    def check(self) -> None:
+        """A checkpoint is about to be published: the ledger knows all of its updates, or says in a gap which it does not."""
+        if self._ledger is not None:
+            self._ledger.check()
 
     def sync(self) -> None:
         """Waits until the disk has the ledger."""

@@ -27,7 +27,7 @@ from torchquorum.formats.checkpoint_write import (
     write_tensors,
 )
 from torchquorum.formats.journal import clear
-from torchquorum.formats.ledger import sync_ledger
+from torchquorum.formats.ledger_write import sync_ledger
 from torchquorum.formats.storage import Location
 from torchquorum.server.snapshot import ShardSnapshot
 

@@ -1,14 +1,11 @@
 """The ledger on disk, also after a run that was killed."""
 
-import os
-import resource
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from torchquorum.formats import ledger
-from torchquorum.formats.ledger import NAME, Entry, Event, LedgerWriter, read_ledger, read_records, sync_ledger
+from torchquorum.formats.ledger import NAME, DamagedLineError, Entry, Event, last_known, read_ledger, read_records
+from torchquorum.formats.ledger_write import LedgerWriter
 
 
 def entry(step: int, **changes: object) -> Entry:
@@ -91,67 +88,6 @@ def test_a_folder_without_a_ledger_is_an_error_of_the_file_system(tmp_path: Path
         list(read_ledger(tmp_path))
 
 
-def test_a_disk_that_takes_no_more_ends_the_ledger_and_not_the_run(tmp_path: Path) -> None:
-    said: list[str] = []
-    writer = LedgerWriter(tmp_path, said.append)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
-    try:
-        for step in range(2000):
-            writer.write(entry(step))
-        writer.flush()
-        writer.close()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert said == [f"the ledger {tmp_path / NAME} stops here: it cannot be written (File too large); training goes on"]
-    write(tmp_path, entry(7))
-    assert list(read_ledger(tmp_path))[-1] == entry(7)
-
-
-def test_what_was_synced_is_on_disk_before_the_ledger_is_closed(tmp_path: Path) -> None:
-    writer = LedgerWriter(tmp_path, pytest.fail)
-    writer.write(entry(1))
-    writer.sync()
-    assert list(read_ledger(tmp_path)) == [entry(1)]
-    writer.close()
-    writer.sync()  # of a ledger that has ended there is nothing to wait for
-    sync_ledger(tmp_path)
-    sync_ledger(tmp_path / "nowhere")  # a run without a ledger goes on
-
-
-@pytest.mark.parametrize("ending", ["flush", "sync", "close"])
-def test_a_disk_that_is_full_only_when_the_buffer_is_emptied_ends_the_ledger_once(tmp_path: Path, ending: str) -> None:
-    said: list[str] = []
-    writer = LedgerWriter(tmp_path, said.append)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
-    try:
-        writer.write(entry(1))
-        assert said == []
-        getattr(writer, ending)()
-        assert len(said) == 1 and "it cannot be written (File too large); training goes on" in said[0]
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    writer.write(entry(2))
-    writer.sync()
-    writer.close()
-    assert len(said) == 1 and list(read_ledger(tmp_path)) == []
-
-
-def test_a_place_that_cannot_wait_for_its_disk_ends_the_ledger_where_that_was_asked_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / NAME)
-    reading = os.open(tmp_path / NAME, os.O_RDONLY | os.O_NONBLOCK)
-    said: list[str] = []
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ledger, "remove_torn_line", lambda path: None)  # which cannot cut a pipe
-            writer = LedgerWriter(tmp_path, said.append)
-        writer.sync()
-    finally:
-        os.close(reading)
-    assert len(said) == 1 and "it cannot be written (Invalid argument)" in said[0]
-
-
 def test_events_stand_between_the_gradients_and_a_damaged_line_is_told_by_its_number(tmp_path: Path) -> None:
     writer = LedgerWriter(tmp_path)
     began = Event("began", 1.0, 0, text="anew", values={"rule": "Sync()"})
@@ -163,7 +99,7 @@ def test_events_stand_between_the_gradients_and_a_damaged_line_is_told_by_its_nu
     damaged: list[int] = []
     assert list(read_records(tmp_path, damaged.append)) == [began, entry(1), Event("died", 2.0, 1, worker=3)]
     assert damaged == [2, 3]
-    with pytest.raises(msgspec.DecodeError):
+    with pytest.raises(DamagedLineError):
         list(read_ledger(tmp_path))
     (tmp_path / NAME).write_bytes(b"".join(lines))
     assert list(read_ledger(tmp_path)) == [entry(1)]
@@ -177,3 +113,12 @@ def test_gradients_and_events_are_told_apart_and_only_gradients_are_entries(tmp_
     writer.write(entry)
     writer.close()
     assert list(read_records(tmp_path)) == [event, entry] and list(read_ledger(tmp_path)) == [entry]
+
+
+def test_the_version_that_a_ledger_knows_is_that_of_its_last_line_that_can_be_read(tmp_path: Path) -> None:
+    write(tmp_path, entry(4), entry(5), entry(5, accepted=False))
+    data = (tmp_path / NAME).read_bytes()
+    assert last_known(data) == 5
+    assert last_known(b"".join(data.splitlines(keepends=True)[:2])) == 6  # the accepted one may have made update 6
+    assert last_known(data + b'{"worker": \n{"torn') == 5
+    assert last_known(b"") is None and last_known(b"torn") is None

@@ -20,8 +20,9 @@ from torchquorum.formats.checkpoint import CheckpointError, CheckpointReader, li
 from torchquorum.formats.checkpoint_manifest import MANIFEST
 from torchquorum.formats.checkpoint_names import this_host
 from torchquorum.formats.checkpoint_write import begin, export, prune, write_part
-from torchquorum.formats.ledger import NAME, Event, LedgerWriter, read_records
+from torchquorum.formats.ledger import NAME, Event, read_records
 from torchquorum.formats.ledger_segments import fetch_run
+from torchquorum.formats.ledger_write import LedgerWriter
 from torchquorum.formats.measures import Measure, append_measures, read_measures
 from torchquorum.formats.scratch import scratch_folder
 from torchquorum.formats.storage import RemotePath, absolute, check_writable, is_there, locate, write_whole
@@ -298,7 +299,7 @@ class TestFilesThatGrow:
         except FileNotFoundError:
             return 0
 
-    def test_a_store_that_fails_ends_the_ledger_and_not_the_run(self, folder, monkeypatch):
+    def test_a_store_that_fails_is_said_once_and_not_the_end_of_the_run(self, folder, monkeypatch):
         def fail(self, data):
             raise OSError(errno.EIO, "no way")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torchquorum.formats.ledger import Entry, Event, LedgerWriter
+from torchquorum.formats.ledger import Entry, Event
+from torchquorum.formats.ledger_write import LedgerWriter
 from torchquorum.formats.measures import Measure, append_measures
 
 START = 1_700_000_000.0

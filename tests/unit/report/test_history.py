@@ -5,9 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.unit.formats.checkpoints import save
 from tests.unit.report.runs import START, write_sync
 from torchquorum.errors import ConfigError
-from torchquorum.formats.ledger import NAME
+from torchquorum.formats.ledger import NAME, Entry, Event
+from torchquorum.formats.ledger_write import LedgerWriter, gap_event
 from torchquorum.report.figures import figure
 from torchquorum.report.history import read_history
 
@@ -76,3 +78,33 @@ def test_a_run_that_is_still_running_is_recognised(tmp_path: Path) -> None:
 
     write_sync(tmp_path, rounds=10, begin=time.time() - 1, ended=False)
     assert read_history(tmp_path).is_running
+
+
+def test_a_gap_a_hole_and_an_end_before_the_checkpoints_are_told(tmp_path: Path) -> None:
+    writer = LedgerWriter(tmp_path)
+    writer.write(Event("began", 1.0, 10))
+    for met in (10, 11, 15):
+        writer.write(Entry(0, "0a", met, met, met, 0, True, "fresh", 2.0, 1.0, 0.1))
+    writer.write(gap_event(3.0, 20, (17, 20), "No space left on device", gradients=9))
+    writer.write(gap_event(3.0, 20, (0, 0), "No space left on device", refused=2))
+    writer.write(Entry(0, "0a", 20, 20, 20, 0, True, "fresh", 2.0, 1.0, 0.1))
+    writer.close()
+    with (tmp_path / NAME).open("ab") as file:
+        file.write(b'{"worker": 0, "incar')
+    said = " ".join(read_history(tmp_path).missing)
+    assert f"{NAME} has a gap: updates 1 to 10 are only counted in it" in said  # before the run began
+    assert "updates 17 to 20, 9 gradients, are only counted in it (No space left on device)" in said
+    assert "lines that made no update are missing" in said
+    assert "3 updates are in no line of ledger.jsonl; the first is update 13." in said
+    assert "The last line of ledger.jsonl is torn" in said and "before model.ckpt" not in said
+    save(tmp_path, 25)
+    history = read_history(tmp_path)
+    assert f"{NAME} ends at update 21, before model.ckpt-25: 4 updates are not in it." in history.missing
+
+
+def test_numbers_of_a_gap_that_make_no_sense_are_passed_over(tmp_path: Path) -> None:
+    writer = LedgerWriter(tmp_path)
+    writer.write(Event("began", 1.0, 0))
+    writer.write(Event("gap", 1.0, 3, values={"first": "x", "last": [], "torn_bytes": 1e300, "gradients": -1}))
+    writer.close()
+    assert "3 updates are in no line" in " ".join(read_history(tmp_path).missing)

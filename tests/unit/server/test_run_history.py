@@ -7,7 +7,8 @@ import pytest
 import torchquorum as tq
 from tests.protocol.by_hand import make_plan
 from torchquorum.formats.journal import Record
-from torchquorum.formats.ledger import NAME, open_ledger, read_ledger
+from torchquorum.formats.ledger import NAME, read_ledger
+from torchquorum.formats.ledger_write import open_ledger
 from torchquorum.rules.quorum import Accepted, Key, Quorum, Reason, Refused
 from torchquorum.server import run_history
 from torchquorum.server.run_history import RunHistory

@@ -10,7 +10,7 @@ from torchquorum.errors import ConfigError
 from torchquorum.session.folder import check_free
 
 HOLDS = (
-    "import sys; from pathlib import Path; from torchquorum.formats.ledger import LedgerWriter; "
+    "import sys; from pathlib import Path; from torchquorum.formats.ledger_write import LedgerWriter; "
     "held = LedgerWriter(Path(sys.argv[1])); print('held', flush=True); sys.stdin.readline(); held.close()"
 )
 

@@ -40,7 +40,9 @@ class WorkerConnection:
     def known(self) -> Link:
         """Returns the link, open or not; an error before the session has begun."""
         if self._link is None:
-            raise ConfigError("the session has not begun: use it as `with tq.Session(...) as session:`")
+            raise ConfigError(
+                "the session has not begun: use it as `with tq.Session(...) as session:`, or call session.start()"
+            )
         return self._link
 
     @property
@@ -48,7 +50,7 @@ class WorkerConnection:
         """Returns the link of a session that is under way; an error before and after."""
         link = self.known
         if self._heartbeat is None:
-            raise ConfigError("the session is over; ask inside its `with` block")
+            raise ConfigError("the session is over; ask inside its `with` block, or before session.close()")
         return link
 
     @property

@@ -66,6 +66,12 @@ class Initializer:
                 self._reset(self.flat.parameters)
         return plan, self.flat
 
+    def release(self) -> None:
+        """The session is over: the parameters leave the plan's layout."""
+        if self.flat is not None:
+            self.flat.release()
+            self.flat = None
+
     def create(self, link: Link, plan: Plan, created: list[bool], *, recovering: bool) -> None:
         """The chief continues with live variables, or restores, or initializes.
 

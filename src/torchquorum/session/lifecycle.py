@@ -191,6 +191,7 @@ class Lifecycle:
             if isinstance(hook, Share):
                 hook.close()
         self._connection.close()
+        self._attachment.initializer.release()
         if self._setup.task.alone is not None:
             self._setup.task.alone.finish()
 

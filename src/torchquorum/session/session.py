@@ -8,6 +8,8 @@ middle of a version, with parts of two); a run with a folder ends with a checkpo
 
 from __future__ import annotations
 
+import atexit
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -20,6 +22,7 @@ from torchquorum.cluster.signals import Signals
 from torchquorum.cluster.spec import EVALUATOR
 from torchquorum.devices.model_placement import Placement
 from torchquorum.devices.options import ConfigProto, read_device_options
+from torchquorum.errors import ConfigError
 from torchquorum.session.config import MemberOptions, RestoreOptions, SaveOptions, Setup, StopOptions
 from torchquorum.session.durable import read_durable
 from torchquorum.session.evaluator import Evaluator
@@ -27,7 +30,7 @@ from torchquorum.session.folder import check_folder
 from torchquorum.session.hooks.checkpoint_hook import CheckpointHook
 from torchquorum.session.hooks.device_hook import SessionDevices
 from torchquorum.session.hooks.hook import Hook, HookCalls
-from torchquorum.session.join import Task
+from torchquorum.session.join import Task, say
 from torchquorum.session.lifecycle import Lifecycle
 from torchquorum.session.position import Resumable
 from torchquorum.session.results import Results
@@ -42,7 +45,7 @@ _Answer = TypeVar("_Answer")
 
 
 class Session:
-    """A training run, as a context manager.
+    """A training run, as a context manager, or between `start` and `close`.
 
     Args:
         task: What `tq.join()` returned.
@@ -149,6 +152,37 @@ class Session:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._part.end(error)
+
+    def start(self) -> Session:
+        """Begins the session without a `with` block, for programs that cannot indent their loop; `close` ends it.
+
+        A program that ends without `close` leaves the run as a `with` block is left by an exception.
+        """
+        self._part.begin()
+        atexit.register(self._end_with_program)
+        return self
+
+    def close(self) -> None:
+        """Ends what `start` began, as the end of a `with` block does; harmless if the session is over.
+
+        Called while an exception is handled, as in a `finally` block, it ends the session as that exception would.
+        """
+        if self.state is SessionState.NEW:
+            raise ConfigError("session.close() before session.start(): the session has not begun")
+        atexit.unregister(self._end_with_program)
+        if self.state not in (SessionState.CLOSED, SessionState.FAILED):
+            self._part.end(sys.exc_info()[1])
+
+    def _end_with_program(self) -> None:
+        """The program ends and has not called `close`: by an error, or it was forgotten."""
+        error: BaseException | None = getattr(sys, "last_value", None)
+        if error is None:
+            error = ConfigError("the program ended without session.close()")
+            say(
+                f"{self.task}: {error}: the run is left unfinished; call it after the loop, or use `with tq.Session(...)`"
+            )
+        if self.state not in (SessionState.CLOSED, SessionState.FAILED):
+            self._part.end(error)
 
     def surviving(self, ask: Callable[[], _Answer]) -> _Answer:
         """Asks the ps tasks for something; if one is lost meanwhile, recovers and asks once more."""

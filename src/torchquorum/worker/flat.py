@@ -2,7 +2,8 @@
 
 Owned by the worker's thread. A module's parameters keep their identity; only their storage moves, once, into one buffer
 per dtype and device. Those with a memory format of their own (channels_last) stay where they are. What always holds:
-neighbours in a shard that are neighbours here are copied as one piece, so with one ps a pull is one copy per dtype.
+neighbours in a shard that are neighbours here are copied as one piece, so with one ps a pull is one copy per dtype; to torch
+each parameter has a storage of its own size, so a part of the model that is saved does not take the rest with it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -75,7 +77,7 @@ class FlatParameters:
             for i, taken in zip(chosen, room, strict=True):
                 view = buffer[offset : offset + parameters[i].numel()]
                 view.copy_(parameters[i].detach().reshape(-1))
-                parameters[i].data = view.view(parameters[i].shape)
+                parameters[i].data = _with_own_storage(view).view(parameters[i].shape)
                 self._place[i] = (buffer, offset)
                 offset += taken
         # Of none on a backend whose tensors have no addresses, where it cannot be told whether they were moved.
@@ -117,6 +119,12 @@ class FlatParameters:
                 raise ConfigError(
                     f"parameter {name} was moved after tq.Session began; move the model to its device and dtype before"
                 )
+
+    def release(self) -> None:
+        """Gives every parameter memory of its own again, outside of the flat buffers."""
+        with suppress(torch.OutOfMemoryError):  # then the rest stays where it is, which serves as well
+            for i in self._place:
+                self.parameters[i].data = self.parameters[i].data.clone()
 
     def memory_of(self, region: Region) -> list[memoryview] | None:
         """Returns the memory of the parameters in the order of a region; None if it is not theirs, byte for byte."""
@@ -172,6 +180,11 @@ class FlatParameters:
             for buffer, (here, there, count) in zip(buffers, merged, strict=True):
                 runs.append((buffer[here : here + count], theirs[there : there + count]))
         return runs
+
+
+def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """Returns the same memory as a tensor whose storage is no larger: torch.save writes a tensor's whole storage."""
+    return torch.from_dlpack(view) if view.device.type in ("cpu", "cuda") else view
 
 
 def _places(region: Region) -> list[torch.Tensor]:

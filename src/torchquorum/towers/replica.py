@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from torchquorum.errors import ConfigError
+from torchquorum.worker.flat import as_part
 
 PLAIN = (bool, int, float, str, type(None))
 MOST_WASTE = 2  # memory that is copied along, in parameters' worth, before they are copied one by one
@@ -67,9 +68,10 @@ class Replica:
     def _find_runs(self) -> None:
         """Finds what can be copied as one piece: parameters of one storage that nearly fill the memory between them."""
         self._runs, before, self._mirrors = [], self._mirrors, {}
-        together: dict[tuple[int, torch.dtype], list[tuple[nn.Parameter, nn.Parameter]]] = {}
-        for pair in self._parameters:
-            together.setdefault((pair[0].untyped_storage().data_ptr(), pair[0].dtype), []).append(pair)
+        together: dict[tuple[int, torch.dtype], list[tuple[torch.Tensor, nn.Parameter]]] = {}
+        for parameter, ours in self._parameters:
+            theirs = as_part(parameter)
+            together.setdefault((theirs.untyped_storage().data_ptr(), theirs.dtype), []).append((theirs, ours))
         for (_, dtype), pairs in together.items():
             pairs = [(theirs, ours) for theirs, ours in pairs if theirs.numel()]
             if not pairs:
@@ -77,7 +79,7 @@ class Replica:
             first = min(theirs.storage_offset() for theirs, _ in pairs)
             count = max(theirs.storage_offset() + _extent(theirs) for theirs, _ in pairs) - first
             if count > (1 + MOST_WASTE) * sum(theirs.numel() for theirs, _ in pairs):
-                self._runs += [(theirs.detach(), ours.detach()) for theirs, ours in pairs]
+                self._runs += [(theirs, ours.detach()) for theirs, ours in pairs]
                 continue
             shapes = tuple((p.storage_offset() - first, tuple(p.shape), p.stride()) for p, _ in pairs)
             key = (dtype, count, shapes, tuple(id(ours) for _, ours in pairs))
@@ -86,7 +88,7 @@ class Replica:
                 mirror = torch.empty(count, dtype=dtype, device=self.device)
                 for (offset, shape, stride), (_, ours) in zip(shapes, pairs, strict=True):
                     ours.data = mirror.as_strided(shape, stride, offset)
-            whole = pairs[0][0].detach().as_strided((count,), (1,), first)
+            whole = pairs[0][0].as_strided((count,), (1,), first)
             self._mirrors[key] = mirror
             self._runs.append((whole, mirror))
 

@@ -12,18 +12,21 @@ import ctypes
 import math
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchquorum.errors import ConfigError
 from torchquorum.placement.layout import CONSTANT, Layout, Region, Variable, padded
 from torchquorum.wire.channel import Pieces
 
 MOST_PIECES = 16  # a frame that would go to more places is received in one piece and copied
-Place = dict[int, tuple[torch.Tensor, int]]  # of each parameter: the buffer that it is a view of, and where
+Place = dict[int, tuple[torch.Tensor, int]]  # of each parameter: the buffer that it is a part of, and where
+_WHERE: Any = WeakTensorKeyDictionary()  # the same of all parameters in this process
 
 
 def describe(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[Variable], list[nn.Parameter]]:
@@ -78,7 +81,7 @@ class FlatParameters:
                 view = buffer[offset : offset + parameters[i].numel()]
                 view.copy_(parameters[i].detach().reshape(-1))
                 parameters[i].data = _with_own_storage(view).view(parameters[i].shape)
-                self._place[i] = (buffer, offset)
+                self._place[i] = _WHERE[parameters[i]] = (buffer, offset)
                 offset += taken
         # Of none on a backend whose tensors have no addresses, where it cannot be told whether they were moved.
         self._addresses = [(p, p.data_ptr(), i) for i, p in enumerate(parameters) if i in self._place and p.data_ptr()]
@@ -125,6 +128,7 @@ class FlatParameters:
         with suppress(torch.OutOfMemoryError):  # then the rest stays where it is, which serves as well
             for i in self._place:
                 self.parameters[i].data = self.parameters[i].data.clone()
+                _WHERE.pop(self.parameters[i], None)
 
     def memory_of(self, region: Region) -> list[memoryview] | None:
         """Returns the memory of the parameters in the order of a region; None if it is not theirs, byte for byte."""
@@ -180,6 +184,14 @@ class FlatParameters:
             for buffer, (here, there, count) in zip(buffers, merged, strict=True):
                 runs.append((buffer[here : here + count], theirs[there : there + count]))
         return runs
+
+
+def as_part(parameter: nn.Parameter) -> torch.Tensor:
+    """Returns a parameter as a part of the buffer that a session has moved it into, or as it is if none has."""
+    buffer, offset = _WHERE.get(parameter, (None, 0))
+    if buffer is None or buffer[offset:].data_ptr() != parameter.data_ptr():
+        return parameter.detach()
+    return buffer[offset : offset + parameter.numel()].view(parameter.shape)
 
 
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
     from torchquorum.session.join import join as join
     from torchquorum.session.session import Session as Session
     from torchquorum.towers.towers import Towers as Towers
+    from torchquorum.update.constraints import Clamp as Clamp
+    from torchquorum.update.constraints import MaxNorm as MaxNorm
+    from torchquorum.update.constraints import UnitNorm as UnitNorm
     from torchquorum.worker.capture import capture as capture
     from torchquorum.worker.optimizer import ExponentialDecay as ExponentialDecay
     from torchquorum.worker.optimizer import ExponentialMovingAverage as ExponentialMovingAverage

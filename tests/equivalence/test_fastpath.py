@@ -177,3 +177,16 @@ def test_where_the_ps_has_something_to_decide_the_board_stays_closed(
 ) -> None:
     train(Net, lambda m: optimizer(m.parameters(), lr=0.01), whole, steps=6, workers=3, rule=rule, **options)
     assert not made
+
+
+@pytest.mark.parametrize(("rule", "workers"), [(tq.Sync(), 2), (tq.Async(), 1)], ids=str)
+def test_a_clamp_after_each_update_is_made_by_the_workers_with_the_bits_of_the_ps(
+    rule: Any, workers: int, made: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"steps": 20, "workers": workers, "rule": rule, "after_update": tq.Clamp(-0.1, 0.1)}
+    ours, _ = train(Net, two_groups, whole if workers > 1 else backward, **options)
+    assert len(made) > 10, "the fast path was not used"
+    assert max(p.abs().max() for p in ours[:2]) == torch.tensor(0.1)
+    monkeypatch.setattr(policy, "supported", lambda: False)
+    theirs, _ = train(Net, two_groups, whole if workers > 1 else backward, **options)
+    assert same(ours, theirs)

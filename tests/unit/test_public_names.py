@@ -10,9 +10,9 @@ from torchquorum import lazy
 
 PUBLIC = {
     "torchquorum": """
-        Async Batches Bounded Buffered ClusterSpec EvaluateHook ExponentialDecay ExponentialMovingAverage Hook LaunchError
-        LogHook NanLossError Optimizer Ray Rule Session StopAtStepHook SummaryHook Sync Task TorchQuorumError Towers capture
-        data devices errors graph hooks join launch schedule tensorflow types
+        Async Batches Bounded Buffered Clamp ClusterSpec EvaluateHook ExponentialDecay ExponentialMovingAverage Hook LaunchError
+        LogHook MaxNorm NanLossError Optimizer Ray Rule Session StopAtStepHook SummaryHook Sync Task TorchQuorumError Towers
+        UnitNorm capture data devices errors graph hooks join launch schedule tensorflow types
     """,
     "torchquorum.data": """
         Example Feature FixedLenFeature Mnist Prefetcher RawFeature RecordError Split TFRecordDataset TFRecordWriter

@@ -7,7 +7,8 @@ is said by `torchquorum.update.kernels`.
 from __future__ import annotations
 
 from torchquorum.memory.lock import supported
-from torchquorum.update.kernels import SLICED_IN, kernel_for
+from torchquorum.update.constraints import constrained
+from torchquorum.update.kernels import SLICED_IN, Kernel, kernel_for
 from torchquorum.wire.messages import Plan
 
 
@@ -17,7 +18,12 @@ def may_have_fastpath(plan: Plan) -> bool:
         return False  # the ps writes each update to disk before any worker has it, so it makes the update itself
     if not supported() or plan.num_shards > 1 or plan.average is not None:
         return False
-    return mode_of(plan) is not None and kernel_for(plan.optimizer) is not None
+    return mode_of(plan) is not None and fastpath_kernel(plan) is not None
+
+
+def fastpath_kernel(plan: Plan) -> Kernel | None:
+    """Returns the kernel with which workers make the updates of a run; None if only the ps can."""
+    return constrained(kernel_for(plan.optimizer), plan.after_update)
 
 
 def mode_of(plan: Plan) -> str | None:

@@ -208,6 +208,7 @@ class CpuTurn:
             gradient = parameter.grad
             if gradient is None:
                 new[k].copy_(old[k])
+                self._kernel.without_gradient(new[k])
                 continue
             if own is not None:
                 gradient = own[k]

@@ -18,7 +18,7 @@ from torchquorum.server.shard import Shard
 from torchquorum.wire.messages import Create, Plan
 
 # What an update depends on: with any of these changed the same gradients would make other variables.
-DECISIVE = ("variables", "optimizer", "schedule", "average", "placement", "slice_bytes")
+DECISIVE = ("variables", "optimizer", "schedule", "average", "after_update", "placement", "slice_bytes")
 
 
 def plan_of_updates(plan: Plan) -> dict[str, Any]:
@@ -31,7 +31,7 @@ def check_plan(found: dict[str, Any], plan: Plan, folder: Path) -> None:
     """Raises JournalError if updates were made with another plan than they would be made with again."""
     ours = plan_of_updates(plan)
     for name in DECISIVE:
-        if found.get(name) != ours[name]:
+        if (found.get(name) or None) != (ours[name] or None):  # an older journal does not have what was not there
             shown = "" if name == "variables" else f": {found.get(name)}, here {ours[name]}"
             raise JournalError(
                 f"the journal in {folder} has updates that were made with another {name}{shown}. Start once with the "

@@ -14,7 +14,17 @@ from torchquorum.errors import RefusedError
 from torchquorum.placement.layout import check_same_variables
 from torchquorum.wire.messages import OptimizerSpec, Plan, ScheduleSpec
 
-_COMPARED = ("optimizer", "schedule", "average", "rule", "placement", "slice_bytes", "num_workers", "num_shards")
+_COMPARED = (
+    "optimizer",
+    "schedule",
+    "average",
+    "after_update",
+    "rule",
+    "placement",
+    "slice_bytes",
+    "num_workers",
+    "num_shards",
+)
 _SHOWN = 8
 
 

@@ -35,6 +35,7 @@ from torchquorum.server.snapshot import (
 from torchquorum.server.versions import SAVING, Versions
 from torchquorum.server.worker_table import WorkerTable
 from torchquorum.update.averages import Averages
+from torchquorum.update.constraints import Constraints
 from torchquorum.update.updater import Updater
 from torchquorum.wire.channel import Peer
 from torchquorum.wire.codec import Frame
@@ -80,6 +81,7 @@ class Shard:
             values_now = section_views(self.region, slot)
             self.update = Updater(self.region, plan.variables, plan.optimizer, plan.schedule, values_now)
             self.averages = Averages(plan.average, values_now) if plan.average is not None else None
+            self._constraints = Constraints(plan.after_update, layout, index)
         except Exception:
             self.versions.close()
             raise
@@ -299,6 +301,7 @@ class Shard:
         slots = self.versions.slots
         slot = self.versions.next_slot()
         mean = self.update.apply(slots.sections[self.versions.current], slots.sections[slot], gradients, absent)
+        self._constraints.apply(slots.sections[slot])
         if self.mean.wanted:
             self.mean.keep(version, mean, absent)
         return mean, slot

@@ -16,6 +16,7 @@ from torchquorum.session.config import Setup
 from torchquorum.session.durable import find_checkpoint, find_journal
 from torchquorum.session.folder import check_free
 from torchquorum.session.stop_condition import StopCondition
+from torchquorum.update.constraints import check_after_update
 from torchquorum.wire.messages import Plan
 from torchquorum.worker.flat import FlatParameters, describe
 from torchquorum.worker.link import Link
@@ -47,6 +48,7 @@ class Initializer:
             rule=optimizer.rule,
             schedule=optimizer.schedule,
             average=optimizer.average,
+            after_update=optimizer.after_update,
             num_shards=setup.task.num_ps,
             num_workers=setup.task.num_workers,
             placement=optimizer.placement,
@@ -59,9 +61,11 @@ class Initializer:
             tied=tied_names(setup.model),
             min_workers=setup.task.min_workers if setup.task.cluster.elastic else 0,
         )
+        layout = plan.layout()
+        check_after_update(plan.after_update, layout)
         self._buffers.describe(plan)
         if self.flat is None:
-            self.flat = FlatParameters(plan.layout(), parameters)
+            self.flat = FlatParameters(layout, parameters)
             if setup.restore.start_afresh:  # now: a chief that goes on with live variables loads those
                 self._reset(self.flat.parameters)
         return plan, self.flat

@@ -40,6 +40,9 @@ class Kernel(Protocol):
     state: ClassVar[tuple[str, ...]]
     """The tensors that the optimizer keeps for each element. Slots hold values only, so these must be none yet."""
 
+    hides_infinity: bool
+    """Whether finite values may come of an infinite gradient."""
+
     @staticmethod
     def takes(options: Mapping[str, Any]) -> bool:
         """Whether it can make the updates of a parameter group with these options of the torch.optim class."""
@@ -53,11 +56,16 @@ class Kernel(Protocol):
         """Replaces the values by the next ones, as on a GPU, where only the parameters are."""
         ...
 
+    def without_gradient(self, values: torch.Tensor) -> None:
+        """Does to values of the next version what is done to a variable that has no gradient: mostly nothing."""
+        ...
+
 
 class PlainSgd:
     """SGD without state: new = old - rate * gradient, in the one operation that torch.optim uses."""
 
     state: ClassVar[tuple[str, ...]] = ()
+    hides_infinity = False
     _not_plain = ("momentum", "weight_decay", "maximize", "fused", "foreach", "differentiable")
 
     @staticmethod
@@ -73,6 +81,9 @@ class PlainSgd:
     def update(self, values: torch.Tensor, gradient: torch.Tensor, rate: float) -> None:
         """Replaces the values by the next ones."""
         values.add_(gradient, alpha=-rate)
+
+    def without_gradient(self, values: torch.Tensor) -> None:
+        """They stay as they are."""
 
 
 KERNELS: dict[str, type[Kernel]] = {"SGD": PlainSgd}

@@ -12,6 +12,9 @@ import msgspec
 
 from torchquorum.version import __version__
 from torchquorum.wire.plan import (
+    AfterSpec as AfterSpec,
+)
+from torchquorum.wire.plan import (
     AverageSpec as AverageSpec,
 )
 from torchquorum.wire.plan import (

@@ -34,6 +34,14 @@ class AverageSpec(msgspec.Struct):
     num_updates: bool
 
 
+class AfterSpec(msgspec.Struct):
+    """What is done to variables after every update, as it travels: a name and its numbers; `only` names some of the variables."""
+
+    name: str
+    arguments: dict[str, Any]
+    only: list[str] = []
+
+
 class BufferSpec(msgspec.Struct, frozen=True):
     """A buffer of the model, such as a running mean: its name, shape, and dtype as torch names it without the prefix."""
 
@@ -55,6 +63,7 @@ class Plan(msgspec.Struct, kw_only=True):
     num_workers: int
     schedule: ScheduleSpec | None = None
     average: AverageSpec | None = None
+    after_update: list[AfterSpec] = []
     placement: str = "round_robin"
     slice_bytes: int | None = None
     last_step: int | None = None

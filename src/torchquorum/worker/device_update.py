@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -59,12 +60,18 @@ class DeviceTurn:
         # The parameters hold the current version, or will when the GPU comes to what follows.
         summed = self._update(rates)
         self._exchange.put(0, target)
-        total = None if summed else sum(p.detach().sum(dtype=torch.float32) for p in self._floating)
+        total = None if summed else self._total()
         self._exchange.settle()
         # The GPU is done: the slot holds the next version.
         if total is None:
             return self._flat.gradients is not None and self._flat.gradients.finite()
         return math.isfinite(float(total))
+
+    def _total(self) -> Any:
+        """Returns a number that is not finite if a gradient was not."""
+        if not self._kernel.hides_infinity:
+            return sum(p.detach().sum(dtype=torch.float32) for p in self._floating)
+        return sum(p.grad.sum(dtype=torch.float32) for p in self._floating if p.grad is not None)
 
     def _update(self, rates: Sequence[float]) -> bool:
         """Updates the parameters; True if the gradients come with their sum, which tells whether they are finite."""
@@ -79,6 +86,8 @@ class DeviceTurn:
                 if gradient.layout != torch.strided:
                     gradient = gradient.to_dense()
                 self._kernel.update(parameter.data, gradient, rates[group])
+            else:
+                self._kernel.without_gradient(parameter.data)
         return False
 
 

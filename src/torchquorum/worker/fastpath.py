@@ -11,10 +11,9 @@ from functools import partial
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.fastpath.page import FastPage
 from torchquorum.fastpath.participant import Participant
-from torchquorum.fastpath.policy import mode_of
+from torchquorum.fastpath.policy import fastpath_kernel, mode_of
 from torchquorum.fastpath.steps import FastPathSteps, WorkerMemory, round_steps, turn_steps
 from torchquorum.memory.slots import Slots
-from torchquorum.update.kernels import kernel_for
 from torchquorum.wire.messages import MemoryRef, Plan
 from torchquorum.worker.device_update import DeviceRound, DeviceTurn
 from torchquorum.worker.exchange import Exchange
@@ -41,7 +40,7 @@ def open_fastpath(
         versions: The ps's slots.
         clock: Tells the time.
     """
-    own, kernel = exchange.memory_of(0), kernel_for(plan.optimizer)
+    own, kernel = exchange.memory_of(0), fastpath_kernel(plan)
     if own is None:
         return None
     assert kernel is not None, "a ps has no page for an optimizer that workers cannot run"

@@ -14,6 +14,7 @@ import torch
 
 from torchquorum.errors import ConfigError, LostPlaceError, TaskLostError
 from torchquorum.rules import Rule, Sync
+from torchquorum.update.constraints import read_after_update
 from torchquorum.wire.messages import AverageSpec, OptimizerSpec, ScheduleSpec
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.link import Link
@@ -113,6 +114,7 @@ class Optimizer:
         placement: How variables are placed on ps tasks: `round_robin` or `greedy`.
         slice_bytes: A variable of more bytes is sliced over all ps tasks.
         average: Moving averages of the variables, see `tq.ExponentialMovingAverage`; evaluate with `session.averaged()`.
+        after_update: What is done to the variables after every update, where that is made: `tq.Clamp`, `tq.MaxNorm`, `tq.UnitNorm`.
         allow_nonfinite: Apply gradients with NaN or infinity, as plain PyTorch does; by default they are refused.
     """
 
@@ -125,6 +127,7 @@ class Optimizer:
         placement: str = "round_robin",
         slice_bytes: int | None = None,
         average: AverageSpec | None = None,
+        after_update: Any = None,
         allow_nonfinite: bool = False,
     ) -> None:
         if isinstance(optimizer, Optimizer):
@@ -139,6 +142,7 @@ class Optimizer:
         self.rule = rule if rule is not None else Sync()
         self.schedule = _as_schedule(schedule)
         self.placement, self.slice_bytes, self.average = placement, slice_bytes, average
+        self.after_update = read_after_update(after_update)
         self.allow_nonfinite = allow_nonfinite
         self._nonfinite = Nonfinite()
         self.last: Step | None = None

@@ -32,6 +32,7 @@ THEMES = {
     "Data": ("data",),
     "Hooks, evaluation, summaries": ("session.hooks",),
     "Launching": ("launcher",),
+    "Simulation": ("simulation",),
     "Errors": ("errors",),
 }
 MORE = "More"

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torchquorum.session.join import Task as Task
     from torchquorum.session.join import join as join
     from torchquorum.session.session import Session as Session
+    from torchquorum.simulation.simulate import simulate as simulate
     from torchquorum.towers.towers import Towers as Towers
     from torchquorum.update.constraints import Clamp as Clamp
     from torchquorum.update.constraints import MaxNorm as MaxNorm

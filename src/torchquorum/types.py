@@ -1,4 +1,4 @@
-"""`tq.types`: what calls of `tq` return or pass on and no program makes itself, for annotations. The block is the list."""
+"""`tq.types`: what calls of `tq` return or take beside plain values. The block is the list."""
 
 from typing import TYPE_CHECKING
 
@@ -7,6 +7,10 @@ from torchquorum.lazy import load_when_used
 if TYPE_CHECKING:
     from torchquorum.cluster import TaskId as TaskId
     from torchquorum.session.share import Share as Share
+    from torchquorum.simulation.books import Simulated as Simulated
+    from torchquorum.simulation.network import Network as Network
+    from torchquorum.simulation.scenario import Scenario as Scenario
+    from torchquorum.simulation.scenario import SlowDown as SlowDown
     from torchquorum.worker.capture import CapturedStep as CapturedStep
     from torchquorum.worker.step import Step as Step
 else:

@@ -12,7 +12,7 @@ PUBLIC = {
     "torchquorum": """
         Async Batches Bounded Buffered Clamp ClusterSpec EvaluateHook ExponentialDecay ExponentialMovingAverage Hook LaunchError
         LogHook MaxNorm NanLossError Optimizer Ray Rule Session StopAtStepHook SummaryHook Sync Task TorchQuorumError Towers
-        UnitNorm capture data devices errors graph hooks join launch schedule tensorflow types
+        UnitNorm capture data devices errors graph hooks join launch schedule simulate tensorflow types
     """,
     "torchquorum.data": """
         Example Feature FixedLenFeature Mnist Prefetcher RawFeature RecordError Split TFRecordDataset TFRecordWriter
@@ -24,7 +24,7 @@ PUBLIC = {
     "torchquorum.tensorflow": """
         ConfigProto Coordinator GPUOptions allow_soft_placement constant l2_regularizer log_device_placement
     """,
-    "torchquorum.types": "CapturedStep Share Step TaskId",
+    "torchquorum.types": "CapturedStep Network Scenario Share Simulated SlowDown Step TaskId",
     "torchquorum.errors": """
         AddressInUseError ClusterError ConfigError DataError DeadlineError DeviceError FlagError GraphError LaunchError
         LostCreationError LostPlaceError LostVariablesError NanLossError NonfiniteError RefusedError SavedElsewhereError

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from torchquorum.rules.presets import Rule
 
 LIVENESS_S = 5.0
+QUORUM, SLOWEST = "the quorum", "the slowest worker"  # what workers wait for
 
 
 def remembered_lives(num_workers: int) -> int:
@@ -198,6 +199,7 @@ class Quorum:
     idle: int = 0
     replaced: dict[tuple[int, int], int] = field(default_factory=dict)
     _clocks: Counter[int] = field(default_factory=Counter)  # how many live workers are at each clock
+    _low: int = 0  # the slowest clock when it was last asked for
     _slowest: int = 0  # the slowest clock when waiting workers were last checked
     _came_back: bool = False  # a worker came back, and `_settle` has not run since
 
@@ -219,7 +221,7 @@ class Quorum:
                 return []
             self.seen(worker, incarnation, now)
             known.fenced = False
-            return self._settle() if known.held else [self._release(worker), *self._settle()]
+            return self._settle(worker) if known.held else [self._release(worker), *self._settle()]
         if known is not None:
             self._mark(worker, alive=False, held=False)
             self.replaced[worker, known.incarnation] = known.local_step
@@ -288,7 +290,7 @@ class Quorum:
         known = self.workers.get(worker)
         if known is None or known.incarnation != incarnation or not known.alive:
             return []
-        return [self._bury(worker, why), *self._settle()]
+        return [self._bury(worker, why), *self._settle(worker)]
 
     def somebody_silent(self, now: float) -> bool:
         """Whether `expire` would declare a worker dead, or a worker came back and `_settle` has not run since."""
@@ -297,10 +299,10 @@ class Quorum:
     def expire(self, now: float) -> list[Action]:
         """Time has passed: workers that were silent for `liveness_s` are declared dead."""
         silent_s = {i: now - w.last_seen for i, w in self.workers.items() if w.alive}
-        died: list[Action] = [
+        died = [
             self._bury(i, f"not heard of for {s:.1f} s") for i, s in sorted(silent_s.items()) if s > self.liveness_s
         ]
-        return [*died, *self._settle()] if died or self._came_back else []
+        return [*died, *self._settle(*(d.worker for d in died))] if died or self._came_back else []
 
     def push(self, key: Key, version: int, now: float, *, finite: bool = True) -> list[Action]:
         """A gradient, computed at `version`, has arrived completely."""
@@ -355,15 +357,19 @@ class Quorum:
             return Wait("a batch: others have those that are left", 0, 1, ())
         if known is None or not known.held:
             return None
-        if self._counted_in_round(known):
+        if self.cause_of_wait(worker) == QUORUM:
             given = {key.worker for key in self.round}
             short = self.live < self.needed  # then workers that gave were asked again
             counted = [i for i in self.alive if self.workers[i].counted]
             missing = tuple(i for i in counted if (not self.workers[i].held if short else i not in given))
-            return Wait("the quorum", len(self.round), self.needed, missing)
+            return Wait(QUORUM, len(self.round), self.needed, missing)
         slowest = self._slowest_clock()
         missing = tuple(i for i in self.alive if self.workers[i].counted and self.workers[i].clock == slowest)
-        return Wait("the slowest worker", known.clock - slowest, self.rule.max_lead or 0, missing)
+        return Wait(SLOWEST, known.clock - slowest, self.rule.max_lead or 0, missing)
+
+    def cause_of_wait(self, worker: int) -> str:
+        """Returns what a held worker waits for, in words; `waits_for` says more, and takes longer."""
+        return QUORUM if self._counted_in_round(self.workers[worker]) else SLOWEST
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 
@@ -391,11 +397,11 @@ class Quorum:
             return Reason.ALREADY_IN_ROUND
         return Reason.FRESH if staleness <= 0 else Reason.WITHIN_BOUND
 
-    def _settle(self, pushed: int | None = None) -> list[Action]:
+    def _settle(self, *changed: int) -> list[Action]:
         """Closes the round if it is full, then releases every worker whose wait is over.
 
-        After a push that changed nothing for the others only the pusher is checked, so the cost of a round is linear in
-        its gradients, not quadratic.
+        Only the workers that `changed` are checked, unless the event changed what others wait for: so the cost of a round is
+        linear in its gradients, not quadratic.
         """
         actions: list[Action] = []
         while len(self.round) >= self.needed and not self.stopped:
@@ -405,8 +411,9 @@ class Quorum:
             actions.append(Applied(keys, self.version))
             self.stopped = self._finished()
         slowest = self._slowest_clock() if self.rule.max_lead is not None else 0
-        all_stand = not (actions or self.stopped or slowest != self._slowest)
-        looked_at = [pushed] if pushed is not None and all_stand else sorted(self.held)
+        closed = bool(actions) and self.rule.once_per_round
+        for_all = closed or self.stopped or slowest != self._slowest
+        looked_at = sorted(self.held if for_all else self.held.intersection(changed))
         self._slowest, self._came_back = slowest, False
         actions += [self._release(i) for i in looked_at if not self._must_wait(self.workers[i], slowest)]
         return actions + self._ask_for_more()
@@ -439,7 +446,10 @@ class Quorum:
         return [self._release(i) for i in idle[:wanted]]
 
     def _slowest_clock(self) -> int:
-        return min(self._clocks, default=0)
+        """Returns the clock of the slowest live worker, which only grows: nobody joins or comes back below it."""
+        if self._low not in self._clocks:
+            self._low = self._low + 1 if self._low + 1 in self._clocks else min(self._clocks, default=self._low)
+        return self._low
 
     def _level(self) -> int:
         """Returns the clock of a worker that joins now: that of the slowest live worker, or the highest if none lives."""

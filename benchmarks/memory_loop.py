@@ -24,5 +24,6 @@ optimizer = tq.Optimizer(
 )
 with tq.Session(task, model, optimizer, max_seconds=300) as session:
     while not session.should_stop():
-        if optimizer.step().local_step == 30:
+        optimizer.step()
+        if optimizer.last.local_step == 30:
             print("at work", flush=True)

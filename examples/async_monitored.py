@@ -76,7 +76,8 @@ def main() -> None:
             loss = cross_entropy(model(xs), ys) + regularizer(model)
             optimizer.zero_grad()
             loss.backward()
-            step = optimizer.step(loss=loss)
+            optimizer.step(loss=loss)
+            step = optimizer.last
             if step.local_step % 100 == 0:
                 # All workers advance the global step, so it is the number of batches used by all of them together.
                 sec_per_batch = (time.time() - start_time) / max(1, step.version)

@@ -81,7 +81,8 @@ def main() -> None:
             loss = cross_entropy(model(x), y)
             optimizer.zero_grad()
             loss.backward()
-            step = optimizer.step(loss=loss)
+            optimizer.step(loss=loss)
+            step = optimizer.last
             count = f"traing step {step.local_step} dome (global step:{step.version})"
             print(f"{time.time():f}: Worker {task.index}: {count}", flush=True)
             if step.local_step % 100 == 0:

@@ -82,7 +82,8 @@ def main() -> None:
             loss = cross_entropy(model(xs), ys) + regularizer(model)
             optimizer.zero_grad()
             loss.backward()
-            step = optimizer.step(loss=loss)
+            optimizer.step(loss=loss)
+            step = optimizer.last
             if not step.accepted:
                 refused[step.reason] += 1
             if step.local_step % 100 == 0:

@@ -79,7 +79,8 @@ def main() -> None:
             loss = cross_entropy(model(xs), ys) + regularizer(model)
             optimizer.zero_grad()
             loss.backward()
-            step = optimizer.step(loss=loss)
+            optimizer.step(loss=loss)
+            step = optimizer.last
             if step.local_step % 100 == 0:
                 # A global step is an update of n_workers gradients; a worker that is alone gives all of them itself.
                 sec_per_batch = (time.time() - start_time) / max(1, step.version)

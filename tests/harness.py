@@ -161,7 +161,8 @@ def train(
             while not session.should_stop():
                 optimizer.zero_grad()
                 backward(model, task.index, session.local_step)
-                seen.append(optimizer.step())
+                optimizer.step()
+                seen.append(optimizer.last)
             session.pull()
         return [p.detach().clone() for p in model.parameters()], seen
 

@@ -91,7 +91,8 @@ def main() -> None:
                 gate(args.gates, "middle")
             if session.local_step == args.gate_at + 2:
                 gate(args.gates, "late")
-            step = optimizer.step(loss=1.0)
+            optimizer.step(loss=1.0)
+            step = optimizer.last
             print(f"local {step.local_step} global {step.version} accepted {step.accepted} {step.reason}", flush=True)
             assert model.value() == (step.version, step.version), (model.value(), step)
             time.sleep(args.pause)

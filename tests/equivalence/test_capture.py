@@ -224,7 +224,6 @@ def test_a_gradient_that_is_not_finite_is_refused() -> None:
         with tq.Session(task, model, optimizer, last_step=STEPS, patience=PATIENCE):
             for k, (x, y) in enumerate(batches(STEPS + 1)):
                 step(x * float("inf") if k == 8 else x, y)
-                assert optimizer.last is not None
                 reason = optimizer.last.reason if k == 8 else reason
         return reason, all(bool(torch.isfinite(p).all()) for p in model.parameters())
 

@@ -102,7 +102,8 @@ def count(cluster: Cluster, rule: Any, steps: int, folder: Path | None = None, *
             task, model, optimizer, last_step=steps, logdir=logdir, patience=PATIENCE, wait_for_workers=3, **options
         ) as session:
             while not session.should_stop():
-                step = optimizer.step(loss=1.0)
+                optimizer.step(loss=1.0)
+                step = optimizer.last
                 assert set(model.count.tolist()) == {step.version}
             assert session.pull() == steps == int(model.count[0])
 
@@ -151,7 +152,8 @@ def test_a_gradient_that_is_not_finite_is_refused_and_the_board_is_used_again(ma
                 model.count.grad = -torch.ones(300)
                 if session.local_step in (5, 6, 9):
                     model.count.grad[17] = float("inf") if session.local_step == 6 else float("nan")
-                step = optimizer.step()
+                optimizer.step()
+                step = optimizer.last
                 reasons.append((step.accepted, step.reason))
                 assert model.count[17].item() == step.version
 

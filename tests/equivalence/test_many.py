@@ -116,7 +116,8 @@ def test_thousands_of_concurrent_pushes_of_ones_sum_exactly(ps: int, transport: 
         model.count.grad = -torch.ones(50_000)
         with tq.Session(task, model, optimizer, last_step=steps, patience=PATIENCE) as session:
             while not session.should_stop():
-                step = optimizer.step()
+                optimizer.step()
+                step = optimizer.last
                 low, high = int(model.count.min()), int(model.count.max())
                 if not low == high == step.version:
                     mixed.append(f"version {step.version} holds {low} to {high}")
@@ -142,7 +143,8 @@ def test_async_stops_exactly_at_the_last_step_and_says_so() -> None:
             while not session.should_stop():
                 optimizer.zero_grad()
                 backward(model, task.index, session.local_step)
-                seen.append(optimizer.step())
+                optimizer.step()
+                seen.append(optimizer.last)
         return seen
 
     steps = [s for seen in cluster.run(*[work] * 3) for s in seen]
@@ -161,7 +163,8 @@ def test_a_pipelined_worker_loses_nothing_and_is_one_version_behind() -> None:
         seen = []
         with tq.Session(task, model, optimizer, last_step=40, patience=PATIENCE) as session:
             while not session.should_stop():
-                seen.append(optimizer.step())
+                optimizer.step()
+                seen.append(optimizer.last)
             session.pull()
         return model.count.detach(), seen
 
@@ -185,7 +188,8 @@ def test_a_late_worker_joins_and_both_then_count_once() -> None:
             if task.index == 1:
                 joined.set()
             while not session.should_stop():
-                step = optimizer.step()
+                optimizer.step()
+                step = optimizer.last
                 seen.append((step.local_step, step.version))
                 if step.version == 50 and not halfway.is_set():
                     halfway.set()

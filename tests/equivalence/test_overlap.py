@@ -74,7 +74,7 @@ def scaled(model: nn.Module, optimizer: tq.Optimizer, x: torch.Tensor, y: torch.
     scaler = torch.amp.GradScaler(x.device.type, init_scale=256.0)
     optimizer.zero_grad()
     scaler.scale(cross_entropy(model(x), y)).backward()
-    scaler.unscale_(optimizer.inner)
+    scaler.unscale_(optimizer)
     return optimizer.step()
 
 

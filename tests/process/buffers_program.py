@@ -38,7 +38,8 @@ with make_session(args, task, model, optimizer, buffers=args.buffers) as session
     while not session.should_stop():
         optimizer.zero_grad()
         model().backward()
-        step = optimizer.step()
+        optimizer.step()
+        step = optimizer.last
         assert bool((model.seen == model.seen[0]).all())
         if task.num_workers == 1:  # then every batch is an update, also after a recovery
             assert model.seen[0].item() == step.version, (model.seen[0].item(), step)

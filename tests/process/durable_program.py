@@ -31,7 +31,8 @@ def main() -> None:
             optimizer.zero_grad()
             loss = (model(x) ** 2).mean()
             loss.backward()
-            step = optimizer.step(loss=loss)
+            optimizer.step(loss=loss)
+            step = optimizer.last
             # What a worker is told when `step` returns is what must never be lost.
             print(f"told {step.version} accepted {step.accepted} {step.reason}", flush=True)
             batch += 1

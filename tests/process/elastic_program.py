@@ -39,7 +39,8 @@ with make_session(args, task, model, optimizer) as session:
                 time.sleep(0.01)
         time.sleep(args.pause)
         model.uses.grad = torch.zeros(args.rows).index_fill_(0, row, -float(rule.needed(task.num_workers)))
-        step = optimizer.step()
+        optimizer.step()
+        step = optimizer.last
         if not step.accepted:
             print(f"worker {task.index}: {share.number} refused: {step.reason}", flush=True)
         elif session.global_step % 10 == 0:

@@ -63,7 +63,8 @@ with tq.Session(
         images, labels = next(batches)
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(images), labels).backward()
-        step = optimizer.step()
+        optimizer.step()
+        step = optimizer.last
         print(f"global {step.version} ", flush=True)
         if step.version == args.pull_for_ever_at:
             print("pulling", flush=True)

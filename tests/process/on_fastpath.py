@@ -88,7 +88,8 @@ options = {"last_step": args.steps, "liveness_s": 1.5, "patience": patience, "wa
 with tq.Session(task, model, optimizer, **options) as session:
     print("started", flush=True)
     while not session.should_stop():
-        result = optimizer.step()
+        optimizer.step()
+        result = optimizer.last
         assert set(model.weight.detach().flatten().tolist()) == {float(result.version)}, result
         if not result.accepted:
             print(f"refused {result.reason}", flush=True)

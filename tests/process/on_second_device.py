@@ -170,7 +170,8 @@ def a_session_trains_a_model_in_parts(folder: str = "") -> None:
                 optimizer.zero_grad()
                 loss = nn.functional.cross_entropy(model(x), y)
                 loss.backward()
-                losses.append(optimizer.step(loss=loss) and loss.item())
+                optimizer.step(loss=loss)
+                losses.append(loss.item())
         return losses
 
     alone = train(None, None)

@@ -43,7 +43,8 @@ hooks = [tq.SummaryHook(every_steps=2)] if args.summaries else []
 with make_session(args, task, model, optimizer, hooks=hooks) as session:
     print(f"started at {session.global_step} over {'+'.join(session.transports)}", flush=True)
     while not session.should_stop():
-        step = optimizer.step(loss=1.0)
+        optimizer.step(loss=1.0)
+        step = optimizer.last
         print(f"local {step.local_step} global {step.version} accepted {step.accepted} {step.reason}", flush=True)
         assert int(model.count.min()) == int(model.count.max()) == int(model.other[0]) == step.version
         if step.local_step == args.fail_at:

@@ -105,7 +105,8 @@ def train(
         ) as session:
             all_in.wait(20)
             while not session.should_stop():
-                seen.append(optimizer.step())
+                optimizer.step()
+                seen.append(optimizer.last)
                 if model.value() != (seen[-1].version, seen[-1].version):
                     mixed.append(f"worker {task.index}: version {seen[-1].version} holds {model.value()}")
             assert session.pull() == LAST_STEP

@@ -42,7 +42,8 @@ def run(
                 model.a.grad = torch.ones(5, dtype=dtype)
                 model.b.grad = torch.ones(3, dtype=dtype)
                 model.b.grad[1] = gradients.get(session.local_step + 1, 1.0)
-                steps.append(optimizer.step())
+                optimizer.step()
+                steps.append(optimizer.last)
         return torch.cat([model.a, model.b]).detach(), steps
 
     return Cluster(ps=ps).run(work)[0]

@@ -71,10 +71,17 @@ class _Shard(Protocol):
 
 
 class _Leader(Protocol):
-    """The leader. `refuses_next`: the next gradient of a live worker will be refused, which only the ps can do."""
+    """The leader. `refuses_next`: the next gradient of a live worker will be refused, which only the ps can do.
+
+    `changes_settings`: the next update has other settings, which it cannot get on the fast path.
+    """
 
     @property
     def quorum(self) -> Quorum: ...
+    @property
+    def lead(self) -> int: ...
+    @property
+    def changes_settings(self) -> bool: ...
     def refuses_next(self, worker: int, /) -> bool: ...
     def arrived_by_fastpath(self, record: GradientRecord, /) -> None: ...
 
@@ -116,6 +123,8 @@ class FastPathHost:
             return False
         if quorum.round or quorum.held or shard.busy or self._saves():
             return False
+        if self._leader.changes_settings or not shard.update.has_kernel:
+            return False
         if self._rounds and quorum.live < shard.plan.num_workers:
             return False
         return all(
@@ -133,7 +142,7 @@ class FastPathHost:
             # First the id: a worker that waits without the lock must not take a version of this opening for its own.
             words.opening_id += 1
             page.publish(shard.version, shard.versions.current)
-            words.limit, words.writer, words.full = self._limit, NOBODY, -1
+            words.limit, words.writer, words.full, words.lead = self._limit, NOBODY, -1, self._leader.lead
             page.workers.begin_rounds()
             page.workers.clear_seats()
             for worker in range(page.num_workers):
@@ -144,6 +153,8 @@ class FastPathHost:
                     page.workers.admit(worker, 0, None)
                 leased = shard.versions.leased(worker)
                 page.workers.leases[worker] = -1 if leased is None else leased
+            if shard.plan.schedule is None:
+                page.rates.hold(shard.version, shard.update.lr)
             self._publish_rates()
             page.ps_looks()
             # Everything is in place: from this word on workers use the page, once the lock is free.
@@ -196,7 +207,9 @@ class FastPathHost:
             self._leader.arrived_by_fastpath(r)
 
     def _publish_rates(self) -> None:
-        """Writes the learning rates of the next updates, some at a time; workers read none before it is counted."""
+        """Writes a schedule's rates of the next updates, some at a time; workers read none before it is counted."""
+        if self._shard.plan.schedule is None:
+            return
         table, made, version = self._page.rates, self._page.version, self._shard.version
         if table.known < version:
             table.begin(version)

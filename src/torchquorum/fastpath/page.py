@@ -38,6 +38,7 @@ class PageWords(ctypes.Structure):
         opening_id: How often the page was opened; may be read without the lock.
         writer: The worker whose turn it is to write the next version, or NOBODY; may be read without the lock.
         limit: The last version that workers may make.
+        lead: The worker whose program says with which learning rates updates are made.
         full: The version for whose round all gradients have been given; may be read without the lock.
         target: The slot into which the version `full` is written.
         head: The current version and its slot, see `FastPage.version`; may be read without the lock.
@@ -50,6 +51,7 @@ class PageWords(ctypes.Structure):
         ("opening_id", ctypes.c_int64),
         ("writer", ctypes.c_int64),
         ("limit", ctypes.c_int64),
+        ("lead", ctypes.c_int64),
         ("full", ctypes.c_int64),
         ("target", ctypes.c_int64),
         ("head", ctypes.c_int64),
@@ -60,6 +62,7 @@ class PageWords(ctypes.Structure):
     opening_id: int
     writer: int
     limit: int
+    lead: int
     full: int
     target: int
     head: int
@@ -91,7 +94,7 @@ class FastPage:
             at += size
         self.words = PageWords.from_buffer(parts[0])
         self.workers, self.rates = WorkerColumns(parts[1], num_workers), RateTable(parts[2], num_groups)
-        self.records = RecordRing(parts[3], num_workers, clock)
+        self.records = RecordRing(parts[3], num_workers, clock, self.rates)
         if create:
             self.words.writer = NOBODY
             for worker in range(num_workers):

@@ -7,7 +7,7 @@ after `wait_s`, when the page is closed, or when a frozen process holds the lock
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torchquorum.clock import SYSTEM, Clock
@@ -31,7 +31,8 @@ class MadeVersion:
         met: The version that it was made from.
         version: Its number.
         slot: Where it lies.
-        rates: The learning rates of the next update.
+        rates: The learning rates of the next update, as far as they are known.
+        used: Those that it was made with.
         loaded: The parameters hold it already.
         reading: A GPU may still be reading its slot.
     """
@@ -40,6 +41,7 @@ class MadeVersion:
     version: int
     slot: int
     rates: list[float]
+    used: list[float]
     loaded: bool = False
     reading: bool = False
 
@@ -84,6 +86,10 @@ class Participant:
             and version + 1 < page.rates.known
             and page.records.room >= page.num_workers
         )
+
+    def own_rates(self, rates: Sequence[float] | None) -> Sequence[float] | None:
+        """Returns the learning rates of this worker's program, if it has some and they count; under the lock."""
+        return rates if self.page.words.lead == self.worker and self.page.rates.held else None
 
     def still_in(self, opening_id: int) -> bool:
         """Whether the page is open and was not closed since an opening; under the lock."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import math
 import struct
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torchquorum.clock import Clock
+from torchquorum.fastpath.tables import RateTable
 from torchquorum.rules.quorum import Key
 
 RECORDS = 8192
@@ -32,7 +33,10 @@ class GradientId:
 
 @dataclass(frozen=True, slots=True)
 class GradientRecord:
-    """One gradient that became part of `version`, in `slot`; `now` and `wall` are when it was given."""
+    """One gradient that became part of `version`, in `slot`; `now` and `wall` are when it was given.
+
+    `rates` are the learning rates of that update, where a program sets them; they lie in the page's table.
+    """
 
     worker: int
     incarnation: int
@@ -44,6 +48,7 @@ class GradientRecord:
     loss: float | None
     wall: float
     now: float
+    rates: tuple[float, ...] = ()
 
     @property
     def key(self) -> Key:
@@ -60,10 +65,10 @@ class _Counts(ctypes.Structure):
 class RecordRing:
     """A ring of records, and behind it one record for each worker: what it has given to the round that is being made."""
 
-    def __init__(self, memory: memoryview, num_workers: int, clock: Clock) -> None:
+    def __init__(self, memory: memoryview, num_workers: int, clock: Clock, rates: RateTable | None = None) -> None:
         self._counts = _Counts.from_buffer(memory)
         self._records = memory[ctypes.sizeof(_Counts) :]
-        self._num_workers, self._ring, self._clock = num_workers, RECORDS - num_workers, clock
+        self._num_workers, self._ring, self._clock, self._rates = num_workers, RECORDS - num_workers, clock, rates
 
     @staticmethod
     def size_bytes() -> int:
@@ -135,5 +140,19 @@ class RecordRing:
         )
 
     def _read(self, index: int) -> GradientRecord:
-        found = GradientRecord(*_RECORD.unpack_from(self._records, index * _RECORD.size))
-        return replace(found, loss=None) if found.loss is not None and math.isnan(found.loss) else found
+        worker, incarnation, local_step, request, computed_at, version, slot, loss, wall, now = _RECORD.unpack_from(
+            self._records, index * _RECORD.size
+        )
+        return GradientRecord(
+            worker=worker,
+            incarnation=incarnation,
+            local_step=local_step,
+            request=request,
+            computed_at=computed_at,
+            version=version,
+            slot=slot,
+            loss=None if math.isnan(loss) else loss,
+            wall=wall,
+            now=now,
+            rates=tuple(self._rates.of(version - 1)) if self._rates is not None and self._rates.held else (),
+        )

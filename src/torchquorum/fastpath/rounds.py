@@ -151,12 +151,14 @@ class RoundSteps:
         """The worker has copied the version."""
         self._user.done()
 
-    def step(self, gradient: GradientId, loss: Callable[[], float | None]) -> MadeVersion | None:
+    def step(
+        self, gradient: GradientId, loss: Callable[[], float | None], rates: Sequence[float] | None = None
+    ) -> MadeVersion | None:
         """Makes an update with the gradients of all workers, or returns None: then this worker pushes by message."""
         user, page, words = self._user, self._user.page, self._user.page.words
         version, value = gradient.computed_at + 1, loss()
         # Lock held inside: our gradient counts; the last worker to give chooses the slot and makes the round full.
-        begun = self._give(gradient, value, version)
+        begun = self._give(gradient, value, version, rates)
         if begun is None:
             return None
         opening_id, current = begun
@@ -165,8 +167,8 @@ class RoundSteps:
         # The round is full: every worker has `target` in use, and every gradient stays where it is until the round is over.
         if not self._gradients.follow(self._reach):
             return self._abandon()
-        target, writer = words.target, next(w for w in self._writers if w.ready())
-        writer.write(self._gradients.sections, current, target, page.rates.of(gradient.computed_at))
+        target, writer, used = words.target, next(w for w in self._writers if w.ready()), page.rates.of(version - 1)
+        writer.write(self._gradients.sections, current, target, used)
         # Our part is written; lock held inside: the last worker to finish records the round and publishes the version.
         if not self._finish(version, target, opening_id):
             return self._abandon()
@@ -174,10 +176,12 @@ class RoundSteps:
             return self._abandon()
         # The version is published, and `target` stays in use by us until it has been copied.
         writer.finish(target)
-        rates = page.rates.of(version)
-        return MadeVersion(gradient.computed_at, version, target, rates, loaded=writer.loads, reading=writer.loads)
+        after, loads = page.rates.of(version), writer.loads
+        return MadeVersion(gradient.computed_at, version, target, after, used, loaded=loads, reading=loads)
 
-    def _give(self, gradient: GradientId, loss: float | None, version: int) -> tuple[int, int] | None:
+    def _give(
+        self, gradient: GradientId, loss: float | None, version: int, rates: Sequence[float] | None
+    ) -> tuple[int, int] | None:
         """Gives our gradient to the round; returns the opening and the current slot, or None if there can be no round."""
         user, page, words = self._user, self._user.page, self._user.page.words
         with page.locked() as held:
@@ -186,6 +190,8 @@ class RoundSteps:
             opening_id, current = words.opening_id, page.slot
             page.workers.leases[user.worker] = -1
             page.records.give(user.worker, gradient, loss, version)
+            if (own := user.own_rates(rates)) is not None:
+                page.rates.change(version - 1, own)
             page.workers.given[user.worker] = version
             full = page.workers.all_given(version)
             if full:
@@ -209,6 +215,7 @@ class RoundSteps:
             last = page.workers.all_written(version)
             if last:
                 user.versions.mark(target, version)
+                page.rates.use(version - 1)
                 for worker in range(page.num_workers):
                     page.records.add_given(worker, target)
                 page.publish(version, target)

@@ -65,18 +65,24 @@ class FastPathSteps:
         self.direct = kind.direct
         self.made = self.missed = 0
 
-    def step(self, gradient: GradientId, loss: Callable[[], float | None] = lambda: None) -> MadeVersion | None:
+    def step(
+        self,
+        gradient: GradientId,
+        loss: Callable[[], float | None] = lambda: None,
+        rates: Sequence[float] | None = None,
+    ) -> MadeVersion | None:
         """Makes an update with this worker's gradient, or returns None: then it has to be pushed by message.
 
         Args:
             gradient: Which gradient it is.
             loss: Returns its loss, once the gradient has been computed.
+            rates: The learning rates of this worker's program, where they differ from the run's; they count if this worker leads.
         """
         page, made = self._page, None
         self._kind.arrive()
         if (page.words.state == OPEN or self._kind.opened()) and page.ps_silent_s < PS_SILENT_S:
             with torch.no_grad():
-                made = self._kind.step(gradient, loss)
+                made = self._kind.step(gradient, loss, rates)
         self.made += made is not None
         self.missed += made is None
         return made

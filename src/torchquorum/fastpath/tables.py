@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from torchquorum.wire.plan import MemoryRef
 
-RATES = 8192
+RATES = 8192  # as many as there are records, so that the rates of an update are there until the ps has read its records
+_ALL = 1 << 62  # known rates, where they are held
 _COLUMNS = 10
 
 
@@ -86,7 +87,12 @@ class WorkerColumns:
 
 
 class RateTable:
-    """The learning rates of each update, in order; the ps writes them ahead, workers read those that are counted."""
+    """The learning rates of each update, in order.
+
+    A schedule's rates the ps writes ahead, and workers read those that are counted. Without a schedule rates are held: each update
+    has those of the one before, unless the program of the worker that leads has others; then that worker writes them, under the
+    page's lock.
+    """
 
     def __init__(self, memory: memoryview, num_groups: int) -> None:
         self._count: memoryview[int] = memory[:8].cast("q")
@@ -109,11 +115,36 @@ class RateTable:
 
     def add(self, rates: Sequence[float]) -> None:
         """Adds the rates of the next update, one per parameter group."""
-        update, groups = self._count[0], self._num_groups
-        at = (update % RATES) * groups
+        update = self._count[0]
+        self._put(update, rates)
+        self._count[0] = update + 1
+
+    @property
+    def held(self) -> bool:
+        """Whether each update has the rates of the one before, unless they are changed."""
+        return self._count[0] == _ALL
+
+    def hold(self, update: int, rates: Sequence[float]) -> None:
+        """The ps opens the page: update number `update` has these rates, and so have all after it."""
+        self._put(update, rates)
+        self._count[0] = _ALL
+
+    def change(self, update: int, rates: Sequence[float]) -> None:
+        """The worker that leads gives its gradient to this update, which gets its rates."""
+        if self.held:
+            self._put(update, rates)
+
+    def use(self, update: int, rates: Sequence[float] | None = None) -> None:
+        """Update number `update` is made, with these rates or its own; where rates are held, the next one gets the same."""
+        if self.held:
+            rates = self.of(update) if rates is None else rates
+            self._put(update, rates)
+            self._put(update + 1, rates)
+
+    def _put(self, update: int, rates: Sequence[float]) -> None:
+        at = (update % RATES) * self._num_groups
         for group, value in enumerate(rates):
             self._rates[at + group] = value
-        self._count[0] = update + 1
 
     def of(self, update: int) -> list[float]:
         """Returns the rates of update number `update`, one per parameter group."""

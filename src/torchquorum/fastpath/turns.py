@@ -89,17 +89,19 @@ class TurnSteps:
         self._user.done()
         self._admission.leave()
 
-    def step(self, gradient: GradientId, loss: Callable[[], float | None]) -> MadeVersion | None:
+    def step(
+        self, gradient: GradientId, loss: Callable[[], float | None], rates: Sequence[float] | None = None
+    ) -> MadeVersion | None:
         """Makes an update with this worker's gradient, or returns None: then nothing has happened."""
         if not self._writer.ready():
             return None
-        turn = self._take_turn() if self._admission.come() else None
+        turn = self._take_turn(rates) if self._admission.come() else None
         made = self._make(turn, gradient, loss) if turn is not None else None
         if made is None:
             self._admission.give_up()
         return made
 
-    def _take_turn(self) -> _Turn | None:
+    def _take_turn(self, own: Sequence[float] | None) -> _Turn | None:
         """Waits for the turn; None if it does not come in time, or the page is closed."""
         user, page, words, now = self._user, self._user.page, self._user.page.words, self._clock.now
         spin_s = TURN_SPIN_S if user.spins or self._admission.straight_back else 0.0
@@ -122,7 +124,8 @@ class TurnSteps:
                     target = user.free_slot(slot)
                     page.workers.uses[user.worker] = target
                     words.writer = user.worker
-                    return _Turn(version, slot, target, words.opening_id, page.rates.of(version))
+                    rates = list(user.own_rates(own) or page.rates.of(version))
+                    return _Turn(version, slot, target, words.opening_id, rates)
                 if now() - started > user.wait_s:
                     return None
                 seen, slept = page.news.begin_wait(), True
@@ -148,10 +151,11 @@ class TurnSteps:
                 # Lock held, the turn still ours: mark, record, then the one word that makes it the current version.
                 version = turn.version + 1
                 user.versions.mark(turn.target, version)
+                page.rates.use(turn.version, turn.rates)
                 page.records.add(user.worker, gradient, loss, version, turn.target)
                 page.publish(version, turn.target)
                 rates = page.rates.of(version)
-                made = MadeVersion(turn.version, version, turn.target, rates, loaded=self._writer.loads)
+                made = MadeVersion(turn.version, version, turn.target, rates, turn.rates, loaded=self._writer.loads)
                 page.words.writer = NOBODY
                 page.news.announce()
                 self._admission.turn_ends()

@@ -78,12 +78,14 @@ class Record(msgspec.Struct, array_like=True):
         absent: Variables (by index) without a gradient.
         keys: The gradients whose mean it is: worker, incarnation, local step.
         batches: The batches of shared data that they were computed from, by share.
+        settings: The options of the optimizer that changed with it, by parameter group.
     """
 
     version: int
     absent: list[int]
     keys: list[tuple[int, int, int]]
     batches: dict[str, list[int]] = {}
+    settings: list[dict[str, Any]] = []
 
 
 _encoder = msgspec.msgpack.Encoder()

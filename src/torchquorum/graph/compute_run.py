@@ -149,9 +149,10 @@ class ComputeRun:
         # The gradient is there: push it. While that waits, `meanwhile` answers questions of the client.
         self._pushing = True
         try:
-            step = session.optimizer.step(loss=loss)
+            session.optimizer.step(loss=loss)
         finally:
             self._pushing = False
+        step = session.optimizer.last
         # The fate of the gradient is known, unless the push is pipelined.
         if step.reason == "expired" and not session.client.pipeline:
             inbox.forget_batches()  # the ps tasks took this task for dead, so the client may have given them to others

@@ -39,11 +39,12 @@ class PlannedOptimizer(Optimizer):
             slice_bytes=plan.slice_bytes,
             average=plan.average,
         )
-        self._spec = plan.optimizer
+        self._planned = plan.optimizer
+        self._program = None  # the client's program sets what is set, not this one
 
     def spec(self) -> OptimizerSpec:
         """Returns the client's optimizer."""
-        return self._spec
+        return self._planned
 
 
 class ComputeSession(Session):

@@ -19,6 +19,7 @@ from torchquorum.rules.quorum import Key, Quorum
 from torchquorum.server.decision_log import DecisionLog
 from torchquorum.server.membership import Membership
 from torchquorum.server.run_history import RunHistory
+from torchquorum.server.run_settings import RunSettings
 from torchquorum.server.shared_data import SharedData
 from torchquorum.server.tally import Tally
 from torchquorum.wire.messages import (
@@ -34,17 +35,19 @@ from torchquorum.wire.messages import (
     Snapshot,
     TakeBatches,
 )
+from torchquorum.wire.settings import Settings
 
 REMEMBERED_ARRIVALS = 4096
 
 
 @dataclass(slots=True)
 class Arrival:
-    """A gradient that has reached some shards; `version`, `loss` and `finite` come with shard 0's own part."""
+    """A gradient that has reached some shards; all but `shards` comes with shard 0's own part."""
 
     version: int | None = None
     loss: float | None = None
     finite: bool = True
+    settings: Settings = field(default_factory=list)
     shards: set[int] = field(default_factory=set)
 
 
@@ -63,6 +66,7 @@ class Arrivals:
         arrival.shards.add(shard)
         if push is not None:
             arrival.version, arrival.loss, arrival.finite = push.version, push.loss, push.finite
+            arrival.settings = push.settings
         while len(self._open) > REMEMBERED_ARRIVALS:
             self._open.popitem(last=False)
         if len(arrival.shards) < self._num_shards or arrival.version is None:
@@ -82,17 +86,26 @@ class Leader:
     """The quorum, the log and the history of a run.
 
     Attributes:
+        settings: The options of the optimizer's parameter groups.
         outcomes: What became of each worker's last gradient, until it asks for something else.
         notes: Lines for people, printed and cleared by the owner.
     """
 
-    def __init__(self, plan: Plan, tally: Tally, ledger: LedgerWriter | None, version: int = 0) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        tally: Tally,
+        ledger: LedgerWriter | None,
+        version: int = 0,
+        settings: Settings | None = None,
+    ) -> None:
         self.quorum = Quorum(
             plan.rule, plan.num_workers, version=version, last_step=plan.last_step, liveness_s=plan.liveness_s
         )
         self.plan = plan
         self.log = DecisionLog(plan.num_shards)
         self.history = RunHistory(self.quorum, tally, ledger)
+        self.settings = RunSettings(plan.optimizer.groups if settings is None else settings)
         self.membership = Membership(plan, self.quorum)
         self.data = SharedData()
         self.arrivals = Arrivals(plan.num_shards)
@@ -164,12 +177,16 @@ class Leader:
         assert arrival.version is not None
         self.outcomes.pop(key.worker, None)
         self.history.tally.worker(key.worker).hold(wall)
+        if arrival.settings and key.worker == self.lead and current:
+            self.settings.offer(arrival.settings)
         if self.data and not self.data.counts(key):
             self.quorum.fence(key.worker, key.incarnation)
         self._follow(self.quorum.push(key, arrival.version, now, finite=arrival.finite), wall, arrival.loss)
 
     def arrived_by_fastpath(self, record: GradientRecord) -> None:
         """A worker has applied a gradient itself, or given it to a round of the fast path."""
+        if record.rates:
+            self.settings.offer_rates(record.rates)
         push = Arrival(record.computed_at, record.loss)
         self.arrived(0, record.key, record.request, record.now, record.wall, push=push)
 
@@ -262,6 +279,11 @@ class Leader:
         alive = self.quorum.alive
         return min(alive) if chief is not None and chief.gone and alive else 0
 
+    @property
+    def changes_settings(self) -> bool:
+        """Whether the next update has other settings than the last: the gradient that brought them was refused."""
+        return self.settings.pending
+
     def wait_of(self, worker: int, incarnation: int, request: int) -> Held | None:
         """Returns what a worker's request waits for, if it is known and waits."""
         if self._requests.get(worker) != (incarnation, request):
@@ -306,7 +328,8 @@ class Leader:
                     self._decided(action, wall, loss)
                 case quorum.Applied(keys, version):
                     batches = self.data.applied(keys) if self.data else {}
-                    self.log.append(Apply([(k.worker, k.incarnation, k.local_step) for k in keys], version, batches))
+                    named = [(k.worker, k.incarnation, k.local_step) for k in keys]
+                    self.log.append(Apply(named, version, batches, self.settings.take()))
                     counts.updated(wall)
                 case quorum.Released(worker, incarnation, _, version, stop):
                     counts.worker(worker).release(wall)

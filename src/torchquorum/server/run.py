@@ -101,6 +101,7 @@ class Run:
     def push(self, got: Incoming[m.Push]) -> list[Reply]:
         """A joined worker sends a gradient."""
         push, gradients = got.message, self.shard.gradients
+        self.shard.workers[push.worker].revision = push.revision
         if answer := self._answer(push):
             return answer
         key = Key(push.worker, push.incarnation, push.local_step)
@@ -268,7 +269,7 @@ class Leading(Run):
     ) -> None:
         super().__init__(life, shard)
         ledger = open_ledger(self.plan.logdir, life.announce, life.clock)
-        self.leader = Leader(self.plan, life.tally, ledger, shard.version)
+        self.leader = Leader(self.plan, life.tally, ledger, shard.version, shard.update.settings)
         self.buffers = buffers
         self.checkpoints = Checkpoints(
             self.leader, life.saver, life.announce, buffers=buffers, positions=positions, generation=self.generation
@@ -309,6 +310,11 @@ class Leading(Run):
 
     # -- what workers send --------------------------------------------------------------------------------------------
 
+    def push(self, got: Incoming[m.Push]) -> list[Reply]:
+        """A joined worker sends a gradient, and with it, if it leads, the settings of its program."""
+        self.leader.settings.check(got.message.settings)
+        return super().push(got)
+
     def _joined(self, got: Incoming[m.Join]) -> list[Reply]:
         join = got.message
         transport = "shm" if join.gradients is not None else "tcp"
@@ -320,7 +326,7 @@ class Leading(Run):
 
     def _arrived(self, got: Incoming[m.Push], key: Key) -> list[Reply]:
         push = got.message
-        arrival = Arrival(push.version, push.loss, push.finite)
+        arrival = Arrival(push.version, push.loss, push.finite, push.settings)
         self.leader.arrived(0, key, push.request, got.now, got.wall, push=arrival)
         return []
 

@@ -41,6 +41,7 @@ from torchquorum.wire.channel import Peer
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import frame_tensor, tensor_frame
 from torchquorum.wire.messages import Apply, Drop, End, Join, Outcome, Plan, Push, Release, Snapshot, Variables
+from torchquorum.wire.settings import Settings
 
 
 @dataclass(slots=True)
@@ -61,6 +62,7 @@ class Shard:
         workers: The workers that have joined here.
         gradients: What they have pushed and the log has not decided on.
         page: The fast path's page, where the plan allows it.
+        revision: How often the optimizer's options were changed.
         followed: How many entries of the log were followed.
         snapshots: Those that the log has asked for and the saver has not been given.
         ended: The end of the job, once the log has it.
@@ -91,7 +93,7 @@ class Shard:
             self.versions.also_busy = self.page.workers.busy_slots
         self.workers = WorkerTable(plan.num_workers, self.region)
         self.gradients = PendingGradients(self.region)
-        self.followed = 0
+        self.followed = self.revision = 0
         self.snapshots: list[tuple[Snapshot, ShardSnapshot]] = []
         self.ended: End | None = None
         self.journal: JournalWriter | None = None
@@ -207,14 +209,14 @@ class Shard:
         """
         self.followed += 1
         match entry:
-            case Apply(keys, version, batches):
+            case Apply():
                 try:
-                    self._apply([Key(*k) for k in keys], version, batches)
+                    self._apply(entry)
                 except (AssertionError, JournalError):
                     raise
                 except Exception as error:  # a shard that cannot follow its log must not go on as if it had
                     raise TaskLostError(
-                        f"/job:ps/task:{self.index}: the update to version {version} failed ({type(error).__name__}: {error}), "
+                        f"/job:ps/task:{self.index}: the update to version {entry.version} failed ({type(error).__name__}: {error}), "
                         "and this task ends, as its variables may be half of it. Start the job again: it goes on from the last "
                         "checkpoint; if memory was short, give it more, or more ps tasks."
                     ) from error
@@ -271,10 +273,15 @@ class Shard:
             outcome=answer.outcome,
             lr=self.update.lr,
             generation=self.generation,
+            used=self.update.used,
         )
+        if self.index == 0 and (joining or joined.revision != self.revision):
+            message.settings, message.revision = self.update.settings, self.revision
         return [Reply(joined.peer, message, frames, uncopied)]
 
-    def _apply(self, keys: Sequence[Key], version: int, batches: dict[str, list[int]]) -> None:
+    def _apply(self, entry: Apply) -> None:
+        keys, version = [Key(*k) for k in entry.keys], entry.version
+        self._change(entry.settings)
         if self.versions.adopt(version):
             self.gradients.drop(keys)  # some are here if the round was recorded in part when its last worker died
             self.update.made_elsewhere()
@@ -283,13 +290,20 @@ class Shard:
         absent = frozenset.intersection(*(p.absent for p in parts))
         mean, slot = self._update([p.sections for p in parts], absent, version)
         if self.journal is not None:  # before any worker gets this version
-            record = Record(version, sorted(absent), [(k.worker, k.incarnation, k.local_step) for k in keys], batches)
+            record = Record(version, sorted(absent), entry.keys, entry.batches, entry.settings)
             self.journal.append(record, region_bytes(self.region, mean))
         self._publish(slot, version)
+
+    def _change(self, settings: Settings) -> None:
+        """The optimizer's options change with the update that is about to be made."""
+        if settings:
+            self.update.change(settings)
+            self.revision += 1
 
     def replay(self, record: Record, payload: Frame) -> None:
         """Makes an update again as the journal has it: the same mean through the same optimizer, so the same bits."""
         assert record.version == self.version + 1, (record.version, self.version)
+        self._change(record.settings)
         sections = section_views(self.region, frame_tensor(payload, self.region.size_bytes))
         _, slot = self._update([sections], frozenset(record.absent), record.version)
         self._publish(slot, record.version)

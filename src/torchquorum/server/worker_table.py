@@ -27,6 +27,7 @@ class JoinedWorker:
         newest: Its latest request: an older one that comes now was late or doubled on its way.
         gradients: What names its gradient memory to others.
         fastpath: Whether it can use the fast path.
+        revision: Which of the run's settings it knows, as it last said.
     """
 
     incarnation: int
@@ -36,6 +37,7 @@ class JoinedWorker:
     newest: int
     gradients: MemoryRef | None
     fastpath: bool
+    revision: int = -1
 
 
 class WorkerTable:

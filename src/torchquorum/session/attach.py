@@ -144,6 +144,8 @@ class Attachment:
     def _take_position(self, link: Link, *, restore: bool) -> None:
         """Restores the position that came with a checkpoint, if there is one, and captures positions from now on."""
         data, local = self._setup.data, self.buffers.local
+        if restore:
+            self._setup.optimizer.take_settings(link.settings)
         if restore and link.position is not None:
             position.restore(link.position, data, self._setup.say)
         if self._setup.logdir is not None:

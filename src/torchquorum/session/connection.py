@@ -84,6 +84,7 @@ class WorkerConnection:
             )
         )
         prepare(link)
+        link.leads = lambda: self._task.index == self.lead
         if before is not None:
             link.go_on_from(before)
         self._link = link

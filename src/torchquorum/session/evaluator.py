@@ -11,7 +11,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from torchquorum.cluster.signals import Signals
 from torchquorum.cluster.spec import TaskId
@@ -41,12 +41,17 @@ class _NoLink:
     """
 
     allow_nonfinite, local_step, joined = True, 0, None
+    settings: ClassVar[list[Any]] = []
 
     def __init__(self, lr: list[float]) -> None:
-        self.version, self.lr = 0, lr
+        self.version, self.lr, self.used_lr = 0, lr, lr
         self.transports: list[str] = []
 
-    def push(self, loss: float | None) -> Step:
+    def leads(self) -> bool:
+        """Returns that the settings of its program do not count."""
+        return False
+
+    def push(self, loss: float | None, settings: object = None) -> Step:
         """Returns that the run is over and nothing was taken."""
         return Step(self.version, 0, False, "evaluator", 0, self.lr[0] if self.lr else 0.0, True)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol, cast
@@ -17,11 +18,12 @@ from typing import Any, Protocol, cast
 import torch
 
 from torchquorum.errors import ConfigError
-from torchquorum.memory.slots import DTYPES, Sections
+from torchquorum.memory.slots import Sections
 from torchquorum.placement.layout import Piece, Region, Variable
 from torchquorum.update import schedules
 from torchquorum.update.kernels import SLICED_IN, Kernel, kernel_for, mean
 from torchquorum.wire.messages import OptimizerSpec, ScheduleSpec
+from torchquorum.wire.settings import RATE, Settings, changed, decode
 
 # These update each element independently, so they may run over flat memory and over slices of a variable.
 ELEMENTWISE = frozenset(
@@ -80,7 +82,12 @@ def warm_up() -> None:
 
 
 class Updater:
-    """The optimizer of one shard."""
+    """The optimizer of one shard.
+
+    Attributes:
+        settings: The options of each parameter group, as they travel, for the next update; without the rates that a schedule sets.
+        used: The learning rate of each parameter group in the last update.
+    """
 
     def __init__(
         self,
@@ -90,7 +97,7 @@ class Updater:
         schedule: ScheduleSpec | None,
         values: Sequence[torch.Tensor],
     ) -> None:
-        self._region, self._variables = region, variables
+        self._region, self._variables, self._spec = region, variables, optimizer
         self._elementwise = optimizer.name in ELEMENTWISE
         self._cuts = object()  # replaced whenever memory is cut into other spans
         self._groups: list[list[Span]] = [[] for _ in optimizer.groups]
@@ -104,7 +111,7 @@ class Updater:
         for span in self.spans:
             span.parameter.data = span.view(values)
         groups = [
-            {"params": [s.parameter for s in spans], **{k: _plain(v) for k, v in given.items()}}
+            {"params": [s.parameter for s in spans], **{k: decode(v) for k, v in given.items()}}
             for spans, given in zip(self._groups, optimizer.groups, strict=True)
         ]
         with warnings.catch_warnings():
@@ -115,6 +122,9 @@ class Updater:
         if self._kernel is not None:
             self._optimizer.step()  # nothing has a gradient: only tells the schedule that steps are being made
         self._rates = [self._current_rates()]  # of the next update, and of those after it that were asked for
+        self.used = self._rates[0]
+        scheduled = (RATE,) if self._schedule is not None else ()
+        self.settings: Settings = [{k: v for k, v in g.items() if k not in scheduled} for g in optimizer.groups]
         self._scratch = [torch.empty_like(v) for v in values]
 
     @property
@@ -139,8 +149,33 @@ class Updater:
             return None
         return self._rates[update]
 
+    def change(self, change: Settings) -> None:
+        """Uses other options from the next update on: of each parameter group those that change; nothing for no change."""
+        if not change:
+            return
+        self.settings = changed(self.settings, change)
+        for group, options in zip(self._optimizer.param_groups, change, strict=True):
+            group.update({name: decode(value) for name, value in options.items()})
+        if any(name != RATE for options in change for name in options):
+            self._options_changed()
+        if self._schedule is None:
+            self._rates = [self._current_rates()]
+
+    def _options_changed(self) -> None:
+        """Another option than a rate has changed: a kernel may not do any more, or do again."""
+        spec = OptimizerSpec(self._spec.name, changed(self._spec.groups, self.settings))
+        self._kernel = kernel_for(spec)
+        if any(options.get("fused") for options in spec.groups):
+            self._regroup(lambda piece: piece.variable)
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether a kernel makes the updates now, so that workers may, too."""
+        return self._kernel is not None
+
     def made_elsewhere(self) -> None:
         """Workers have made an update and written the version: only the schedule advances."""
+        self.used = self._rates[0]
         if len(self._rates) == 1:
             self._rates.append(self._next_rates())
         del self._rates[0]
@@ -198,9 +233,23 @@ class Updater:
             span.parameter.data = span.view(new)
             skip = bool(absent) and span.pieces[0].variable in absent
             span.parameter.grad = None if skip else span.view(mean)
-        self._optimizer.step()
+        with self._rates_of_now():
+            self._optimizer.step()
         for span in self.spans:
             span.parameter.grad = None
+
+    @contextmanager
+    def _rates_of_now(self) -> Iterator[None]:
+        """The schedule may be ahead, for workers that made updates by themselves: inside this block the rates are of the next update."""
+        if len(self._rates) == 1:
+            yield
+            return
+        groups, ahead = self._optimizer.param_groups, self._current_rates()
+        for group, rate in zip(groups, self._rates[0], strict=True):
+            group[RATE] = rate
+        yield
+        for group, rate in zip(groups, ahead, strict=True):
+            group[RATE] = rate
 
     def _step_by_kernel(
         self,
@@ -319,7 +368,7 @@ class Updater:
         self._regroup(kind)
         for span in self.spans:
             names, numbers = kind(span.pieces[0])
-            state = {name: _plain(value) for name, value in numbers.items()}
+            state = {name: decode(value) for name, value in numbers.items()}
             for name, (shape, dtype) in names.items():
                 state[name] = self._restored(span, name, shape, dtype, read)
             if state:
@@ -350,10 +399,3 @@ def _slice(value: Any, whole: Span, part: Span) -> Any:
     if value.shape != whole.shape or value.dim() == 0:
         return value.clone()
     return value[part.start - whole.start : part.stop - whole.start].clone()
-
-
-def _plain(value: Any) -> Any:
-    """Returns an argument as it was before it was encoded: a tuple, a tensor, or itself."""
-    if isinstance(value, dict):
-        return torch.tensor(value["tensor"], dtype=DTYPES[value["dtype"]])
-    return tuple(_plain(v) for v in value) if isinstance(value, list) else value

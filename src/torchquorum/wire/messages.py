@@ -42,7 +42,7 @@ from torchquorum.wire.plan import (
     ShareSpec as ShareSpec,
 )
 
-PROTOCOL = 4
+PROTOCOL = 5
 PACKAGE = __version__
 CREATION = "the chief to create the variables"  # what a join waits for at a ps that holds none
 
@@ -106,7 +106,8 @@ class Join(Message):
 class Push(Message):
     """One gradient; in frame 0, or in the worker's shared memory at `slot`. Answered by Variables.
 
-    `finite` is False if it holds NaN or infinity: it will be refused.
+    `finite` is False if it holds NaN or infinity: it will be refused. `settings` are those of the program, from the worker that leads and
+    only to shard 0, where they differ from the run's as the worker knows them, at `revision`.
     """
 
     worker: int
@@ -118,6 +119,8 @@ class Push(Message):
     absent: list[int]
     loss: float | None
     finite: bool = True
+    settings: list[dict[str, Any]] = []
+    revision: int = -1
 
 
 class Here(Message):
@@ -315,7 +318,8 @@ class Variables(Message):
     """One whole version; in frame 0, or in the ps's shared memory at `slot`. Constants follow in frame 1 after a Join.
 
     Shard 0 adds `save`, a version that is being saved and for which it wants the worker's Position, and, after a Join, the
-    `position` that the checkpoint holds for this worker.
+    `position` that the checkpoint holds for this worker. `lr` are the rates of the next update, `used` those of the last one;
+    `settings` are the run's, with the number of their changes, where the worker does not know them.
     """
 
     request: int
@@ -329,6 +333,9 @@ class Variables(Message):
     position: dict[str, Any] | None = None
     generation: int = 0
     fastpath: MemoryRef | None = None
+    used: list[float] = []
+    settings: list[dict[str, Any]] = []
+    revision: int = -1
 
 
 class Held(Message):
@@ -491,12 +498,14 @@ class Have(Message):
 class Apply(Message):
     """Log entry: the mean of these gradients (worker, incarnation, local step) makes `version`.
 
-    `batches` are those of shared data that they were computed from, by share; a journal keeps them.
+    `batches` are those of shared data that they were computed from, by share; a journal keeps them. `settings` are the options of the
+    optimizer that change with this update, by parameter group.
     """
 
     keys: list[tuple[int, int, int]]
     version: int
     batches: dict[str, list[int]] = {}
+    settings: list[dict[str, Any]] = []
 
 
 class Drop(Message):

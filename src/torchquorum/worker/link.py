@@ -15,6 +15,7 @@ import torch
 
 import torchquorum.wire.messages as m
 from torchquorum.errors import DeadlineError, RefusedError, SegmentError, TaskLostError
+from torchquorum.wire.settings import Settings
 from torchquorum.worker import joining
 from torchquorum.worker.buffer_exchange import BufferExchange
 from torchquorum.worker.flat import FlatParameters
@@ -51,6 +52,7 @@ class Link(RunView):
         requests: The joins, pushes and pulls on them.
         joined: The worker's part in the run, once it has joined.
         while_waiting: Is called while the link waits; may raise to end the wait.
+        leads: Says whether the settings of this worker's program count: it is the chief, or stands in for it.
         allow_nonfinite: Whether gradients with NaN or infinity are pushed as if they were whole.
     """
 
@@ -68,12 +70,14 @@ class Link(RunView):
         self._buffers: BufferExchange | None = None
         self.joined: RunMember | None = None
         self.while_waiting: Callable[[], None] = lambda: None
+        self.leads: Callable[[], bool] = lambda: end.index == 0
         self.allow_nonfinite = False
 
     def go_on_from(self, before: Link) -> None:
         """Continues the counts of a link that was lost."""
         self.channels.count, self.local_step = before.channels.count, before.local_step
         self.version, self.lr, self.generation = before.version, before.lr, before.generation
+        self.used_lr, self.settings = before.used_lr, before.settings
 
     # -- coming and going ---------------------------------------------------------------------------------------------
 
@@ -153,13 +157,14 @@ class Link(RunView):
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def push(self, loss: float | LaterLoss | None = None) -> Step:
+    def push(self, loss: float | LaterLoss | None = None, settings: Settings | None = None) -> Step:
         """Sends the gradients; waits until they count and takes the version that follows (pipelined: the one before).
 
-        A loss that a GPU still computes is a function, which is called when the gradients are there.
+        A loss that a GPU still computes is a function, which is called when the gradients are there. `settings` are those of the program,
+        if they count.
         """
         assert self.joined is not None
-        return self.joined.push(loss, allow_nonfinite=self.allow_nonfinite)
+        return self.joined.push(loss, settings, allow_nonfinite=self.allow_nonfinite)
 
     def pull(self, *, averaged: bool = False) -> int:
         """Takes the current version, or the moving averages at it; returns it."""
@@ -195,7 +200,7 @@ class Link(RunView):
         self.local_step = push.local_step - 1
         version, self.version = self.version, push.version
         try:
-            return self.push(push.loss)
+            return self.push(push.loss, push.settings)
         finally:
             self.version = max(version, self.version)
 

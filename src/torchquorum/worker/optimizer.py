@@ -1,12 +1,14 @@
 """What users see of the worker: an optimizer whose step pushes gradients and pulls variables.
 
-Wraps a torch.optim optimizer, which says what the ps tasks run and is never run here. Attached by `tq.Session`.
+It is a torch.optim optimizer and wraps one, which says what the ps tasks run and is never run here; both have the same parameter groups.
+What the program of the chief writes into them goes with its next push. Attached by `tq.Session`.
 """
 
 from __future__ import annotations
 
 import functools
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
@@ -16,13 +18,16 @@ from torchquorum.errors import ConfigError, LostPlaceError, TaskLostError
 from torchquorum.rules import Rule, Sync
 from torchquorum.update.constraints import read_after_update
 from torchquorum.wire.messages import AverageSpec, OptimizerSpec, ScheduleSpec
+from torchquorum.wire.settings import RATE, Settings, changes, describe, encode
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.link import Link
 from torchquorum.worker.nonfinite import Nonfinite
+from torchquorum.worker.program_settings import ProgramSettings
 from torchquorum.worker.run_member import LaterLoss
 from torchquorum.worker.step import Step
 
 Schedule = ScheduleSpec
+MOST_APART = 3  # rounds in which a worker's settings may differ from the run's before it says so
 
 
 class StepObserver(Protocol):
@@ -82,13 +87,7 @@ def ExponentialMovingAverage(decay: float, *, num_updates: bool = True) -> Avera
 def _travels(value: Any) -> Any:
     if isinstance(value, ScheduleSpec):
         return {"name": value.name, "arguments": value.arguments}
-    if isinstance(value, torch.Tensor):
-        return {"tensor": value.item(), "dtype": str(value.dtype).removeprefix("torch.")}
-    if isinstance(value, list | tuple):
-        return [_travels(v) for v in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise ConfigError(f"{value!r} cannot travel to a ps: only numbers, words and lists of them can")
+    return [_travels(v) for v in value] if isinstance(value, list | tuple) else encode(value)
 
 
 def _as_schedule(given: Any) -> Schedule | None:
@@ -104,13 +103,16 @@ def _as_schedule(given: Any) -> Schedule | None:
     )
 
 
-class Optimizer:
+class Optimizer(torch.optim.Optimizer):
     """A torch.optim optimizer that runs on the ps tasks.
+
+    What the chief's program writes into `param_groups`, by hand or with a scheduler object of torch.optim.lr_scheduler, counts from
+    the update on that its next `step` belongs to.
 
     Args:
         optimizer: Any optimizer of torch.optim over the model's parameters; its class and arguments are what counts.
         rule: When gradients become an update: `tq.Sync()` (the default), `tq.Async()`, `tq.Bounded(s)`, `tq.Buffered(k)`.
-        schedule: A learning-rate schedule by global step, see `tq.schedule` and `tq.ExponentialDecay`.
+        schedule: A learning-rate schedule by global step, see `tq.schedule` and `tq.ExponentialDecay`; instead of a scheduler object.
         placement: How variables are placed on ps tasks: `round_robin` or `greedy`.
         slice_bytes: A variable of more bytes is sliced over all ps tasks.
         average: Moving averages of the variables, see `tq.ExponentialMovingAverage`; evaluate with `session.averaged()`.
@@ -138,50 +140,96 @@ class Optimizer:
             raise ConfigError(
                 f"rule={rule!r}: give tq.Sync(), tq.Async(), tq.Bounded(s) or tq.Buffered(k), with parentheses"
             )
+        self._link: Link | None = None
+        self._observer: StepObserver | None = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the optimizer that is wrapped has said it
+            super().__init__(optimizer.param_groups, optimizer.defaults)
         self.inner = optimizer
+        self.param_groups, self.state = optimizer.param_groups, optimizer.state
         self.rule = rule if rule is not None else Sync()
         self.schedule = _as_schedule(schedule)
         self.placement, self.slice_bytes, self.average = placement, slice_bytes, average
         self.after_update = read_after_update(after_update)
         self.allow_nonfinite = allow_nonfinite
         self._nonfinite = Nonfinite()
-        self.last: Step | None = None
-        self._link: Link | None = None
-        self._observer: StepObserver | None = None
-        self._rates = self._given_rates()
-        self._last_lr = list(self._rates)
+        self._last: Step | None = None
+        self._program: ProgramSettings | None = ProgramSettings(optimizer)
+        self._spec: OptimizerSpec | None = None
+        self._last_lr = self._given_rates()
+        self._apart = 0
 
     def _given_rates(self) -> list[float]:
-        return [float(group.get("lr", 0.0)) for group in self.inner.param_groups]
+        return [float(group.get(RATE, 0.0)) for group in self.param_groups]
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Returns the parameter groups as they were given; the ps tasks have copies."""
-        return self.inner.param_groups
+    def last(self) -> Step:
+        """Returns what became of the last `step`.
+
+        Raises:
+            ConfigError: There was none yet.
+        """
+        if self._last is None:
+            raise ConfigError("optimizer.last: no step has been made yet")
+        return self._last
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group of parameters, before a session begins.
+
+        Raises:
+            ConfigError: A session runs: its variables are what they were when it began.
+        """
+        if self._link is not None:
+            raise ConfigError(
+                "add_param_group() inside `with tq.Session(...)`: the ps tasks hold the variables that the run began with; add the "
+                "group before, or end the session and begin another"
+            )
+        super().add_param_group(param_group)
 
     @property
     def lr(self) -> list[float]:
         """Returns the learning rate of each parameter group for the next update, as the ps tasks have it."""
         return self._link.lr if self._link is not None else self._last_lr
 
+    @property
+    def used_lr(self) -> list[float]:
+        """Returns the learning rate of each parameter group in the last update that this worker knows of."""
+        return self._link.used_lr if self._link is not None else self._last_lr
+
     def spec(self) -> OptimizerSpec:
-        """Returns the optimizer as it travels to the ps tasks."""
+        """Returns the optimizer as it travels to the ps tasks: as it was when the session began."""
         kind = type(self.inner)
         if getattr(torch.optim, kind.__name__, None) is not kind:
             raise ConfigError(f"{kind.__module__}.{kind.__qualname__}: only the classes of torch.optim can run on a ps")
-        groups = []
-        for group in self.inner.param_groups:
-            kept = {k: v for k, v in group.items() if k not in ("params", "param_names", "initial_lr")}
-            groups.append({k: _travels(v) for k, v in kept.items()})
-        return OptimizerSpec(kind.__name__, groups)
+        if self._spec is None:
+            program = self._program = ProgramSettings(self.inner)
+            self._spec = OptimizerSpec(kind.__name__, program.now)
+            if self.schedule is not None:
+                self._check_scheduler_object()
+                self._last_lr = self._given_rates()
+                program.begin(without=(RATE,))
+        return self._spec
+
+    def _check_scheduler_object(self) -> None:
+        if any(hasattr(optimizer.step, "_wrapped_by_lr_sched") for optimizer in (self, self.inner)):
+            raise ConfigError(
+                "schedule= and a scheduler object of torch.optim.lr_scheduler: both would set the learning rate. Leave one of them out; "
+                "schedule= follows the global step, a scheduler object the chief's own calls of scheduler.step()"
+            )
 
     def attach(self, link: Link | None, observer: StepObserver | None = None) -> None:
         """Connects the optimizer to the ps tasks, or cuts it off; the session calls this and watches every step."""
-        if link is None and self._link is not None:
-            self._last_lr = self._link.lr
+        if link is None:
+            self._last_lr = self._link.lr if self._link is not None else self._last_lr
+            self._spec = None
         self._link, self._observer = link, observer
         if link is not None:
             link.allow_nonfinite = self.allow_nonfinite
+
+    def take_settings(self, settings: Settings) -> None:
+        """Writes the run's settings into the parameter groups; only what the program changes afterwards counts."""
+        if self._program is not None and settings:
+            self._program.write(settings)
 
     @property
     def link(self) -> Link | None:
@@ -199,37 +247,36 @@ class Optimizer:
         if self._link is not None:
             self._link.say(line)
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients."""
-        self.inner.zero_grad(set_to_none=set_to_none)
-
-    def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Step:
-        """Pushes the gradients and pulls the variables.
+    def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
+        """Pushes the gradients and pulls the variables; what became of them is in `last`.
 
         Args:
             closure: Computes loss and gradients, as in torch.optim; not needed in an ordinary loop.
             loss: The loss, if it should appear in progress, ledger and report.
 
         Returns:
-            What became of the gradients.
+            What the closure returned; None without one, as in torch.optim.
         """
         self.check()
+        found = None
         if closure is not None:
             with torch.enable_grad():
-                loss = closure()
+                found = loss = closure()
         if isinstance(loss, torch.Tensor):
             loss = loss.detach()
-        return self.push(float(loss) if loss is not None else None)
+        self.push(float(loss) if loss is not None else None)
+        return found
 
     def check(self) -> None:
-        """Raises ConfigError if there is no session, or the learning rates were changed here."""
+        """Raises ConfigError if there is no session, or the program sets learning rates beside a schedule."""
         if self._link is None:
             raise ConfigError(
                 "optimizer.step() outside of `with tq.Session(task, model, optimizer)`: there is no ps to push to"
             )
-        if self._given_rates() != self._rates:
+        if self.schedule is not None and self._program is not None and self._given_rates() != self._last_lr:
+            self._check_scheduler_object()
             raise ConfigError(
-                "the learning rate was changed on the worker, where it has no effect; give tq.Optimizer a schedule="
+                "the learning rate was changed in param_groups, and schedule= sets it on the ps tasks: leave schedule= out, or the change"
             )
 
     def push(self, loss: float | LaterLoss | None) -> Step:
@@ -240,18 +287,39 @@ class Optimizer:
         """
         assert self._link is not None
         if self._observer is None:
-            self.last = self._link.push(loss)
-            self._nonfinite.follow(self.last, self._link)
-            return self.last
+            return self._pushed(loss)
         self._observer.before_run()
         started = time.perf_counter()
         try:
-            self.last = self._link.push(loss)
-            self._nonfinite.follow(self.last, self._link)
+            self._pushed(loss)
         except (LostPlaceError, TaskLostError) as error:
-            self.last = self._observer.recover(error)
+            self._last = self._observer.recover(error)
         self._observer.after_run(self.last, loss() if callable(loss) else loss, time.perf_counter() - started)
         return self.last
+
+    def _pushed(self, loss: float | LaterLoss | None) -> Step:
+        """Pushes the gradients, with the settings of the program if this worker leads."""
+        link, own = self._link, self._program.look() if self._program is not None else None
+        assert link is not None
+        leads = link.leads()
+        self._last = link.push(loss, own if leads else None)
+        self.inner._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # for scheduler objects of the one that is wrapped
+        self._nonfinite.follow(self.last, link)
+        if own is not None and not leads and self.last.accepted and self.rule.once_per_round:
+            self._compare(own, link)
+        return self.last
+
+    def _compare(self, own: Settings, link: Link) -> None:
+        """Says once that this worker's settings differ from the run's, when they have in several rounds running."""
+        change = changes(link.settings, own) if own is not link.settings else []
+        self._apart = self._apart + 1 if change and self._apart >= 0 else min(self._apart, 0)
+        if self._apart == MOST_APART:
+            self._apart = -1
+            used = [{name: link.settings[k].get(name) for name in group} for k, group in enumerate(change)]
+            link.say(
+                f"its settings differ from the chief's, which count: {describe(change)} here, {describe(used)} there. Do all "
+                "workers run the same lines?"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Is not here: the state lives on the ps tasks."""

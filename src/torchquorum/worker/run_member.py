@@ -17,6 +17,7 @@ from torchquorum.fastpath.steps import FastPathSteps
 from torchquorum.memory.lock import supported
 from torchquorum.memory.slots import Slots
 from torchquorum.wire.codec import Frame
+from torchquorum.wire.settings import RATE, Settings, changes, only_rates, with_rates
 from torchquorum.worker.exchange import Exchange
 from torchquorum.worker.fastpath import open_fastpath
 from torchquorum.worker.flat import FlatParameters
@@ -96,8 +97,16 @@ class RunMember:
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
-    def push(self, loss: float | LaterLoss | None, *, allow_nonfinite: bool) -> Step:
-        """Sends the gradients; waits until they count and takes the version that follows (pipelined: the one before)."""
+    def push(
+        self, loss: float | LaterLoss | None, settings: Settings | None = None, *, allow_nonfinite: bool = False
+    ) -> Step:
+        """Sends the gradients; waits until they count and takes the version that follows (pipelined: the one before).
+
+        Args:
+            loss: The loss, or what returns it when the gradients are there.
+            settings: Those of the program, if they count; they go with the gradient where they differ from the run's.
+            allow_nonfinite: Whether gradients with NaN or infinity are pushed as if they were whole.
+        """
         view, requests, exchange = self._view, self._requests, self.exchange
         # Pipelined, the gradient before this one is still on its way: its answer is taken first.
         computed_at = view.version
@@ -109,7 +118,12 @@ class RunMember:
         self._pushed_at = computed_at
         view.local_step += 1
         number = self._channels.next_number()
-        if self.fastpath is not None and self.fastpath.direct and (step := self._push_fast(number, loss)) is not None:
+        change = changes(view.settings, settings) if settings and settings is not view.settings else []
+        rates = [group[RATE] for group in settings] if change and settings and only_rates(change) else None
+        if settings and not change:
+            view.settings = settings  # equal, and from now on the same object
+        fastpath = self.fastpath if rates is not None or not change else None  # only rates travel on the fast path
+        if fastpath is not None and fastpath.direct and (step := self._push_fast(fastpath, number, loss, rates)):
             return step
         # The fast path reads copies, or is closed: the gradients go where the ps tasks, or other workers, find them.
         self.flat.check()
@@ -118,29 +132,39 @@ class RunMember:
         if self.fastpath is not None and exchange.device is not None:
             self.fastpath.done()
         finite = allow_nonfinite or exchange.finite()
-        if self.fastpath is not None and not self.fastpath.direct and finite and not absent[0]:
-            step = self._push_fast(number, loss)
+        if fastpath is not None and not fastpath.direct and finite and not absent[0]:
+            step = self._push_fast(fastpath, number, loss, rates)
             if step is not None:
                 return step
         # By message, under the same numbers: what the fast path may have begun cannot count twice.
-        self._send_push(number, computed_at, absent, loss, finite=finite)
+        self._send_push(number, computed_at, absent, loss, finite=finite, settings=settings if change else [])
         if self.pipeline:
             return self._step(previous, before)
         return self._step(self.take(self._round_s), computed_at)
 
     def _send_push(
-        self, number: int, computed_at: int, absent: list[list[int]], loss: float | None, *, finite: bool
+        self,
+        number: int,
+        computed_at: int,
+        absent: list[list[int]],
+        loss: float | None,
+        *,
+        finite: bool,
+        settings: Settings | None,
     ) -> None:
         local_step, messages = self._view.local_step, []
         for k, without in enumerate(absent):
             slot = 0 if self.exchange.memory_of(k) is not None else -1
             message = m.Push(*self._who, number, local_step, computed_at, slot, without, loss, finite)
+            if k == 0:
+                message.settings, message.revision = settings or [], self._view.revision
             messages.append((message, self.exchange.frames(k)))
         self._requests.begin(number, messages)
 
-    def _push_fast(self, number: int, loss: float | LaterLoss | None) -> Step | None:
+    def _push_fast(
+        self, fastpath: FastPathSteps, number: int, loss: float | LaterLoss | None, rates: list[float] | None
+    ) -> Step | None:
         """Makes the update with the other workers of this host, or None: then it goes by message, under the same number."""
-        assert self.fastpath is not None
         view, channels, exchange = self._view, self._channels, self.exchange
         self.flat.check()
         if (now := self._clock.now()) >= self._listen_at:  # what arrives meanwhile can wait for a millisecond
@@ -150,7 +174,7 @@ class RunMember:
             return None
         computed_at = view.version
         gradient = GradientId(self._who[1], view.local_step, number, computed_at)
-        taken = self.fastpath.step(gradient, lambda: _known(loss))
+        taken = fastpath.step(gradient, lambda: _known(loss), rates)
         if taken is None:
             return None
         # Our gradient is in the version `taken`: the parameters follow it.
@@ -159,8 +183,10 @@ class RunMember:
                 exchange.pull(0, taken.slot)
             exchange.settle()
         if not taken.reading:
-            self.fastpath.done()  # else the GPU may still be reading: it is done when the next gradient is there
-        view.version, view.lr, view.position = taken.version, taken.rates, None
+            fastpath.done()  # else the GPU may still be reading: it is done when the next gradient is there
+        view.version, view.lr, view.used_lr, view.position = taken.version, taken.rates, taken.used, None
+        if self.plan.schedule is None:
+            view.settings = with_rates(view.settings, taken.used)
         self._positions.note(taken.version)
         channels.while_waiting()
         reason = "fresh" if taken.met <= computed_at else "within bound"
@@ -213,6 +239,9 @@ class RunMember:
         # Nothing is open and the parameters hold one whole version.
         first = answers[0][0]
         view.version, view.lr, view.generation = first.version, first.lr, first.generation
+        view.used_lr = first.used or view.used_lr
+        if first.revision >= 0:
+            view.settings, view.revision = first.settings, first.revision
         view.stopped = view.stopped or first.stop
         view.position = restored
         if first.stop:

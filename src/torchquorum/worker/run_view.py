@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchquorum.wire.settings import Settings
+
 
 @dataclass(eq=False, repr=False)
 class RunView:
@@ -17,7 +19,9 @@ class RunView:
         version: The version that the parameters hold; the cluster's global step.
         generation: Which creation of the variables that is of.
         local_step: How many gradients this worker has computed.
-        lr: The learning rate of each parameter group for the next update.
+        lr: The learning rate of each parameter group for the next update, as the ps tasks have it.
+        used_lr: Those of the update that made `version`, as far as this worker knows.
+        settings: The run's settings, as this worker knows them, at their `revision`.
         stopped: Whether the run is over.
         position: The worker's position in the checkpoint that the last answer came from, if it brought one.
     """
@@ -26,5 +30,8 @@ class RunView:
     generation: int = 0
     local_step: int = 0
     lr: list[float] = field(default_factory=lambda: [0.0])
+    used_lr: list[float] = field(default_factory=lambda: [0.0])
+    settings: Settings = field(default_factory=list)
+    revision: int = -1
     stopped: bool = False
     position: dict[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""`tq.types.Step`: what became of one step of a worker. Made by the client, returned by `optimizer.step()`."""
+"""`tq.types.Step`: what became of one step of a worker. Made by the link, kept as `optimizer.last`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Step:
         accepted: Whether the gradient was used; None while that is not known (pipelined).
         reason: Why.
         staleness: How many versions old it was when it arrived.
-        lr: The learning rate of the first parameter group for the next update.
+        lr: The learning rate of the first parameter group for the next update, as the ps tasks have it.
         stop: Whether the run is over.
     """
 

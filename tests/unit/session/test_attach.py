@@ -64,6 +64,7 @@ def make(
 
         def __init__(self, end: WorkerEnd) -> None:
             self.incarnation, self.generation, self.version, self.local_step = end.incarnation, 0, 0, 0
+            self.settings: list[Any] = []
             self.while_waiting, self.unsettled, self.position, self.went_on = (
                 None,
                 f"push {len(world.links)}",

@@ -14,6 +14,8 @@ from torchquorum.errors import ConfigError
 from torchquorum.wire.messages import ScheduleSpec
 from torchquorum.worker.regularizer import l2_regularizer
 
+STEP = ScheduleSpec("StepLR", {"step_size": 30, "gamma": 0.5})
+
 
 def sgd(lr: Any = 0.1) -> torch.optim.SGD:
     return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=lr)
@@ -53,11 +55,17 @@ def test_an_optimizer_of_ones_own_is_refused() -> None:
         tq.Optimizer(Mine(nn.Linear(1, 1).parameters(), lr=0.1)).spec()
 
 
-def test_an_argument_that_cannot_travel_is_refused() -> None:
+def test_an_option_that_cannot_travel_is_refused() -> None:
     inner = sgd()
-    inner.param_groups[0]["secret"] = object()
+    inner.param_groups[0]["momentum"] = object()
     with pytest.raises(ConfigError, match="cannot travel to a ps"):
         tq.Optimizer(inner).spec()
+
+
+def test_what_a_program_notes_in_a_group_for_itself_stays_there() -> None:
+    inner = sgd()
+    inner.param_groups[0]["name"] = object()
+    assert "name" not in tq.Optimizer(inner).spec().groups[0]
 
 
 def test_what_is_no_optimizer_or_no_rule_is_refused_with_a_hint() -> None:
@@ -80,16 +88,50 @@ def test_a_step_outside_of_a_session_is_refused() -> None:
 
 
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
-def test_a_learning_rate_changed_on_the_worker_is_noticed(lr: Any) -> None:
+def test_a_learning_rate_changed_beside_a_schedule_is_refused(lr: Any) -> None:
     inner = sgd(lr)
-    optimizer = tq.Optimizer(inner)
+    optimizer = tq.Optimizer(inner, schedule=STEP)
+    optimizer.spec()
     optimizer.attach(SimpleNamespace())  # type: ignore[arg-type]
     if isinstance(lr, torch.Tensor):
         inner.param_groups[0]["lr"].fill_(0.2)
     else:
         inner.param_groups[0]["lr"] = 0.2
-    with pytest.raises(ConfigError, match="give tq.Optimizer a schedule="):
+    with pytest.raises(ConfigError, match="leave schedule= out, or the change"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("whose", ["inner", "outer"])
+def test_a_schedule_and_a_scheduler_object_are_refused_when_a_session_begins(whose: str) -> None:
+    inner = sgd()
+    optimizer = tq.Optimizer(inner, schedule=STEP)
+    torch.optim.lr_scheduler.StepLR(inner if whose == "inner" else optimizer, 3)
+    with pytest.raises(ConfigError, match="both would set the learning rate"):
+        optimizer.spec()
+
+
+def test_it_is_a_torch_optimizer_with_the_groups_and_the_state_of_the_one_it_wraps() -> None:
+    inner = sgd()
+    optimizer = tq.Optimizer(inner)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert optimizer.param_groups is inner.param_groups and optimizer.defaults == inner.defaults
+    assert optimizer.state is inner.state
+    optimizer.add_param_group({"params": nn.Linear(1, 1).parameters(), "lr": 0.5})
+    assert [g["lr"] for g in inner.param_groups] == [0.1, 0.5] == [g["lr"] for g in optimizer.spec().groups]
+
+
+def test_a_group_cannot_be_added_inside_a_session() -> None:
+    optimizer = tq.Optimizer(sgd())
+    optimizer.attach(SimpleNamespace(lr=[0.1]))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="add the group before, or end the session"):
+        optimizer.add_param_group({"params": nn.Linear(1, 1).parameters()})
+    optimizer.attach(None)
+    optimizer.add_param_group({"params": nn.Linear(1, 1).parameters()})
+
+
+def test_before_the_first_step_there_is_no_last_one() -> None:
+    with pytest.raises(ConfigError, match="no step has been made yet"):
+        _ = tq.Optimizer(sgd()).last
 
 
 def test_zero_grad_forgets_the_gradients() -> None:
@@ -106,8 +148,6 @@ def test_the_state_is_not_on_the_worker() -> None:
 
 
 # -- schedules ------------------------------------------------------------------------------------------------------------
-
-STEP = ScheduleSpec("StepLR", {"step_size": 30, "gamma": 0.5})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,105 @@
+"""What the program has written into its optimizer's parameter groups: learning rates, weight decay, betas and the like.
+
+Owned by `tq.Optimizer`, on the worker's thread, and looked at once per step, so it has to be cheap. What always holds: `now` is what the
+groups held at the last look, as it travels; it is the same object as long as nothing has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from torchquorum.errors import ConfigError
+from torchquorum.wire.settings import RATE, Settings, decode, encode
+
+# What torch, and its scheduler objects, keep in a group besides the optimizer's options.
+NOT_SETTINGS = frozenset(
+    [
+        "params",
+        "param_names",
+        "initial_lr",
+        "max_lr",
+        "min_lr",
+        "max_momentum",
+        "base_momentum",
+        "swa_lr",
+    ]
+)
+
+
+class ProgramSettings:
+    """The settings of one program.
+
+    Args:
+        optimizer: The optimizer whose groups the program writes to; its defaults name the settings.
+        more: Whether options that its class does not name are settings, too, as a class of one's own may read them.
+
+    Attributes:
+        now: What the groups held at the last look.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, more: bool = False) -> None:
+        self._optimizer, self._more = optimizer, more
+        self._seen: list[dict[str, Any]] = []
+        self.now: Settings = []
+        self.begin()
+
+    def begin(self, without: Collection[str] = ()) -> None:
+        """Looks at all groups as if for the first time; options of these names are not looked at."""
+        named = self._optimizer.defaults.keys()
+        self._seen = [
+            {
+                name: _held(value)
+                for name, value in group.items()
+                if name not in without and (name in named or (self._more and name not in NOT_SETTINGS))
+            }
+            for group in self._optimizer.param_groups
+        ]
+        self.now = [{name: encode(value) for name, value in group.items()} for group in self._seen]
+
+    def look(self) -> Settings:
+        """Returns what the groups hold now.
+
+        Raises:
+            ConfigError: A group has lost an option, or got a value that cannot travel.
+        """
+        groups, found = self._optimizer.param_groups, False
+        if len(groups) != len(self._seen):
+            raise ConfigError(
+                f"the optimizer has {len(groups)} parameter groups, and had {len(self._seen)} when the run began: groups cannot be "
+                "added or removed inside it"
+            )
+        for number, (group, seen) in enumerate(zip(groups, self._seen, strict=True)):
+            for name, before in seen.items():
+                try:
+                    value = group[name]
+                except KeyError:
+                    raise ConfigError(f"param_groups[{number}] has no {name!r} any more; set it instead") from None
+                if value is before and type(value) is not torch.Tensor:
+                    continue
+                if type(value) is type(before) and bool(value == before):
+                    continue
+                seen[name], found = _held(value), True
+        if found:
+            self.now = [{name: encode(value) for name, value in group.items()} for group in self._seen]
+        return self.now
+
+    def write(self, settings: Settings) -> None:
+        """Writes settings of the run into the groups, where they are others; what stands there then was not written by the program."""
+        for group, seen, now, wanted in zip(
+            self._optimizer.param_groups, self._seen, self.look(), settings, strict=True
+        ):
+            for name, value in wanted.items():
+                if name in now and now[name] != value:
+                    if name == RATE:
+                        group.setdefault("initial_lr", group[RATE])  # what a scheduler made later starts from
+                    group[name] = decode(value)
+                    seen[name] = _held(group[name])
+        self.now = [{name: encode(value) for name, value in group.items()} for group in self._seen]
+
+
+def _held(value: Any) -> Any:
+    """Returns a value that does not change with the group's own, as a tensor would."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

@@ -3,7 +3,7 @@
     python benchmarks/hostile.py --rounds 3 --seconds 8 [KIND ...]
 
 The peers need processor time of their own, which on a small machine they take from training wherever they knock. So each kind
-is run three times in turns: not at all, at a port where an idle ZeroMQ socket listens, and at the port of the ps. The share that
+is run three times in turns: not at all, at a port where somebody accepts and says nothing, and at the port of the ps. The share that
 counts is the third over the second. The kinds are those of tests/strangers.py.
 """
 
@@ -26,6 +26,7 @@ KINDS = (
     "half_greeting",
     "half_message",
     "oversized",
+    "handshakes",
     "thousand",
     "hello_flood",
     "join_flood",
@@ -34,12 +35,12 @@ KINDS = (
     "nonsense",
 )
 BYSTANDER = """
-import zmq
-socket = zmq.Context.instance().socket(zmq.ROUTER)
-socket.setsockopt(zmq.RCVHWM, 1)
-print(socket.bind_to_random_port("tcp://127.0.0.1"), flush=True)
-import time
-time.sleep(3600)
+import socket
+listening = socket.create_server(("127.0.0.1", 0), backlog=512)
+print(listening.getsockname()[1], flush=True)
+kept = []
+while True:
+    kept = kept[-500:] + [listening.accept()[0]]
 """
 
 

@@ -89,7 +89,7 @@ def _read(path: str) -> str:
 def versions() -> dict[str, str]:
     """Returns what the figures were measured with."""
     found = {"python": platform.python_version()}
-    for name in ("torchquorum", "torch", "pyzmq", "msgspec"):
+    for name in ("torchquorum", "torch", "cryptography", "msgspec"):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

@@ -60,6 +60,9 @@ class ScriptedChannel:
     def receive_into(self, choose: Choose) -> None:
         pass
 
+    def settled(self) -> ScriptedChannel:
+        return self
+
     def send(self, frames: Sequence[Frame | Pieces]) -> None:
         self.sent.append(whole(frames))
         self.arrived += self._answer(whole(frames))

@@ -7,6 +7,7 @@ test_hostile.py and benchmarks/hostile.py. Prints `begun` when it has done its w
 import os
 import random
 import socket
+import ssl
 import struct
 import sys
 import threading
@@ -14,13 +15,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-import zmq
-
 import torchquorum.wire.messages as m
 from torchquorum.wire import codec
+from torchquorum.wire.opening import OPEN as GREETING
+from torchquorum.wire.stream import pack
 
-GREETING = b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + b"\0" * 16 + b"\0" + b"\0" * 31
-READY = b"\4\x26\5READY\x0bSocket-Type\0\0\0\6DEALER\x08Identity\0\0\0\0"
+ZEROMQ = b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + b"\0" * 48  # as torchquorum greeted before protocol 5
 BEGUN_AFTER_S = 1.0
 
 
@@ -29,7 +29,7 @@ class Own(threading.local):
 
     def __init__(self) -> None:
         self.kept: list[socket.socket] = []
-        self.dealers: list[zmq.Socket] = []
+        self.talking: list[socket.socket] = []
 
 
 OWN = Own()
@@ -41,8 +41,8 @@ def dial(address: str) -> socket.socket:
 
 
 def garbage(address: str) -> None:
-    """Random bytes, an HTTP request, zeros; then the line is dropped."""
-    chosen = random.choice([os.urandom(random.randrange(1, 5000)), b"GET / HTTP/1.1\r\n\r\n", b"\0" * 500])
+    """Random bytes, an HTTP request, zeros, ZeroMQ; then the line is dropped."""
+    chosen = random.choice([os.urandom(random.randrange(1, 5000)), b"GET / HTTP/1.1\r\n\r\n", b"\0" * 500, ZEROMQ])
     with dial(address) as peer:
         peer.sendall(chosen)
     time.sleep(0.005)
@@ -51,7 +51,9 @@ def garbage(address: str) -> None:
 def half_greeting(address: str) -> None:
     """Begins a greeting, says no more, and keeps the line."""
     OWN.kept.append(dial(address))
-    OWN.kept[-1].sendall(GREETING[: random.randrange(1, 60)])
+    OWN.kept[-1].sendall(
+        random.choice([GREETING[: random.randrange(1, 16)], hello_of_tls()[: random.randrange(1, 200)]])
+    )
     if len(OWN.kept) > 200:
         OWN.kept.pop(0).close()
     time.sleep(0.01)
@@ -60,7 +62,7 @@ def half_greeting(address: str) -> None:
 def half_message(address: str) -> None:
     """A whole greeting, then a frame that announces more bytes than ever come."""
     peer = dial(address)
-    peer.sendall(GREETING + READY + b"\2" + struct.pack(">Q", 1 << 20) + b"x" * 100)
+    peer.sendall(GREETING + struct.pack("<IQQ", 2, 100, 1 << 20) + b"x" * 200)
     OWN.kept.append(peer)
     if len(OWN.kept) > 100:
         OWN.kept.pop(0).close()
@@ -72,7 +74,7 @@ def oversized(address: str) -> None:
     for size in (1 << 60, 200 << 20):
         peer = dial(address)
         with suppress(OSError):
-            peer.sendall(GREETING + READY + b"\2" + struct.pack(">Q", size) + b"x" * (1 << 20))
+            peer.sendall(GREETING + struct.pack("<IQQ", 2, 100, size) + b"x" * (1 << 20))
         OWN.kept.append(peer)
     while len(OWN.kept) > 20:
         OWN.kept.pop(0).close()
@@ -87,26 +89,49 @@ def thousand(address: str) -> None:
     time.sleep(0.02)
 
 
-def dealer(address: str, **options: int) -> zmq.Socket:
-    made = zmq.Context.instance().socket(zmq.DEALER)
-    made.setsockopt(zmq.LINGER, 0)
-    for name, value in options.items():
-        made.setsockopt(getattr(zmq, name), value)
-    made.connect(f"tcp://{address}")
-    return made
+def hello_of_tls() -> bytes:
+    """Returns the first words of somebody who speaks TLS, and knows no secret."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    with suppress(ssl.SSLWantReadError):
+        strange_context().wrap_bio(incoming, outgoing).do_handshake()
+    return outgoing.read()
+
+
+def strange_context() -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context
+
+
+def handshakes(address: str) -> None:
+    """TLS, as far as it goes without a certificate."""
+    with dial(address) as plain, strange_context().wrap_socket(plain) as peer:
+        peer.sendall(b"x" * 100)
+        while peer.recv(100):
+            pass
+    time.sleep(0.01)
 
 
 def flood(address: str, messages: list[list[bytes]], *, read: bool = True) -> None:
     """Says the same things as fast as it is let."""
-    if not OWN.dealers:
-        OWN.dealers.append(dealer(address, SNDHWM=100, RCVHWM=1 if not read else 1000))
-    for message in messages * 20:
-        try:
-            OWN.dealers[0].send_multipart(message, zmq.NOBLOCK)
-        except zmq.Again:
-            time.sleep(0.001)
-        while read and OWN.dealers[0].poll(0):
-            OWN.dealers[0].recv_multipart()
+    if not OWN.talking:
+        OWN.talking.append(dial(address))
+        OWN.talking[0].sendall(GREETING)
+    peer = OWN.talking[0]
+    peer.settimeout(0.05)
+    try:
+        for message in messages * 20:
+            with suppress(TimeoutError):
+                peer.sendall(
+                    b"".join(pack(message))
+                )  # part of it may be lost: then the rest is garbage, and we are hung up on
+        peer.settimeout(0.001)
+        with suppress(TimeoutError):
+            while read and not peer.recv(1 << 16):
+                raise ConnectionResetError
+    except OSError:
+        OWN.talking.pop().close()
+        raise
 
 
 def hello_flood(address: str) -> None:
@@ -162,6 +187,7 @@ KINDS: dict[str, Callable[[str], None]] = {
         half_greeting,
         half_message,
         oversized,
+        handshakes,
         thousand,
         hello_flood,
         join_flood,

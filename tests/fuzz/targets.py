@@ -10,6 +10,7 @@ import contextlib
 import gzip
 import json
 import os
+import socket
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,7 @@ from tests.unit.formats import checkpoints
 from torchquorum.cluster import ClusterSpec, TaskId
 from torchquorum.cluster.environment import _read_launcher
 from torchquorum.cluster.flags import parse_flags
+from torchquorum.cluster.secret import Secret
 from torchquorum.cluster.sources import launcher_task
 from torchquorum.cluster.tf_config import read_tf_config
 from torchquorum.data.idx import read_idx
@@ -47,7 +49,9 @@ from torchquorum.rules.presets import parse_rule
 from torchquorum.wire import codec
 from torchquorum.wire import messages as m
 from torchquorum.wire.codec import WireError
+from torchquorum.wire.opening import LOCKED, OPEN, ChannelOpening, ListenerOpening, RefusedConnection
 from torchquorum.wire.stream import StreamError, StreamReader, pack
+from torchquorum.wire.tls_keys import connecting_side, listening_side
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,61 @@ def _messages_in(body: bytes) -> Iterator[list[codec.Frame]]:
 def _stream(body: bytes) -> None:
     found = list(_messages_in(body))
     assert sum(len(frame) for message in found for frame in message) <= len(body)
+
+
+SECRET = Secret("the-secret-of-the-fuzzer-0123456789abcdef")
+
+
+def _opening(body: bytes) -> None:
+    """What a stranger says first: byte 0 chooses the side and whether there is a secret; nobody gets in who does not know it."""
+    which, said = body[:1] or b"\0", body[1:]
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        locked = bool(which[0] & 1)
+        theirs.send(said[:100_000])
+        theirs.shutdown(socket.SHUT_WR)
+        if which[0] & 2:
+            opening = ChannelOpening(ours, connecting_side(SECRET) if locked else None)
+        else:
+            opening = ListenerOpening(ours, listening_side(SECRET) if locked else None)
+        for _ in range(100):
+            try:
+                opening.advance().close()
+                assert not locked and said.startswith(OPEN), "somebody got in"
+                return
+            except BlockingIOError:
+                continue
+        raise AssertionError("neither let in nor turned away")
+
+
+def _openings() -> tuple[bytes, ...]:
+    """What real peers say first: both greetings, ZeroMQ's, and TLS of both sides."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        for each in (ours, theirs):
+            each.setblocking(False)
+        connecting = ChannelOpening(ours, connecting_side(SECRET))
+        hello = theirs.recv(1 << 16, socket.MSG_PEEK)
+        listening = ListenerOpening(theirs, listening_side(SECRET))
+        with contextlib.suppress(BlockingIOError):
+            listening.advance()
+        answer = ours.recv(1 << 16, socket.MSG_PEEK)
+        with contextlib.suppress(BlockingIOError):
+            connecting.advance()
+        proof = theirs.recv(1 << 16, socket.MSG_PEEK)
+    zeromq = b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + bytes(48)
+    return (
+        b"\0" + OPEN,
+        b"\1" + hello,
+        b"\1" + hello + proof,
+        b"\2" + OPEN,
+        b"\3" + answer,
+        b"\2" + LOCKED,
+        b"\0" + zeromq,
+        b"\3" + zeromq,
+    )
 
 
 def _graph(body: bytes) -> None:
@@ -288,6 +347,7 @@ def make_targets() -> dict[str, Target]:
     return {
         "codec": Target(_codec, (WireError,), tuple(_messages(m.AnyMessage))),
         "stream": Target(_stream, (StreamError,), _streams()),
+        "opening": Target(_opening, (RefusedConnection, OSError), _openings()),
         "graph messages": Target(_graph, (WireError,), _graph_messages()),
         "tfrecord": Target(_tfrecord, (DataError,), (RECORDS, gzip.compress(RECORDS, mtime=0), zlib.compress(RECORDS))),
         "example": Target(_example, (DataError,), (Example({"n": [1, 2], "x": 0.5, "b": b"a"}).SerializeToString(),)),

@@ -44,13 +44,13 @@ def disturb(owner: Any, name: str, *, before: tuple[float, float] | None, after:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Disturbs ZeroMQ when it is imported."""
+    """Disturbs the streams of messages when they are imported."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Finds ZeroMQ as if this were not there, and waits for its end."""
-        if fullname != "zmq":
+        """Finds the module as if this were not there, and waits for its end."""
+        if fullname != "torchquorum.wire.stream":
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
@@ -59,9 +59,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 
             def load_and_disturb(module: ModuleType) -> None:
                 load(module)
-                disturb(module.Poller, "poll", before=None, after=(0.01, 0.05))
-                for name in ("send_multipart", "recv_multipart"):
-                    disturb(module.Socket, name, before=(0.005, 0.05), after=None)
+                disturb(module.StreamReader, "read", before=(0.005, 0.05), after=None)
+                for name in ("send", "flush"):
+                    disturb(module.StreamWriter, name, before=(0.005, 0.05), after=None)
 
             spec.loader.exec_module = load_and_disturb  # type: ignore[method-assign]
         return spec

@@ -22,7 +22,7 @@ from torchquorum.cluster.secret import ADVICE, OPEN, Access
 from torchquorum.errors import ConfigError, SecretError, TorchQuorumError
 from torchquorum.formats.storage import Location, RemotePath, check_writable
 
-PACKAGES = ("torch", "numpy", "pyzmq", "msgspec", "safetensors", "tensorboard", "rich", "click")
+PACKAGES = ("torch", "numpy", "cryptography", "msgspec", "safetensors", "tensorboard", "rich", "click")
 LEAST_TORCH = (2, 11)
 LOW_DISK_BYTES = 1 << 30
 LOW_FILES = 1024
@@ -219,12 +219,15 @@ def check_secret(access: Access, hosts: Mapping[str, Sequence[str]]) -> list[Che
     from torchquorum.wire.address import is_loopback
 
     if access.secret is not None:
-        import zmq
+        import ssl
 
-        if not zmq.has("curve"):
+        if not ssl.HAS_TLSv1_3:
             return [
                 CheckResult(
-                    "secret", "fail", "given, but this ZeroMQ cannot encrypt", "pip install --force-reinstall pyzmq"
+                    "secret",
+                    "fail",
+                    f"given, but {ssl.OPENSSL_VERSION} of this Python cannot do TLS 1.3",
+                    "use a Python that was built with OpenSSL 1.1.1 or newer",
                 )
             ]
         return [

@@ -11,9 +11,9 @@ import select
 
 from torchquorum.cluster import TaskId
 from torchquorum.wire import codec
+from torchquorum.wire.channel import Channel
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.messages import Message
-from torchquorum.wire.zmq_channel import ZmqChannel
 
 
 class Contact:
@@ -29,7 +29,7 @@ class Contact:
         finished: Whether it has left the run.
     """
 
-    def __init__(self, task: TaskId, address: str, channel: ZmqChannel) -> None:
+    def __init__(self, task: TaskId, address: str, channel: Channel) -> None:
         self.task, self.address, self.channel = task, address, channel
         self.life = ""
         self.state = "absent"

@@ -11,8 +11,7 @@ import os
 import secrets
 import threading
 from collections.abc import Callable
-
-import zmq
+from contextlib import suppress
 
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.cluster import ClusterSpec, TaskId
@@ -24,12 +23,12 @@ from torchquorum.graph.graph_run import GraphRun, Question, Trouble
 from torchquorum.memory.segments import host_id
 from torchquorum.wire import codec
 from torchquorum.wire import messages as m
+from torchquorum.wire.channel import Channel, Descriptor, wait_for_any
 from torchquorum.wire.codec import Frame, WireError
-from torchquorum.wire.zmq_channel import ZmqChannel
 
 ASK_S = 0.25
 FETCH_AGAIN_S = 1.0
-Connect = Callable[[str, bytes], ZmqChannel]
+Connect = Callable[[str, bytes], Channel]
 
 
 def connect_tasks(cluster: ClusterSpec, connect: Connect) -> list[Contact]:
@@ -41,7 +40,7 @@ def connect_tasks(cluster: ClusterSpec, connect: Connect) -> list[Contact]:
     ]
 
 
-def connect_leader(cluster: ClusterSpec, connect: Connect) -> ZmqChannel:
+def connect_leader(cluster: ClusterSpec, connect: Connect) -> Channel:
     """Connects to ps task 0, which knows what became of gradients."""
     return connect(cluster.address(cluster.tasks("ps")[0]), f"watch/{secrets.token_hex(8)}".encode())
 
@@ -64,7 +63,7 @@ class Dispatcher:
         run: GraphRun,
         train: g.Train,
         frames: list[Frame],
-        leader: ZmqChannel,
+        leader: Channel,
         *,
         liveness_s: float,
         say: Callable[[str], None],
@@ -103,23 +102,19 @@ class Dispatcher:
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        run, poller = self.run, zmq.Poller()
-        channels = {c.channel.socket: c for c in run.contacts}
-        for socket in (*channels, self._leader.socket, run.wake_fd):
-            poller.register(socket, zmq.POLLIN)
+        run = self.run
+        sources = [*(c.channel for c in run.contacts), self._leader, Descriptor(run.wake_fd)]
         asked_at = 0.0
         try:
             while not self._closing:
-                ready = dict(poller.poll(int(ASK_S * 1000 / 2)))
+                wait_for_any(sources, ASK_S / 2)
                 with run.changed:
                     # First what has come, then what is due, then what became possible by it.
-                    if run.wake_fd in ready:
+                    with suppress(BlockingIOError):
                         os.eventfd_read(run.wake_fd)
-                    for socket, contact in channels.items():
-                        if socket in ready:
-                            self._receive(contact)
-                    if self._leader.socket in ready:
-                        self._receive_fates()
+                    for contact in run.contacts:
+                        self._receive(contact)
+                    self._receive_fates()
                     now = self._clock.now()
                     if now - asked_at >= ASK_S:
                         asked_at = now

@@ -6,7 +6,6 @@ them. What always holds: a graph is sent once, so it runs at most once; every wa
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -28,9 +27,9 @@ from torchquorum.lines import write_line
 from torchquorum.session.join import say
 from torchquorum.wire.channel import Channel
 from torchquorum.wire.codec import Frame, WireError
+from torchquorum.wire.entry_channel import EntryChannel
 from torchquorum.wire.messages import PACKAGE, PROTOCOL
 from torchquorum.wire.rpc import Asker, Patience
-from torchquorum.wire.zmq_channel import ZmqChannel
 
 SCHEME = "tq://"
 WAIT_S = 60.0
@@ -60,7 +59,7 @@ class TaskConnections:
         wait_s: float,
         *,
         clock: Clock = SYSTEM,
-        connect: Callable[[str, bytes, Access, str], Channel] = ZmqChannel,
+        connect: Callable[[str, Access, str], Channel] = EntryChannel,
     ) -> None:
         self._access, self._clock, self._connect = access, clock, connect
         self.askers: dict[TaskId, Asker] = {}
@@ -89,7 +88,7 @@ class TaskConnections:
                 raise TorchQuorumError(f"{address} is not a compute task: {error}") from None
 
         return Asker(
-            channel=self._connect(address, f"client/{secrets.token_hex(8)}".encode(), self._access, name),
+            channel=self._connect(address, self._access, name),
             me=me,
             there=there,
             patience=GREETING,

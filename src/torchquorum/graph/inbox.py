@@ -12,12 +12,10 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import zmq
 
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.cluster import TaskId
@@ -29,7 +27,8 @@ from torchquorum.wire import codec
 from torchquorum.wire.channel import Peer
 from torchquorum.wire.codec import Frame, WireError
 from torchquorum.wire.messages import PACKAGE, PROTOCOL, Fault, Message, refuse_protocol
-from torchquorum.wire.zmq_listener import ZmqListener
+from torchquorum.wire.transport import Listening
+from torchquorum.wire.transports import listen_at_entry
 
 TAKE_OVER_S = 5.0
 TICK_S = 0.25
@@ -72,14 +71,17 @@ class Inbox:
         self.task, self.address = task, addresses[task.job][task.index]
         self._addresses, self._device, self._clock = addresses, device, clock
         self.life = secrets.token_hex(8)
-        self._listener = ZmqListener(
-            self.address,
-            listen_fd,
-            max_frame_bytes=g.MAX_FRAME_BYTES,
-            access=access,
-            say=lambda line: say(f"{task}: {line}"),
+        self._listener = listen_at_entry(
+            Listening(
+                address=self.address,
+                listen_fd=listen_fd,
+                access=access,
+                largest_bytes=g.MAX_FRAME_BYTES,
+                reuse=False,  # batches are queued, with their frames
+                say=lambda line: say(f"{task}: {line}"),
+            )
         )
-        self._host, self._wake = host_id(), os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._host = host_id()
         self._changed = threading.Condition()
         self._state, self._run = g.State("", self.life), ClientRun()
         self._caller: tuple[Peer, str] = (b"", "")
@@ -177,33 +179,24 @@ class Inbox:
     def close(self) -> None:
         """Ends the thread; what was sent is still delivered, for a moment."""
         self._closing = True
-        os.eventfd_write(self._wake, 1)
+        self._listener.wake()
         self._thread.join(timeout=5.0)
-        os.close(self._wake)
 
     def _send(self, peer: Peer, packet: list[Frame]) -> None:
         self._outbox.append((peer, packet))
-        os.eventfd_write(self._wake, 1)
+        self._listener.wake()
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        poller = zmq.Poller()
-        poller.register(self._listener.socket, zmq.POLLIN)
-        poller.register(self._wake, zmq.POLLIN)
-        while True:
-            while self._outbox:
-                with suppress(zmq.ZMQError):  # the client is gone
-                    self._listener.send(*self._outbox.popleft())
-            if self._closing:
-                break
-            for ready, _ in poller.poll(int(TICK_S * 1000)):
-                if ready == self._wake:
-                    os.eventfd_read(self._wake)
-            while not self._closing and (received := self._listener.receive(0.0)) is not None:
+        while not (self._closing and not self._outbox):
+            received = self._listener.receive(0.0 if self._outbox else TICK_S)
+            if received is not None and not self._closing:
                 peer, frames = received
                 for answer in self._handle(peer, frames):
                     self._outbox.append((peer, [answer]))
+            while self._outbox:
+                self._listener.send(*self._outbox.popleft())
         self._listener.close()
 
     def _handle(self, peer: Peer, frames: Sequence[Frame]) -> list[bytes]:

@@ -27,7 +27,7 @@ from torchquorum.clock import SYSTEM, Clock
 from torchquorum.cluster import ClusterSpec, TaskId, launcher_task
 from torchquorum.cluster.spec import PS
 from torchquorum.launcher.process import Process, die_with_parent
-from torchquorum.wire.address import bind_host
+from torchquorum.wire.address import bind_place
 
 if TYPE_CHECKING:
     from torchquorum.launcher.fork import Result
@@ -256,7 +256,7 @@ def _own_address() -> str:
 def _listen(host: str, before: str | None) -> socket.socket:
     held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    bound = bind_host(f"{host}:0")
+    bound, _ = bind_place(f"{host}:0")
     old_host, _, old_port = (before or "").rpartition(":")
     try:
         held.bind((bound, int(old_port) if old_host == host else 0))

@@ -5,8 +5,6 @@ What always holds: `poll` never waits unless it was told to; `ask_ps` ends with 
 
 from __future__ import annotations
 
-import os
-import secrets
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -16,8 +14,8 @@ from torchquorum.cluster.secret import Access, read_access
 from torchquorum.errors import DeadlineError
 from torchquorum.wire import codec
 from torchquorum.wire.channel import Channel
+from torchquorum.wire.entry_channel import EntryChannel
 from torchquorum.wire.rpc import SAME, Asker, Patience
-from torchquorum.wire.zmq_channel import ZmqChannel
 
 REPEAT_S = 0.5
 LEADER = "/job:ps/task:0"
@@ -26,7 +24,7 @@ _Kind = TypeVar("_Kind", bound=m.Message)
 
 def connect_ps(address: str, access: Access) -> Channel:
     """Connects to a ps task as an observer, which is no part of the run."""
-    return ZmqChannel(address, f"watch/{os.getpid()}/{secrets.token_hex(4)}".encode(), access, LEADER)
+    return EntryChannel(address, access, LEADER)
 
 
 def ask_ps(

@@ -28,9 +28,9 @@ from torchquorum.lines import write_line
 from torchquorum.server.serve import PsTask, ServeOptions, serve
 from torchquorum.session.rendezvous import exchange_addresses
 from torchquorum.wire.channel import Channel
+from torchquorum.wire.entry_channel import EntryChannel
 from torchquorum.wire.inprocess import InProcessNetwork
 from torchquorum.wire.transports import connector
-from torchquorum.wire.zmq_channel import ZmqChannel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Task:
     transport: str = "auto"
     source: str = "arguments"
     flags: argparse.Namespace = field(default_factory=argparse.Namespace, repr=False, compare=False)
-    connect: Callable[[str, bytes], Channel] = field(default=ZmqChannel, repr=False)
+    connect: Callable[[str, bytes], Channel] = field(default=lambda address, _name: EntryChannel(address), repr=False)
     separate: bool = field(default=False, repr=False)
     alone: Alone | None = field(default=None, repr=False)
     access: Access = field(default=OPEN, repr=False)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import socket
+from typing import Any
 
 from torchquorum.cluster.secret import ADVICE, Access
 from torchquorum.errors import ClusterError, SecretError
@@ -33,16 +34,8 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def bind_host(address: str) -> str:
-    """Returns the address of this host that a task with that address listens on."""
-    host = address.rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return "127.0.0.1"
-    return host if is_loopback(host) else "0.0.0.0"
-
-
-def bind_endpoint(address: str) -> str:
-    """Returns the ZeroMQ endpoint that a task with that address binds.
+def bind_place(address: str) -> tuple[str, int]:
+    """Returns where a task with that address listens: loopback names on loopback, all others on every interface.
 
     Raises:
         ClusterError: The port is none.
@@ -50,13 +43,20 @@ def bind_endpoint(address: str) -> str:
     host, _, port = address.rpartition(":")
     if not (port.isascii() and port.isdigit() and int(port[:6]) <= 65535):
         raise ClusterError(f"cannot listen on {address}: port {port!r}: must be a number up to 65535")
-    if host == "localhost":
-        return f"tcp://127.0.0.1:{port}"
-    return f"tcp://{host}:{port}" if is_loopback(host) else f"tcp://*:{port}"
+    bare = host.strip("[]")
+    if bare == "localhost":
+        return "127.0.0.1", int(port)
+    if is_loopback(bare):
+        return bare, int(port)
+    return "::" if ":" in bare else "0.0.0.0", int(port)
 
 
-def endpoint(address: str) -> str:
-    """Returns the ZeroMQ endpoint of `host:port`, resolved, so that a name which does not exist is an error here."""
+def find_place(address: str) -> tuple[socket.AddressFamily, tuple[Any, ...]]:
+    """Returns where `host:port` is, resolved, so that a name which does not exist is an error here.
+
+    Raises:
+        ClusterError: There is no such host.
+    """
     host, _, port = address.rpartition(":")
     try:
         found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
@@ -65,11 +65,10 @@ def endpoint(address: str) -> str:
             f"host {host!r} in {address!r} cannot be found ({error}); check its spelling and your DNS"
         ) from None
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)
-    family, _, _, _, where = found[0]
-    return f"tcp://[{where[0]}]:{port}" if family == socket.AF_INET6 else f"tcp://{where[0]}:{port}"
+    return found[0][0], found[0][4]
 
 
-def require_secret(address: str, where: str, listen_fd: int | None, access: Access) -> None:
+def require_secret(address: str, bound: str, listen_fd: int | None, access: Access) -> None:
     """Checks that a task listens for other hosts only with a secret, or where that was allowed.
 
     Raises:
@@ -77,7 +76,6 @@ def require_secret(address: str, where: str, listen_fd: int | None, access: Acce
     """
     if access.secret is not None or access.insecure:
         return
-    bound = where.removeprefix("tcp://").rpartition(":")[0]
     if listen_fd is not None:
         with socket.socket(fileno=os.dup(listen_fd)) as held:
             bound = str(held.getsockname()[0])

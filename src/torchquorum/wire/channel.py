@@ -72,6 +72,21 @@ class Pollable(Protocol):
         ...
 
 
+class Descriptor:
+    """A descriptor alone, as a poll loop sees it."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+
+    def fileno(self) -> int:
+        """Returns it."""
+        return self._fd
+
+    def may_wait_s(self) -> float:
+        """Returns for ever: it shows all there is."""
+        return FOREVER_S
+
+
 def wait_for_any(sources: Sequence[Pollable], timeout_s: float, clock: Clock = SYSTEM) -> None:
     """Returns when something has come from one of the sources, or when the time is up."""
     deadline = clock.now() + timeout_s
@@ -104,6 +119,13 @@ class Channel(Pollable, Protocol):
 
     def receive_into(self, choose: Choose) -> None:
         """Lets the receiver choose, by header and sizes of a message, where its second frame goes. A hint: it may be ignored."""
+        ...
+
+    def settled(self) -> Channel:
+        """Returns the channel to go on with when it must be known that the connection was lost: `closed` says so, and it is not made again.
+
+        A large frame is then valid until the next but one message only.
+        """
         ...
 
     def close(self) -> None:

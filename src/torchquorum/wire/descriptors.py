@@ -1,30 +1,14 @@
-"""File descriptors when few are left: one in reserve, a check that some are free, and a handle on those of another library.
+"""File descriptors when few are left: how many connections fit, and one descriptor in reserve.
 
-Used by what listens. What always holds: none of these needs a new descriptor once it has been made.
+Used by what listens. What always holds: giving the reserve up and taking it again needs no other descriptor.
 """
 
 from __future__ import annotations
 
 import os
-import socket
-import threading
-from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 KEPT_FILES = 256
-Address = tuple[Any, ...]
-
-
-def check_files(count: int) -> None:
-    """Raises OSError unless this process may open so many more descriptors: ZeroMQ ends a process that has none for its threads."""
-    opened: list[int] = []
-    try:
-        for _ in range(count):
-            opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
-    finally:
-        for fd in opened:
-            os.close(fd)
 
 
 def most_connections() -> int:
@@ -66,44 +50,3 @@ class Reserve:
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
-
-
-class Handle:
-    """A handle on connections of another library, which may be gone by now. Safe from any thread."""
-
-    def __init__(self) -> None:
-        self._nothing = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            self._file = os.dup(self._nothing)
-        except OSError:
-            os.close(self._nothing)
-            raise
-        self._lock = threading.Lock()
-
-    def peer_of(self, fd: int) -> Address:
-        """Returns address and port of the other end of a connection, or nothing."""
-        peer = self._at(fd, lambda found: found.getpeername())
-        return peer if isinstance(peer, tuple) else ()
-
-    def hang_up(self, fd: int, peer: Address) -> None:
-        """Ends a connection, if the descriptor is still that of the same one."""
-        self._at(fd, lambda found: found.shutdown(socket.SHUT_RDWR) if found.getpeername() == peer else None)
-
-    def _at(self, fd: int, do: Callable[[socket.socket], Any]) -> Any:
-        """Does something with a connection; None if the system refuses."""
-        with self._lock, suppress(OSError):
-            os.dup2(fd, self._file, inheritable=False)
-            try:
-                found = socket.socket(fileno=self._file)
-                try:
-                    return do(found)
-                finally:
-                    found.detach()
-            finally:
-                os.dup2(self._nothing, self._file, inheritable=False)
-        return None
-
-    def close(self) -> None:
-        """Closes its own descriptors."""
-        os.close(self._file)
-        os.close(self._nothing)

@@ -71,6 +71,11 @@ class FaultyChannel:
     def receive_into(self, choose: Choose) -> None:
         """Does nothing: a message that comes twice or late must not write into memory that is used by then."""
 
+    def settled(self) -> FaultyChannel:
+        """Returns this channel, around one that is settled."""
+        self._inner = self._inner.settled()
+        return self
+
     def close(self) -> None:
         """Closes the channel; what is late is lost."""
         self._inner.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import select
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 
 from torchquorum.wire.channel import FOREVER_S, Later, ListenerPart, Peer, Pollable, Sent
@@ -22,8 +22,8 @@ class JoinedListener:
     """Several transports as one listener.
 
     Args:
-        entry: The transport whose peers have names of any kind.
-        parts: The others, best first; the names of their peers begin with their prefixes.
+        entry: The transport at the address that everybody knows.
+        parts: The others, best first.
     """
 
     def __init__(self, entry: ListenerPart, parts: Sequence[ListenerPart]) -> None:
@@ -50,7 +50,10 @@ class JoinedListener:
     @property
     def turned_away(self) -> dict[str, int]:
         """Returns how many connections were refused, by reason."""
-        return {why: count for part in reversed(self._parts) for why, count in part.turned_away.items()}
+        counts: Counter[str] = Counter()
+        for part in reversed(self._parts):
+            counts.update(part.turned_away)
+        return dict(counts)
 
     def fileno(self) -> int:
         """Returns a descriptor that shows what comes on any of the transports."""
@@ -106,7 +109,7 @@ class JoinedListener:
         for part in self._parts:
             if peer.startswith(part.prefix):
                 return part
-        raise AssertionError("every name begins with the prefix of the entry")
+        raise AssertionError("every name begins with the prefix of a transport")
 
     def _collect(self, timeout_s: float) -> None:
         self._thread = threading.get_ident()

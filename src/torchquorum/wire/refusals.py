@@ -14,6 +14,12 @@ from torchquorum.clock import SYSTEM, Clock
 SAY_EVERY_S = 10.0
 MOST_UNTOLD = 100
 
+WRONG_SECRET, NO_SECRET, UNEXPECTED_SECRET = "wrong secret", "no secret", "a secret where none is used"
+OTHER_PROTOCOL, OTHER_VERSION, ZEROMQ = "not torchquorum", "another version of torchquorum", "a torchquorum of before"
+UNFINISHED, TOO_SLOW, TOO_MANY = "hung up before the greeting", "no greeting in time", "too many connections"
+OTHER_USER, TALKS_TOO_MUCH = "another user of this host", "talks too much"
+_QUIET = (UNFINISHED, TALKS_TOO_MUCH)  # a port scan, a task that died: worth a number, not a line
+
 
 class Refusals:
     """The counts, and what has not been told yet.
@@ -31,8 +37,10 @@ class Refusals:
         self._told_at = float("-inf")
 
     def add(self, why: str, address: str) -> None:
-        """Counts a connection; a line is worth it."""
+        """Counts a connection; most reasons are worth a line."""
         self.counts[why] += 1
+        if why in _QUIET:
+            return
         self.untold[f"{why}, from {address}" if address else why] += 1
         while len(self.untold) > MOST_UNTOLD:  # the oldest lose their address
             count = self.untold.pop(next(iter(self.untold)))  # perhaps the very entry to which it is added

@@ -9,6 +9,7 @@ where it stays, and stays valid until the next but one message of the same conne
 
 from __future__ import annotations
 
+import mmap
 import socket
 import struct
 import threading
@@ -85,16 +86,16 @@ class SocketStream(socket.socket):
         return stream
 
 
-class Room(bytearray):
-    """Memory that a reader uses again for large frames; who has cut it into views may keep them here."""
-
-    __slots__ = ("cut",)
+class Room(mmap.mmap):
+    """Memory for a large frame, used again; who has cut it into views may keep them here. What was only announced costs nothing."""
 
     cut: object
 
-    def __init__(self, size: int) -> None:
-        super().__init__(size)
-        self.cut = None
+    def __new__(cls, size: int) -> Room:
+        """Returns so much memory."""
+        made = super().__new__(cls, -1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        made.cut = None
+        return made
 
 
 class StreamReader:
@@ -103,10 +104,11 @@ class StreamReader:
     Args:
         largest_bytes: The largest frame that may come.
         choose: Given the header and the sizes of the other frames, returns memory for the first of those, in pieces, or None.
+        reuse: Whether the memory of a large frame is used again, by the next but one message with such a frame.
     """
 
-    def __init__(self, largest_bytes: int, choose: Choose | None = None) -> None:
-        self._largest, self.choose = largest_bytes, choose
+    def __init__(self, largest_bytes: int, choose: Choose | None = None, *, reuse: bool = True) -> None:
+        self._largest, self.choose, self.reuse = largest_bytes, choose, reuse
         self._stage = bytearray(STAGE_BYTES)
         self._begin = self._end = 0  # of what is in the stage and belongs to no frame yet
         self._sizes: tuple[int, ...] = ()
@@ -230,11 +232,23 @@ class StreamReader:
         """Returns memory for a frame; large ones take turns in what is kept."""
         if size < LARGE_BYTES:
             return memoryview(bytearray(size))
-        kept = self._kept.popleft() if len(self._kept) >= 2 else Room(0)
-        if len(kept) != size:
+        if not self.reuse:
+            return memoryview(Room(size))
+        kept = self._kept.popleft() if len(self._kept) >= 2 else None
+        if kept is None or len(kept) != size:
+            self._give_back(kept)
             kept = Room(size)
         self._kept.append(kept)
         return memoryview(kept)
+
+    def close(self) -> None:
+        """Gives its memory back, as far as nobody uses it."""
+        while self._kept:
+            self._give_back(self._kept.popleft())
+
+    def _give_back(self, room: Room | None) -> None:
+        if room is not None:
+            room.cut = None  # views that it keeps of itself would keep it for ever
 
 
 def pack(frames: Sequence[Frame | Pieces]) -> list[Frame]:

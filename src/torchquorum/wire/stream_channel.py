@@ -25,6 +25,7 @@ class StreamChannel:
     Args:
         stream: The connection, which this channel owns from now on.
         largest_bytes: The largest frame that may come.
+        reuse: Whether the memory of a large frame is used again, by the next but one message.
         spin_s: So long a receiver looks again and again, giving the core to others, before it sleeps.
         send_s: A message that has not left after this time ends the connection.
         clock: Tells the time.
@@ -35,17 +36,23 @@ class StreamChannel:
         stream: ByteStream,
         largest_bytes: int,
         *,
+        reuse: bool = True,
         spin_s: float = 0.0,
         send_s: float = SEND_S,
         clock: Clock = SYSTEM,
     ) -> None:
         self._stream, self._clock = stream, clock
         self._spin_s, self._send_s = spin_s, send_s
-        self._reader, self._writer = StreamReader(largest_bytes), StreamWriter(stream)
+        self._reader, self._writer = StreamReader(largest_bytes, reuse=reuse), StreamWriter(stream)
         self._readable, self._writable = select.poll(), select.poll()
         self._readable.register(stream.fileno(), select.POLLIN)
         self._writable.register(stream.fileno(), select.POLLOUT)
         self.closed = False
+
+    def settled(self) -> StreamChannel:
+        """Returns this channel; from now on the memory of large frames is used again."""
+        self._reader.reuse = True
+        return self
 
     def fileno(self) -> int:
         """Returns the connection's descriptor."""

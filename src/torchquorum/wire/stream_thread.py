@@ -15,7 +15,7 @@ from torchquorum.wire.codec import Frame
 from torchquorum.wire.stream import ByteStream, StreamError, StreamReader, StreamWriter, WantWrite
 
 END_S = 5.0
-PEERS = b"\0stream-"  # what the names of peers begin with; longer than those that ZeroMQ gives
+PEERS = b"\0stream-"  # what the names of peers begin with
 _NONE = range(0)
 
 
@@ -26,31 +26,17 @@ class StreamConnection:
         peer: Its name.
         stream: Its bytes.
         largest_bytes: The largest frame that may come.
-        since: When it was accepted.
+        reuse: Whether memory of large frames is used again.
     """
 
-    __slots__ = (
-        "_token",
-        "admitted",
-        "fd",
-        "peer",
-        "polled_for",
-        "reader",
-        "since",
-        "stream",
-        "thread",
-        "wants_write",
-        "writer",
-    )
+    __slots__ = ("fd", "peer", "polled_for", "reader", "stream", "thread", "wants_write", "writer")
 
-    def __init__(self, peer: Peer, stream: ByteStream, largest_bytes: int, since: float) -> None:
-        self.peer, self.stream, self.since = peer, stream, since
+    def __init__(self, peer: Peer, stream: ByteStream, largest_bytes: int, *, reuse: bool = True) -> None:
+        self.peer, self.stream = peer, stream
         self.fd = stream.fileno()
-        self.reader, self.writer = StreamReader(largest_bytes), StreamWriter(stream)
-        self.admitted = False
+        self.reader, self.writer = StreamReader(largest_bytes, reuse=reuse), StreamWriter(stream)
         self.polled_for = select.EPOLLIN
         self.thread: StreamThread | None = None
-        self._token = bytearray()
         self.wants_write = False
 
     def read(self, leave: range = _NONE) -> list[Frame] | None:
@@ -69,21 +55,6 @@ class StreamConnection:
             pass
         return None
 
-    def read_token(self, size: int) -> bytes:
-        """Returns what a connection has sent first, so many bytes, fewer if it has ended.
-
-        Raises:
-            BlockingIOError: It is not all there yet.
-            OSError: The connection is gone.
-        """
-        while len(self._token) < size:
-            part = bytearray(size - len(self._token))
-            count = self.stream.recv_into(memoryview(part))
-            self._token += part[:count]
-            if not count:
-                break
-        return bytes(self._token)
-
     def events(self) -> int:
         """Returns what to poll for."""
         writes = self.wants_write or (self.writer.waiting and not self.writer.wants_read)
@@ -92,6 +63,7 @@ class StreamConnection:
     def close(self) -> None:
         """Closes it; what was to be sent is free."""
         self.writer.give_up()
+        self.reader.close()
         self.stream.close()
 
 

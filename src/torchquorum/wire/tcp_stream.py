@@ -1,97 +1,106 @@
-"""The transport for tasks of other hosts: a stream over TCP, beside ZeroMQ's.
+"""TCP: where every task listens at its address, how it is reached there, and what a TCP socket needs.
 
-ZeroMQ passes every message through a thread and memory of its own; for a megabyte that costs more than the network inside one host.
-This stream is offered only where the cluster has no secret, as it does not encrypt. Its port is any free one; Welcome names it together
-with a token that a connection must send first.
+Used by `transports` for the entry to a task, and by `entry_channel`. With a secret TLS is around the bytes (`tls_stream`), and only
+who knows it is admitted; without one everybody is who greets as a task does (`opening`).
 """
 
 from __future__ import annotations
 
-import secrets
+import errno
 import socket
-import sys
 from pathlib import Path
 
-from torchquorum.clock import Clock
-from torchquorum.wire.address import bind_host, largest_frame_bytes
-from torchquorum.wire.messages import Way
-from torchquorum.wire.stream import LARGE_BYTES, SocketStream
-from torchquorum.wire.stream_channel import StreamChannel
-from torchquorum.wire.stream_listener import StreamListener, StreamOptions
-from torchquorum.wire.transport import Listening, Transport
+from torchquorum.errors import AddressInUseError, ClusterError
+from torchquorum.wire.address import bind_place, explain_in_use, largest_frame_bytes, require_secret
+from torchquorum.wire.opening import ListenerOpening
+from torchquorum.wire.stream import LARGE_BYTES
+from torchquorum.wire.stream_listener import Opening, StreamListener, StreamOptions
+from torchquorum.wire.tls_keys import listening_side
+from torchquorum.wire.transport import Listening
 
 KIND = "tcp"
-TOKEN_BYTES = 32
-CONNECT_S = 2.0
 BUFFER_BYTES = 4 << 20
 SPIN_S = 0.004
+BACKLOG = 512
+BIND_S = 2.0
+LISTENER_FILES = 8
 THREADED_BYTES = range(LARGE_BYTES, 8 << 20)  # beyond, arithmetic by all cores is worth more than copies side by side
 
 
-def listen(listening: Listening) -> StreamListener | None:
-    """Returns the listener for tasks of other hosts; None with a secret, or where no port can be had."""
-    if listening.access.secret is not None or sys.platform != "linux":
-        return None
-    try:
-        return listen_on(bind_host(listening.address), listening)
-    except OSError:
-        return None  # then all use ZeroMQ
-
-
-def listen_on(host: str, listening: Listening) -> StreamListener:
-    """Returns a listener on any free port of an address of this host.
+def listen(listening: Listening) -> StreamListener:
+    """Returns the listener at a task's address.
 
     Raises:
-        OSError: No port can be had there.
+        SecretError: The address is not loopback and there is no secret.
+        ClusterError: Nobody can listen there, or no file descriptor is left for it.
     """
-    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    where = bind_place(listening.address)
+    require_secret(listening.address, where[0], listening.listen_fd, listening.access)
+    secret = listening.access.secret
+    side = listening_side(secret) if secret is not None else None
+
+    def opening(accepted: socket.socket) -> Opening:
+        prepare(accepted)
+        return ListenerOpening(accepted, side, f"the task at {listening.address}")
+
+    options = StreamOptions(
+        kind=KIND,
+        opening=opening,
+        largest_bytes=listening.largest_bytes or largest_frame_bytes(),
+        threaded=THREADED_BYTES,
+        take=listening.take,
+        reuse=listening.reuse,
+        say=listening.say,
+    )
     try:
-        _widen(made)
-        made.bind((host, 0))
-        made.listen(128)
-        token = secrets.token_bytes(TOKEN_BYTES)
-        options = StreamOptions(
-            way=Way(KIND, f"{made.getsockname()[1]}/{token.hex()}"),
-            admit=_prepare,
-            token=token,
-            refused="a TCP stream without its token",
-            largest_bytes=largest_frame_bytes(),
-            threaded=THREADED_BYTES,
-            take=listening.take,
-        )
+        made = _socket_for(where, listening)
+    except OSError as error:
+        raise ClusterError(_no_file(listening, error)) from None
+    try:
+        widen(made)
+        made.listen(BACKLOG)
         return StreamListener(made, options, listening.clock)
-    except BaseException:
+    except OSError as error:
         made.close()
-        raise
+        raise ClusterError(_no_file(listening, error)) from None
 
 
-def connect(host: str, where: str, clock: Clock) -> StreamChannel:
-    """Connects to a ps task on another host.
+def _no_file(listening: Listening, error: OSError) -> str:
+    return f"cannot listen on {listening.address}: {error.strerror}; see ulimit -n"
 
-    Raises:
-        OSError: It cannot be reached.
-        ValueError: The way makes no sense.
-    """
-    port, _, token = where.partition("/")
-    made = socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S)
+
+def _socket_for(where: tuple[str, int], listening: Listening) -> socket.socket:
+    """Returns the launcher's socket, or one that is bound; a port that its last owner has only just given up gets a moment."""
+    if listening.listen_fd is not None:
+        return socket.socket(fileno=listening.listen_fd)
+    address, clock = listening.address, listening.clock
+    made = socket.socket(socket.AF_INET6 if ":" in where[0] else socket.AF_INET, socket.SOCK_STREAM)
+    deadline = clock.now() + BIND_S
     try:
-        _prepare(made)
-        _widen(made)
-        made.sendall(bytes.fromhex(token))
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        while True:
+            try:
+                made.bind(where)
+                return made
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    why = error.strerror or str(error)
+                    raise ClusterError(f"cannot listen on {address}: {why}; is that an address of this host?") from None
+                if clock.now() >= deadline:
+                    raise AddressInUseError(explain_in_use(address)) from None
+            clock.sleep(0.1)
     except BaseException:
         made.close()
         raise
-    return StreamChannel(SocketStream.of(made), largest_frame_bytes(), spin_s=SPIN_S, clock=clock)
 
 
-def _prepare(connection: socket.socket) -> bool:
+def prepare(connection: socket.socket) -> None:
     """Has small messages sent at once, and a host that is gone noticed."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    return True
 
 
-def _widen(connection: socket.socket) -> None:
+def widen(connection: socket.socket) -> None:
     """Gives a socket room for a whole message, where the system allows that much; elsewhere it adapts by itself."""
     for option, limit in ((socket.SO_SNDBUF, "wmem_max"), (socket.SO_RCVBUF, "rmem_max")):
         try:
@@ -100,6 +109,3 @@ def _widen(connection: socket.socket) -> None:
             continue
         if most >= BUFFER_BYTES // 2:
             connection.setsockopt(socket.SOL_SOCKET, option, min(most, BUFFER_BYTES))
-
-
-TCP = Transport(kind=KIND, same_host=False, listen=listen, connect=connect)

@@ -19,6 +19,8 @@ class Listening:
         listen_fd: A listening socket for it that the launcher made, if any.
         access: Who may connect.
         take: Handles a message on a transport's own thread; None if all are to be received.
+        largest_bytes: The largest frame that may come; None asks the system.
+        reuse: Whether the memory of a large frame is used again, by the next but one message of its connection.
         say: Prints a line for people.
         clock: Tells the time.
     """
@@ -27,6 +29,8 @@ class Listening:
     listen_fd: int | None = None
     access: Access = OPEN
     take: Take | None = None
+    largest_bytes: int | None = None
+    reuse: bool = True
     say: Callable[[str], None] = lambda _: None
     clock: Clock = SYSTEM
 

@@ -10,12 +10,13 @@ import os
 import secrets
 import socket
 import struct
-import sys
 
 from torchquorum.clock import Clock
 from torchquorum.errors import ClusterError
 from torchquorum.wire.address import largest_frame_bytes
 from torchquorum.wire.messages import Way
+from torchquorum.wire.opening import RefusedConnection
+from torchquorum.wire.refusals import OTHER_USER
 from torchquorum.wire.stream import SocketStream
 from torchquorum.wire.stream_channel import StreamChannel
 from torchquorum.wire.stream_listener import StreamListener, StreamOptions
@@ -27,20 +28,19 @@ SPIN_S = 0.001
 _CREDENTIALS = struct.Struct("3i")
 
 
-def listen(listening: Listening) -> StreamListener | None:
-    """Returns the listener for tasks of this host; None on systems without such sockets.
+def listen(listening: Listening) -> StreamListener:
+    """Returns the listener for tasks of this host.
 
     Raises:
         ClusterError: No file descriptor is left for it.
     """
-    if sys.platform != "linux":  # pragma: no cover (other systems)
-        return None
     name = f"torchquorum/{secrets.token_hex(16)}"
     options = StreamOptions(
-        way=Way(KIND, name),
-        admit=_is_own_user,
-        refused="another user of this host",
+        kind=KIND,
+        ways=[Way(KIND, name)],
+        opening=OwnUser,
         largest_bytes=largest_frame_bytes(),
+        say=listening.say,
     )
     try:
         made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -55,9 +55,22 @@ def listen(listening: Listening) -> StreamListener | None:
         raise ClusterError(f"no Unix socket for the tasks of this host: {error.strerror}; see ulimit -n") from None
 
 
-def _is_own_user(accepted: socket.socket) -> bool:
-    credentials = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return _CREDENTIALS.unpack(credentials)[1] in (os.getuid(), 0)
+class OwnUser:
+    """Admits who is of the same user, or root."""
+
+    def __init__(self, accepted: socket.socket) -> None:
+        self._socket = accepted
+
+    def advance(self) -> SocketStream:
+        """Returns the stream of an admitted peer.
+
+        Raises:
+            RefusedConnection: It is another user.
+        """
+        credentials = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        if _CREDENTIALS.unpack(credentials)[1] not in (os.getuid(), 0):
+            raise RefusedConnection(OTHER_USER)
+        return SocketStream.of(self._socket)
 
 
 def connect(_host: str, where: str, clock: Clock) -> StreamChannel:

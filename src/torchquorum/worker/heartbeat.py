@@ -15,6 +15,7 @@ from torchquorum.wire import codec
 from torchquorum.wire.channel import Channel
 
 INTERVAL_S = 1.0
+ANSWER_S = 0.2
 
 
 class Heartbeat:
@@ -45,7 +46,9 @@ class Heartbeat:
     def _run(self) -> None:
         while not self._clock.wait(self._stop, self._interval_s):
             self._channel.send([self._message])
-            while (received := self._channel.receive(0.0)) is not None:
+            wait_s = ANSWER_S  # a connection that is just being made goes on while somebody waits for it
+            while (received := self._channel.receive(wait_s)) is not None:
+                wait_s = 0.0
                 answer, _ = codec.split(received)
                 if isinstance(answer, m.Alive):
                     self.lead, self.leave = answer.lead, answer.leave

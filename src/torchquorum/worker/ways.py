@@ -39,7 +39,7 @@ class Target:
 def upgrade(
     channel: Channel, ways: Sequence[Way], target: Target, *, say: Callable[[str], None], clock: Clock = SYSTEM
 ) -> Channel:
-    """Returns a channel over the first way that answers, instead of `channel`; `channel` itself if none does.
+    """Returns a channel over the first way that answers, instead of `channel`; `channel`, settled, if none does.
 
     Args:
         channel: The channel in use.
@@ -64,8 +64,8 @@ def upgrade(
         better.close()
         failed.append(f"{way.kind}: {NO_ANSWER}")
     if failed:
-        say(f"no direct connection to {target.task} ({'; '.join(failed)}); ZeroMQ does it, slower")
-    return channel
+        say(f"no direct connection to {target.task} ({'; '.join(failed)}); TCP does it, slower")
+    return channel.settled()
 
 
 def _is_answered(channel: Channel, target: Target, clock: Clock) -> bool:

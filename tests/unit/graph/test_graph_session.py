@@ -21,8 +21,8 @@ from torchquorum.graph.dispatcher import Dispatcher
 from torchquorum.graph.runner import Program
 from torchquorum.wire import codec
 from torchquorum.wire import messages as m
+from torchquorum.wire.entry_channel import EntryChannel
 from torchquorum.wire.rpc import Patience
-from torchquorum.wire.zmq_channel import ZmqChannel
 
 BATCH = (torch.randn(4, 5), torch.randint(0, 3, (4,)))
 
@@ -207,7 +207,7 @@ def test_a_task_that_cannot_join_before_the_run_is_over_is_not_waited_for_and_en
 def test_a_task_that_cannot_join_a_run_that_fails_is_there_for_the_next_client() -> None:
     _, graph, optimizer = make(tq.Async())
     with graph_cluster() as cluster:
-        channel = ZmqChannel(cluster.spec.address(cluster.spec.workers[0]), b"client of before")
+        channel = EntryChannel(cluster.spec.address(cluster.spec.workers[0]))
         try:
             channel.send([codec.encode(g.Attach(m.PROTOCOL, "client", m.PACKAGE))])
             assert channel.receive(30.0) is not None
@@ -215,7 +215,7 @@ def test_a_task_that_cannot_join_a_run_that_fails_is_there_for_the_next_client()
             assert isinstance(g.split(channel.receive(30.0) or [])[0], g.State)
         finally:
             channel.close()
-        stranger = ZmqChannel(cluster.spec.address(cluster.spec.workers[0]), b"stranger")
+        stranger = EntryChannel(cluster.spec.address(cluster.spec.workers[0]))
         try:
             stranger.send([codec.encode(g.Finish("its run", True, True))])  # from one that never introduced itself
             assert isinstance(g.split(stranger.receive(30.0) or [])[0], g.State)
@@ -363,7 +363,7 @@ def test_strangers_get_an_answer_and_change_nothing() -> None:
     _, graph, optimizer = make(tq.Async())
     with graph_cluster() as cluster, session(cluster, graph, optimizer) as run:
         address = cluster.spec.address(cluster.spec.workers[0])
-        channel = ZmqChannel(address, b"stranger")
+        channel = EntryChannel(address)
         try:
             for frames in ([b"\x80\x04K\x01."], [b""], [codec.encode(m.StatusRequest())], [codec.encode(m.Bye())] * 3):
                 channel.send(frames)

@@ -12,8 +12,8 @@ from torchquorum.graph import graph_messages as g
 from torchquorum.graph.inbox import TAKE_OVER_S, Inbox
 from torchquorum.rules import Async
 from torchquorum.wire import codec
+from torchquorum.wire.entry_channel import EntryChannel
 from torchquorum.wire.messages import Fault, OptimizerSpec, Plan
-from torchquorum.wire.zmq_channel import ZmqChannel
 
 LIVENESS_S = 4.0
 
@@ -33,13 +33,13 @@ def inbox(clock: ManualClock) -> Iterator[Inbox]:
 
 
 @pytest.fixture
-def channel(inbox: Inbox) -> Iterator[ZmqChannel]:
-    made = ZmqChannel(inbox.address, b"client")
+def channel(inbox: Inbox) -> Iterator[EntryChannel]:
+    made = EntryChannel(inbox.address)
     yield made
     made.close()
 
 
-def ask(channel: ZmqChannel, message: g.Message) -> g.AnyGraphMessage:
+def ask(channel: EntryChannel, message: g.Message) -> g.AnyGraphMessage:
     channel.send([codec.encode(message)])
     received = channel.receive(30.0)
     assert received is not None
@@ -58,13 +58,13 @@ def train(run: str = "run", graph: str = "empty") -> g.Train:
     return g.Train(run, "a client", g.GraphSpec(graph, [], [], []), plan, g.RunOptions())
 
 
-def begin(channel: ZmqChannel) -> g.State:
+def begin(channel: EntryChannel) -> g.State:
     state = ask(channel, train())
     assert isinstance(state, g.State) and state.state == "loading"
     return state
 
 
-def give(channel: ZmqChannel, *numbers: int) -> None:
+def give(channel: EntryChannel, *numbers: int) -> None:
     for number in numbers:
         channel.send([codec.encode(g.Batch("run", number, 0, []))])
 
@@ -78,7 +78,7 @@ def take_all(inbox: Inbox) -> list[int]:
 
 
 def test_a_batch_that_is_sent_twice_is_queued_once_and_one_that_is_not_there_is_reported_unknown(
-    inbox: Inbox, channel: ZmqChannel
+    inbox: Inbox, channel: EntryChannel
 ) -> None:
     stamp = begin(channel).stamp
     give(channel, 1, 2, 1, 2)
@@ -89,7 +89,7 @@ def test_a_batch_that_is_sent_twice_is_queued_once_and_one_that_is_not_there_is_
 
 
 def test_nothing_is_begun_for_a_client_that_may_have_given_the_task_up(
-    inbox: Inbox, channel: ZmqChannel, clock: ManualClock
+    inbox: Inbox, channel: EntryChannel, clock: ManualClock
 ) -> None:
     stamp = begin(channel).stamp
     give(channel, 1, 2)
@@ -105,7 +105,7 @@ def test_nothing_is_begun_for_a_client_that_may_have_given_the_task_up(
     assert take_all(inbox) == [2]
 
 
-def test_a_recalled_batch_comes_back_only_if_it_was_not_begun(inbox: Inbox, channel: ZmqChannel) -> None:
+def test_a_recalled_batch_comes_back_only_if_it_was_not_begun(inbox: Inbox, channel: EntryChannel) -> None:
     stamp = begin(channel).stamp
     give(channel, 1, 2)
     ask(channel, g.Ask("run", [1, 2], stamp))
@@ -119,7 +119,7 @@ def test_a_recalled_batch_comes_back_only_if_it_was_not_begun(inbox: Inbox, chan
 
 @pytest.mark.parametrize("reason", ["fresh", "expired"])
 def test_a_batch_is_computed_again_only_if_its_gradient_came_too_late(
-    inbox: Inbox, channel: ZmqChannel, reason: str
+    inbox: Inbox, channel: EntryChannel, reason: str
 ) -> None:
     stamp = begin(channel).stamp
     give(channel, 1)
@@ -138,13 +138,13 @@ def test_a_batch_is_computed_again_only_if_its_gradient_came_too_late(
 
 
 def test_a_peer_that_does_not_name_the_run_gets_nothing_with_which_to_impersonate_client_or_worker(
-    inbox: Inbox, channel: ZmqChannel
+    inbox: Inbox, channel: EntryChannel
 ) -> None:
     begin(channel)
     inbox.update(incarnation=12345, state="ready", version=9)
     own = ask(channel, g.Ask("run", [], 0.0))
     assert isinstance(own, g.State) and (own.run, own.incarnation, own.version) == ("run", 12345, 9)
-    with closing(ZmqChannel(inbox.address, b"stranger")) as stranger:
+    with closing(EntryChannel(inbox.address)) as stranger:
         for guess in (
             g.Ask("", [], 0.0),
             g.Ask("guess", [1], 0.0),
@@ -160,13 +160,13 @@ def test_a_peer_that_does_not_name_the_run_gets_nothing_with_which_to_impersonat
 
 @pytest.mark.parametrize(("graph", "silent_s"), [("empty", TAKE_OVER_S), ("empty", TAKE_OVER_S - 1), ("other", 99.0)])
 def test_only_a_client_with_the_same_graph_takes_a_run_over_and_only_from_one_that_is_silent(
-    inbox: Inbox, channel: ZmqChannel, clock: ManualClock, graph: str, silent_s: float
+    inbox: Inbox, channel: EntryChannel, clock: ManualClock, graph: str, silent_s: float
 ) -> None:
     begin(channel)
     inbox.update(state="ready", incarnation=7)
     give(channel, 1)
     clock.advance(silent_s)
-    with closing(ZmqChannel(inbox.address, b"second")) as second:
+    with closing(EntryChannel(inbox.address)) as second:
         answer = ask(second, train("second run", graph))
         if graph == "empty" and silent_s >= TAKE_OVER_S:
             assert isinstance(answer, g.State) and (answer.run, answer.incarnation) == ("second run", 7)

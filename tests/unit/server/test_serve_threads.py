@@ -10,15 +10,16 @@ import torch
 import torchquorum.wire.messages as m
 from tests.ports import free_ports
 from tests.unit.server.on_a_thread import DEADLINE_S, OnAThread
-from torchquorum.clock import SYSTEM
+from tests.unit.wire.streams import settle
 from torchquorum.cluster import ClusterSpec
 from torchquorum.errors import TaskLostError
 from torchquorum.server.reply import LEADER, Reply
 from torchquorum.server.serve import PsTask, ServeOptions
 from torchquorum.wire import codec
 from torchquorum.wire.channel import Channel
-from torchquorum.wire.tcp_stream import TCP
-from torchquorum.wire.zmq_listener import ZmqListener
+from torchquorum.wire.entry_channel import EntryChannel
+from torchquorum.wire.transport import Listening
+from torchquorum.wire.transports import listen_at_entry
 
 LARGE = bytes(100_000)
 
@@ -47,8 +48,7 @@ class Served(OnAThread):
         super().__init__(server, said)
 
     def connect(self) -> Channel:
-        [where] = [way.where for way in self.server.service.life.me.ways if way.kind == TCP.kind]
-        return TCP.connect("127.0.0.1", where, SYSTEM)
+        return settle(EntryChannel(self.server.service.life.me.cluster.address(self.server.task)))
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_a_peer_that_sends_too_much_on_a_thread_of_its_own_is_hung_up_on(
 @pytest.mark.parametrize("served", [1], indirect=True)
 def test_a_second_ps_tells_the_first_what_came_on_a_connections_thread(served: Served) -> None:
     """The connection between the two belongs to the ps thread."""
-    first = ZmqListener(served.cluster.as_dict()["ps"][0])
+    first = listen_at_entry(Listening(address=served.cluster.as_dict()["ps"][0]))
     channel = served.connect()
     served.more = [Reply(LEADER, m.Stop(0, 77))]
     assert isinstance(ask(channel, m.StatusRequest()), m.Status)

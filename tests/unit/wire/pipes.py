@@ -46,6 +46,9 @@ class PipeChannel:
     def receive_into(self, choose: Choose) -> None:
         pass
 
+    def settled(self) -> PipeChannel:
+        return self
+
     def send(self, frames: Sequence[Frame | Pieces]) -> None:
         _send(self._pipe, whole(frames))
 

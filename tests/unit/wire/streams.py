@@ -1,53 +1,126 @@
-"""Both kinds of stream, for tests that hold for either: a ps task's end, and how to reach it."""
+"""All kinds of stream, for tests that hold for each: a task's end, and how to reach it."""
 
 from __future__ import annotations
 
+import select
 import socket
 import time
 from collections.abc import Callable
 from contextlib import closing
+from typing import Protocol, Self
 
-import pytest
-
+from tests.ports import free_port
 from torchquorum.clock import SYSTEM
+from torchquorum.cluster.secret import OPEN, Access, Secret
+from torchquorum.wire import tcp_stream
 from torchquorum.wire.channel import Take
+from torchquorum.wire.entry_channel import EntryChannel
+from torchquorum.wire.opening import OPEN as GREETING
 from torchquorum.wire.stream_channel import StreamChannel
 from torchquorum.wire.stream_listener import StreamListener
-from torchquorum.wire.tcp_stream import TCP
-from torchquorum.wire.transport import Listening, Transport
+from torchquorum.wire.tls_keys import connecting_side
+from torchquorum.wire.tls_stream import TlsStream
+from torchquorum.wire.transport import Listening
 from torchquorum.wire.unix_stream import UNIX
 
 WAIT_S = 30.0
-KINDS = [pytest.param(UNIX, id="unix"), pytest.param(TCP, id="tcp")]
+KINDS = ["unix", "tcp", "tls"]
+SECRET = Secret("the-secret-of-this-cluster-0123456789abcdef")
+LOCKED = Access(secret=SECRET)
+
+
+class Raw(Protocol):
+    """A plain connection, over which anything can be sent."""
+
+    def sendall(self, data: bytes, /) -> None: ...
+    def recv(self, size: int, /) -> bytes: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(self, *args: object) -> None: ...
+
+
+class RawTls:
+    """A connection of somebody who knows the secret, and sends what he likes."""
+
+    def __init__(self, stream: TlsStream) -> None:
+        self._stream, self._poll = stream, select.poll()
+        self._poll.register(stream.fileno(), select.POLLIN)
+
+    def sendall(self, data: bytes, /) -> None:
+        assert self._stream.sendmsg([data]) == len(data)
+
+    def recv(self, size: int, /) -> bytes:
+        room = bytearray(size)
+        while True:
+            try:
+                return bytes(room[: self._stream.recv_into(room)])
+            except BlockingIOError:
+                assert self._poll.poll(WAIT_S * 1000)
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.close()
 
 
 class Host:
-    """A ps task's end of one kind of stream, received from by the test."""
+    """A task's end of one kind of stream, received from by the test."""
 
-    def __init__(self, transport: Transport, take: Take | None = None) -> None:
-        self.transport = transport
-        made = transport.listen(Listening(address="127.0.0.1:0", take=take))
+    def __init__(self, kind: str, take: Take | None = None) -> None:
+        self.kind, self.access = kind, LOCKED if kind == "tls" else OPEN
+        self.address = f"127.0.0.1:{free_port()}"
+        listen = UNIX.listen if kind == "unix" else tcp_stream.listen
+        made = listen(Listening(address=self.address, access=self.access, take=take))
         assert isinstance(made, StreamListener)
         self.listener = made
-        self.where = made.ways[0].where
+        self.where = made.ways[0].where if made.ways else ""
 
     def connect(self) -> StreamChannel:
-        made = self.transport.connect("127.0.0.1", self.where, SYSTEM)
-        assert isinstance(made, StreamChannel)
-        return made
+        if self.kind == "unix":
+            made = UNIX.connect("127.0.0.1", self.where, SYSTEM)
+            assert isinstance(made, StreamChannel)
+            return made
+        return settle(EntryChannel(self.address, self.access), self.pump)
 
-    def raw(self, *, token: bool = True) -> socket.socket:
-        """Returns a plain connection, over which anything can be sent; with `token`, one that has been admitted."""
-        if self.transport is UNIX:
+    def pump(self) -> None:
+        assert self.listener.receive(0.0) is None
+
+    def dial(self) -> socket.socket:
+        """Returns a plain connection on which nothing has been said."""
+        if self.kind == "unix":
             made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             made.connect("\0" + self.where)
         else:
-            port, _, word = self.where.partition("/")
-            made = socket.create_connection(("127.0.0.1", int(port)))
+            host, _, port = self.address.rpartition(":")
+            made = socket.create_connection((host, int(port)))
             made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            made.sendall(bytes.fromhex(word) if token else b"")
         made.settimeout(WAIT_S)
         return made
+
+    def raw(self) -> Raw:
+        """Returns a connection that has been admitted, over which anything can be sent."""
+        made = self.dial()
+        if self.kind == "tcp":
+            made.sendall(GREETING)
+            until(lambda: self.pump() or greeted(made))
+        if self.kind != "tls":
+            return made
+        tls = TlsStream(made, connecting_side(SECRET), server=False)
+
+        def is_open() -> bool:
+            self.pump()
+            try:
+                tls.handshake()
+                return tls.recv_into(bytearray(16)) == 16
+            except BlockingIOError:
+                return False
+
+        until(is_open)
+        return RawTls(tls)
 
     def peer(self, number: int) -> bytes:
         return self.listener.prefix + str(number).encode()
@@ -84,13 +157,38 @@ class Host:
         self.listener.close()
 
 
+def settle(channel: EntryChannel, pump: Callable[[], object] = lambda: None) -> StreamChannel:
+    """Returns the connection of a channel, once it is made."""
+
+    def is_connected() -> bool:
+        pump()
+        assert channel.receive(0.001) is None
+        return channel.is_connected
+
+    until(is_connected)
+    made = channel.settled()
+    assert isinstance(made, StreamChannel)
+    return made
+
+
+def greeted(plain: socket.socket) -> bool:
+    """Whether the other side's greeting has come, which is taken."""
+    plain.setblocking(False)
+    try:
+        return plain.recv(16) == GREETING
+    except BlockingIOError:
+        return False
+    finally:
+        plain.settimeout(WAIT_S)
+
+
 def until(true: Callable[[], object]) -> None:
     deadline = time.monotonic() + WAIT_S
     while not true():
         assert time.monotonic() < deadline
 
 
-def hangs_up(peer: socket.socket) -> bool:
+def hangs_up(peer: Raw) -> bool:
     """Whether the other side ends a plain connection."""
     with closing(peer):
         try:

@@ -13,15 +13,19 @@ import pytest
 
 from tests.ports import free_ports
 from tests.unit.wire.no_files import no_file_left
+from tests.unit.wire.streams import LOCKED, settle
 from torchquorum.clock import SYSTEM
+from torchquorum.cluster.secret import OPEN as OPEN_TO_ALL
+from torchquorum.cluster.secret import Access
 from torchquorum.wire import transports
 from torchquorum.wire.channel import Channel, Peer, Sent
 from torchquorum.wire.codec import Frame
+from torchquorum.wire.entry_channel import EntryChannel
+from torchquorum.wire.opening import OPEN
 from torchquorum.wire.stream import LARGE_BYTES
-from torchquorum.wire.tcp_stream import TCP, THREADED_BYTES
+from torchquorum.wire.tcp_stream import THREADED_BYTES
 from torchquorum.wire.transport import Listening
 from torchquorum.wire.unix_stream import UNIX
-from torchquorum.wire.zmq_channel import ZmqChannel
 
 WAIT_S = 30.0
 LARGE = 300_000
@@ -31,13 +35,15 @@ FIRST = b"\0stream-tcp/1"
 class Host:
     """A listener as a ps has it, polled by a thread of this test's; `answer` says what comes back for a message."""
 
-    def __init__(self, answer: Callable[[Peer, list[bytes]], list[tuple[Peer, list[bytes]]]]) -> None:
-        self.address = f"localhost:{free_ports(1)[0]}"
+    def __init__(
+        self, answer: Callable[[Peer, list[bytes]], list[tuple[Peer, list[bytes]]]], access: Access = OPEN_TO_ALL
+    ) -> None:
+        self.address, self._access = f"localhost:{free_ports(1)[0]}", access
         self.handled: dict[bytes, list[str]] = defaultdict(list)
         self.failed: list[BaseException] = []
         self.sent: list[Sent | None] = []
         self._answer, self._turn, self._over = answer, threading.Condition(), False
-        self.listener = transports.listen(Listening(address=self.address, take=self._take))
+        self.listener = transports.listen(Listening(address=self.address, access=access, take=self._take))
         self.ways = {way.kind: way.where for way in self.listener.ways}
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -73,12 +79,11 @@ class Host:
             self.failed.append(error)
 
     def connect(self) -> Channel:
-        return TCP.connect("127.0.0.1", self.ways["tcp"], SYSTEM)
+        return settle(EntryChannel(self.address, self._access))
 
     def raw(self) -> tuple[socket.socket, bytes]:
-        """Returns a plain connection, and the token that is to be sent first."""
-        port, _, token = self.ways["tcp"].partition("/")
-        return socket.create_connection(("127.0.0.1", int(port))), bytes.fromhex(token)
+        """Returns a plain connection, and the greeting that is to be sent first."""
+        return socket.create_connection(("127.0.0.1", int(self.address.rpartition(":")[2]))), OPEN
 
     def pause(self) -> None:
         """Ends the thread that polls."""
@@ -98,6 +103,13 @@ def echo(peer: Peer, said: list[bytes]) -> list[tuple[Peer, list[bytes]]]:
 @pytest.fixture
 def host() -> Iterator[Host]:
     made = Host(echo)
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=[OPEN_TO_ALL, LOCKED], ids=["tcp", "tls"])
+def each(request: pytest.FixtureRequest) -> Iterator[Host]:
+    made = Host(echo, request.param)
     yield made
     made.close()
 
@@ -122,8 +134,9 @@ def received(channel: Channel) -> list[bytes]:
 
 @pytest.mark.parametrize("size", [LARGE_BYTES - 1, LARGE_BYTES, 1_590_000, THREADED_BYTES[-1], THREADED_BYTES[-1] + 1])
 def test_what_is_large_is_handled_on_the_connections_thread_and_all_else_where_it_is_polled(
-    host: Host, size: int
+    each: Host, size: int
 ) -> None:
+    host = each
     channel, large = host.connect(), os.urandom(size)
     for name in (b"first", b"second"):
         channel.send([name, large, b"tail"])
@@ -143,7 +156,8 @@ def test_a_unix_stream_needs_no_thread(host: Host) -> None:
     channel.close()
 
 
-def test_many_connections_at_a_time_keep_their_messages_whole_and_in_order(host: Host) -> None:
+def test_many_connections_at_a_time_keep_their_messages_whole_and_in_order(each: Host) -> None:
+    host = each
     failures: list[str] = []
 
     def work(number: int) -> None:
@@ -166,7 +180,8 @@ def test_many_connections_at_a_time_keep_their_messages_whole_and_in_order(host:
     assert gone(threads())
 
 
-def test_both_sides_may_send_more_than_the_sockets_hold_at_the_same_time(host: Host) -> None:
+def test_both_sides_may_send_more_than_the_sockets_hold_at_the_same_time(each: Host) -> None:
+    host = each
     channel, large = host.connect(), os.urandom(THREADED_BYTES[-1])
     numbers = [str(k).encode() for k in range(4)]
 
@@ -256,7 +271,7 @@ def test_answers_to_others_reach_them_from_a_connections_thread_by_whichever_tra
         b"large tcp": large_tcp,
         b"small tcp": host.connect(),
         b"unix": UNIX.connect("", host.ways["unix"], SYSTEM),
-        b"entry": ZmqChannel(host.address, b"entry"),
+        b"entry": EntryChannel(host.address),
     }
     for name, channel in channels.items():
         channel.send([name])

@@ -26,7 +26,7 @@ def test_a_kind_is_found_by_its_name_and_names_are_not_given_twice() -> None:
     assert find("avian") is None
 
 
-@pytest.mark.parametrize(("access", "kinds"), [(Access(), ["unix", "tcp"]), (SECRET, ["unix"])])
+@pytest.mark.parametrize(("access", "kinds"), [(Access(), ["unix"]), (SECRET, ["unix"])])
 def test_a_ps_offers_what_its_access_allows_best_first(access: Access, kinds: list[str]) -> None:
     listener = transports.listen(Listening(address="127.0.0.1:0", access=access))
     assert [way.kind for way in listener.ways] == kinds
@@ -42,7 +42,7 @@ def test_a_transport_that_cannot_listen_leaves_nothing_open(monkeypatch: pytest.
     before = sorted(Path("/proc/self/fd").iterdir())
     with pytest.raises(OSError, match="no"):
         transports.listen(Listening(address="127.0.0.1:0", access=SECRET))
-    assert len(sorted(Path("/proc/self/fd").iterdir())) <= len(before) + 1  # ZeroMQ may keep one a moment longer
+    assert len(sorted(Path("/proc/self/fd").iterdir())) == len(before)
 
 
 def train(cluster: ClusterSpec) -> list[torch.Tensor]:

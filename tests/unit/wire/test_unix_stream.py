@@ -15,7 +15,7 @@ from torchquorum.wire.unix_stream import UNIX
 
 
 def test_the_socket_has_no_file_and_is_gone_when_closed() -> None:
-    host = Host(UNIX)
+    host = Host("unix")
     assert "@" + host.where in Path("/proc/net/unix").read_text()
     host.close()
     assert "@" + host.where not in Path("/proc/net/unix").read_text()
@@ -32,7 +32,7 @@ def test_no_descriptor_left_to_listen_with_is_an_error_that_says_where_to_look(f
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to become another user")
 def test_another_user_is_not_admitted() -> None:
-    host = Host(UNIX)
+    host = Host("unix")
     child = os.fork()
     if child == 0:
         code = 1

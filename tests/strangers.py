@@ -20,7 +20,7 @@ from torchquorum.wire import codec
 from torchquorum.wire.opening import OPEN as GREETING
 from torchquorum.wire.stream import pack
 
-ZEROMQ = b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + b"\0" * 48  # as torchquorum greeted before protocol 5
+ZEROMQ = b"\xff\0\0\0\0\0\0\0\1\x7f\3\0NULL" + b"\0" * 48  # as torchquorum greeted before protocol 6
 BEGUN_AFTER_S = 1.0
 
 

@@ -42,7 +42,7 @@ from torchquorum.wire.plan import (
     ShareSpec as ShareSpec,
 )
 
-PROTOCOL = 5
+PROTOCOL = 6
 PACKAGE = __version__
 CREATION = "the chief to create the variables"  # what a join waits for at a ps that holds none
 

@@ -1,7 +1,7 @@
 """How a TCP connection begins: a greeting of 16 bytes from each side, or TLS where there is a secret, before the first message.
 
 `ListenerOpening` is used by a task's listener, `ChannelOpening` by the side that connects. By the first bytes each side recognises a
-peer that expects something else (no secret, a secret, ZeroMQ as before protocol 5, another program), and says so in words.
+peer that expects something else (no secret, a secret, ZeroMQ as before protocol 6, another program), and says so in words.
 
     open     connects: OPEN                       listens: OPEN
     locked   connects: TLS with its certificate   listens: TLS with its own, then LOCKED inside

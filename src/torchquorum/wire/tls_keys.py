@@ -2,7 +2,7 @@
 
 Used by the TCP transport where there is a secret. Two Ed25519 keys follow from the secret, one for the side that listens and one for the
 side that connects, each with a certificate that it signs itself. Every host makes the same bytes, so each side pins the certificate
-of the other. See docs/adr/0019 and 0041.
+of the other. See docs/adr/0019 and 0043.
 
 What always holds: TLS 1.3 and nothing older; both sides show a certificate; session tickets are not given, so no connection depends on
 an older one; no key is ever in a file that has a name.

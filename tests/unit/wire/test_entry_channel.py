@@ -16,7 +16,7 @@ from torchquorum.errors import ClusterError, SecretError, TorchQuorumError
 from torchquorum.wire.channel import Listener
 from torchquorum.wire.entry_channel import MOST_KEPT, EntryChannel
 from torchquorum.wire.opening import OPEN as GREETING
-from torchquorum.wire.refusals import NO_SECRET, UNEXPECTED_SECRET, UNFINISHED, WRONG_SECRET
+from torchquorum.wire.refusals import NO_SECRET, TALKS_TOO_MUCH, UNEXPECTED_SECRET, UNFINISHED, WRONG_SECRET
 from torchquorum.wire.stream_channel import StreamChannel
 from torchquorum.wire.transport import Listening
 from torchquorum.wire.transports import listen_at_entry
@@ -142,7 +142,9 @@ def make() -> Iterator[Callable[..., Both]]:
 def test_messages_go_there_and_answers_come_back(make: Callable[..., Both], host: str) -> None:
     both = make(host=host)
     both.listen()
-    both.talk(both.connect())
+    channel = both.connect()
+    both.talk(channel)
+    assert channel.is_connected and not channel.closed
 
 
 def test_a_task_may_come_after_its_first_caller_and_hears_once_what_was_said_before(both: Both) -> None:
@@ -187,6 +189,7 @@ def test_a_peer_that_is_hung_up_on_may_come_again(both: Both) -> None:
     listener.hang_up(both.heard(channel)[0])
     until(lambda: channel.receive(0.01) is None and not channel.is_connected)
     both.talk(channel)
+    assert listener.turned_away == {TALKS_TOO_MUCH: 1}
 
 
 def test_a_settled_channel_says_when_its_connection_is_lost_and_makes_no_other(both: Both) -> None:
@@ -341,7 +344,8 @@ def test_who_hangs_up_in_the_handshake_is_counted(make: Callable[..., Both]) -> 
     listener = both.listen()
     channel = both.connect()
     channel.close()
-    until(lambda: listener.receive(0.01) is None and listener.turned_away == {UNFINISHED: 1})
+    until(lambda: listener.receive(0.01) is None and listener.turned_away)
+    assert listener.turned_away == {UNFINISHED: 1}
 
 
 def test_a_host_that_does_not_exist_is_named_and_leaves_nothing_behind() -> None:

@@ -32,12 +32,21 @@ class DeviceTurn:
         exchange: Copies them from and to the ps's slots.
         kernel: Makes the updates.
         alone: Says whether no other worker uses the page, so that none waits while this one has the turn.
+        confirm: Is called once the GPU has been waited for; raises if the program has written to the parameters.
     """
 
     direct = loads = True
 
-    def __init__(self, flat: FlatParameters, exchange: Exchange, kernel: Kernel, alone: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        flat: FlatParameters,
+        exchange: Exchange,
+        kernel: Kernel,
+        alone: Callable[[], bool],
+        confirm: Callable[[], None] = lambda: None,
+    ) -> None:
         self._flat, self._exchange, self._kernel, self._alone = flat, exchange, kernel, alone
+        self._confirm = confirm
         trained = zip(flat.layout.variables, flat.parameters, strict=True)
         self._entries = [(p, v.group) for v, p in trained if v.group != CONSTANT]
         self._floating = [p for p, _ in self._entries if p.is_floating_point()]
@@ -62,6 +71,7 @@ class DeviceTurn:
         self._exchange.put(0, target)
         total = None if summed else self._total()
         self._exchange.settle()
+        self._confirm()
         # The GPU is done: the slot holds the next version.
         if total is None:
             return self._flat.gradients is not None and self._flat.gradients.finite()

@@ -6,6 +6,7 @@ workers make the updates, see `torchquorum.fastpath.policy`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from torchquorum.clock import SYSTEM, Clock
@@ -28,6 +29,7 @@ def open_fastpath(
     exchange: Exchange,
     versions: Slots,
     clock: Clock = SYSTEM,
+    confirm: Callable[[], None] = lambda: None,
 ) -> FastPathSteps | None:
     """Returns the steps of a worker on the page of its ps; None if it shares no gradient memory with the ps.
 
@@ -39,6 +41,7 @@ def open_fastpath(
         exchange: Moves the worker's gradients and variables.
         versions: The ps's slots.
         clock: Tells the time.
+        confirm: Is called once a GPU has been waited for; raises if the program has written to the parameters.
     """
     own, kernel = exchange.memory_of(0), fastpath_kernel(plan)
     if own is None:
@@ -52,4 +55,4 @@ def open_fastpath(
         device_round = DeviceRound(flat, exchange, versions, kernel, worker, plan.num_workers) if on_gpu else None
         return round_steps(user, memory, device_round)
     alone = partial(page.workers.alone, worker)
-    return turn_steps(user, memory, DeviceTurn(flat, exchange, kernel, alone) if on_gpu else None, clock)
+    return turn_steps(user, memory, DeviceTurn(flat, exchange, kernel, alone, confirm) if on_gpu else None, clock)

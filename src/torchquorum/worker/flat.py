@@ -114,14 +114,50 @@ class FlatParameters:
                 self._trained.append((mine[start:stop], theirs[start:stop], group))
         return self._trained
 
-    def check(self) -> None:
-        """Raises ConfigError if the module's parameters were moved or replaced since."""
+    def replaced(self) -> list[int]:
+        """Returns the parameters that the program has given other memory, as `p.data = ...` does.
+
+        Raises:
+            ConfigError: One has another device, dtype or shape now.
+        """
+        found = []
         for parameter, address, i in self._addresses:
             if parameter.data_ptr() != address:
-                name = self.layout.variables[i].name
-                raise ConfigError(
-                    f"parameter {name} was moved after tq.Session began; move the model to its device and dtype before"
-                )
+                variable, (buffer, _) = self.layout.variables[i], self._place[i]
+                now = (parameter.device, parameter.dtype, tuple(parameter.shape))
+                if now != (buffer.device, buffer.dtype, tuple(variable.shape)):
+                    raise ConfigError(
+                        f"parameter {variable.name} was moved after tq.Session began; move the model to its device and dtype "
+                        "before"
+                    )
+                found.append(i)
+        return found
+
+    def take_back(self) -> None:
+        """Returns parameters that the program has given other memory to their place, with what they hold now."""
+        for i in self.replaced():
+            parameter, (buffer, offset) = self.parameters[i], self._place[i]
+            view = buffer[offset : offset + parameter.numel()]
+            view.copy_(parameter.detach().reshape(-1))
+            parameter.data = _with_own_storage(view).view(parameter.shape)
+
+    def memory(self) -> list[tuple[torch.Tensor, list[tuple[int, int, int]]]]:
+        """Returns the memory of the trained parameters, flat, with where each begins in it and how many elements it has.
+
+        Only of the host and of CUDA devices, and of parameters whose elements lie one after the other.
+        """
+        found: dict[int, tuple[torch.Tensor, list[tuple[int, int, int]]]] = {}
+        for i, parameter in enumerate(self.parameters):
+            variable, device = self.layout.variables[i], parameter.device.type
+            if variable.group == CONSTANT or device not in ("cpu", "cuda") or not parameter.numel():
+                continue
+            if i in self._place:
+                buffer, offset = self._place[i]
+                found.setdefault(id(buffer), (buffer, []))[1].append((i, offset, parameter.numel()))
+            elif parameter.untyped_storage().nbytes() == parameter.nbytes:  # a memory format of its own
+                whole = parameter.detach().as_strided((parameter.numel(),), (1,))
+                found[id(parameter)] = whole, [(i, 0, parameter.numel())]
+        return list(found.values())
 
     def release(self) -> None:
         """Gives every parameter memory of its own again, outside of the flat buffers."""

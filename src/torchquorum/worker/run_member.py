@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 import torchquorum.wire.messages as m
+from torchquorum.errors import ConfigError
 from torchquorum.fastpath.records import GradientId
 from torchquorum.fastpath.steps import FastPathSteps
 from torchquorum.memory.lock import supported
@@ -25,6 +26,7 @@ from torchquorum.worker.positions import Positions
 from torchquorum.worker.requests import Requests
 from torchquorum.worker.run_view import RunView
 from torchquorum.worker.step import Step
+from torchquorum.worker.writes import SuspectedWriteError, WriteWatch, same_bits
 
 LISTEN_S = 0.001
 LaterLoss = Callable[[], float]
@@ -68,6 +70,7 @@ class RunMember:
         self.on_stop: Callable[[], None] = lambda: None
         end = requests.channels.end
         self._who, self._round_s, self._clock = (end.index, end.incarnation), end.patience.round_s, end.clock
+        self.watch = WriteWatch(flat, end.clock)
         self._pushed_at = 0
         self._listen_at = 0.0
 
@@ -108,6 +111,7 @@ class RunMember:
             allow_nonfinite: Whether gradients with NaN or infinity are pushed as if they were whole.
         """
         view, requests, exchange = self._view, self._requests, self.exchange
+        self._look_for_writes()
         # Pipelined, the gradient before this one is still on its way: its answer is taken first.
         computed_at = view.version
         previous = self.take(self._round_s) if requests.is_open else None
@@ -123,11 +127,15 @@ class RunMember:
         if settings and not change:
             view.settings = settings  # equal, and from now on the same object
         fastpath = self.fastpath if rates is not None or not change else None  # only rates travel on the fast path
-        if fastpath is not None and fastpath.direct and (step := self._push_fast(fastpath, number, loss, rates)):
-            return step
-        # The fast path reads copies, or is closed: the gradients go where the ps tasks, or other workers, find them.
-        self.flat.check()
-        absent = exchange.fill()
+        try:
+            if fastpath is not None and fastpath.direct and (step := self._push_fast(fastpath, number, loss, rates)):
+                return step
+            # The fast path reads copies, or is closed: the gradients go where the ps tasks, or other workers, find them.
+            absent = exchange.fill()
+            self.watch.confirm()
+        except SuspectedWriteError as suspected:  # by a GPU, nothing is sent yet
+            self._judge(suspected.variables)
+            number, absent = self._channels.next_number(), exchange.fill()
         loss = _known(loss)
         if self.fastpath is not None and exchange.device is not None:
             self.fastpath.done()
@@ -166,7 +174,6 @@ class RunMember:
     ) -> Step | None:
         """Makes the update with the other workers of this host, or None: then it goes by message, under the same number."""
         view, channels, exchange = self._view, self._channels, self.exchange
-        self.flat.check()
         if (now := self._clock.now()) >= self._listen_at:  # what arrives meanwhile can wait for a millisecond
             self._listen_at = now + LISTEN_S
             channels.attend()
@@ -187,6 +194,7 @@ class RunMember:
         view.version, view.lr, view.used_lr, view.position = taken.version, taken.rates, taken.used, None
         if self.plan.schedule is None:
             view.settings = with_rates(view.settings, taken.used)
+        self.watch.note()
         self._positions.note(taken.version)
         channels.while_waiting()
         reason = "fresh" if taken.met <= computed_at else "within bound"
@@ -200,6 +208,50 @@ class RunMember:
         else:
             accepted, reason, staleness = outcome.accepted, outcome.reason, max(0, outcome.met - computed_at)
         return Step(view.version, view.local_step, accepted, reason, staleness, view.lr[0], view.stopped)
+
+    # -- what the program has written to the parameters ---------------------------------------------------------------
+
+    def _look_for_writes(self) -> None:
+        """Raises ConfigError if the program has written to parameters since they were given a version."""
+        try:
+            self.watch.look()
+        except SuspectedWriteError as suspected:
+            if not self._view.stopped:
+                self._judge(suspected.variables)
+
+    def _judge(self, suspected: Sequence[int]) -> None:
+        """Raises ConfigError, with the parameters as the program left them, unless they hold what they held before."""
+        written = self.find_written(suspected, suspected)
+        if not written:
+            return
+        with torch.no_grad():
+            for i, value in written.items():
+                self.flat.parameters[i].data.copy_(value)
+        names = [self.flat.layout.variables[i].name for i in written]
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        raise ConfigError(
+            f"parameter{'s' if len(names) > 1 else ''} {shown}: written to inside the run, which changes this worker's copy only, until "
+            "the next version comes from the ps tasks. To make the values the run's, call session.assign() after the write, on all "
+            "workers at the same place; for a constraint after every update give tq.Optimizer(after_update=tq.Clamp(...)), "
+            "tq.MaxNorm or tq.UnitNorm. Values to begin with are written before the session begins."
+        )
+
+    def find_written(self, suspected: Sequence[int], looked_at: Sequence[int]) -> dict[int, torch.Tensor]:
+        """Returns what the program has written to parameters, by variable; they hold the current version afterwards.
+
+        Args:
+            suspected: Parameters that have been written to, or may have been.
+            looked_at: Those to compare with the version, which finds every write unless that has been followed by another.
+        """
+        held, open_push = self._view.version, self._requests.is_open
+        values = {i: self.flat.parameters[i].detach().clone() for i in {*suspected, *looked_at}}
+        self.flat.take_back()
+        self.pull()
+        if self._view.version != held or open_push:
+            return {i: values[i] for i in suspected}
+        return {
+            i: value for i, value in sorted(values.items()) if not same_bits(value, self.flat.parameters[i].detach())
+        }
 
     # -- variables ----------------------------------------------------------------------------------------------------
 
@@ -244,6 +296,7 @@ class RunMember:
             view.settings, view.revision = first.settings, first.revision
         view.stopped = view.stopped or first.stop
         view.position = restored
+        self.watch.note()
         if first.stop:
             self.on_stop()
         self._positions.note(first.version)
@@ -256,7 +309,9 @@ class RunMember:
 
     def _open_fastpath(self, ref: m.MemoryRef | None, versions: Slots) -> None:
         if ref is not None:
-            self.fastpath = open_fastpath(ref, self._who, self.plan, self.flat, self.exchange, versions, self._clock)
+            self.fastpath = open_fastpath(
+                ref, self._who, self.plan, self.flat, self.exchange, versions, self._clock, self.watch.confirm
+            )
 
 
 def _known(loss: float | LaterLoss | None) -> float | None:

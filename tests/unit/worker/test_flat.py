@@ -142,17 +142,28 @@ def test_the_padding_stays_zero() -> None:
     assert int(memory[0].count_nonzero()) == inside
 
 
-@pytest.mark.parametrize("how", ["data", "to"])
-def test_a_parameter_that_was_moved_is_noticed_by_name(how: str) -> None:
+@pytest.mark.parametrize("shape", [(7, 5), (5, 7)])
+def test_a_parameter_that_was_moved_is_noticed_by_name(shape: tuple[int, int]) -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7))
     flat = make(model)
-    flat.check()
-    if how == "data":
-        model[1].weight.data = torch.zeros(7, 5)
+    assert flat.replaced() == []
+    if shape == (5, 7):
+        model[1].weight.data = torch.zeros(5, 7)
     else:
         model[1].to(torch.float64)
     with pytest.raises(ConfigError, match=r"parameter 1\.weight was moved after tq\.Session began"):
-        flat.check()
+        flat.replaced()
+
+
+def test_a_parameter_that_was_given_other_memory_is_taken_back_with_what_it_holds() -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 7))
+    flat = make(model)
+    place = model[1].weight.data_ptr()
+    model[1].weight.data = torch.ones(7, 5)
+    assert flat.replaced() == [2]
+    flat.take_back()
+    assert flat.replaced() == [] and model[1].weight.data_ptr() == place
+    assert torch.equal(model[1].weight.detach(), torch.ones(7, 5))
 
 
 # -- pushing --------------------------------------------------------------------------------------------------------------

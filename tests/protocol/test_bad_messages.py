@@ -121,3 +121,20 @@ def test_nobody_but_shard_0_writes_the_log(running: Ps, log: m.Log) -> None:
     before = running.state()
     only(running.send(b"leader", log), m.Fault)
     assert running.state() == before and running.service.ended is None
+
+
+def test_an_assignment_without_its_values_or_of_variables_that_are_not_there_is_refused(running: Ps) -> None:
+    before = running.state()
+    faults = [
+        running.send(name(0), m.Assign(0, 1, 2, 1, 0, True, [0])),
+        running.send(name(0), m.Values(0, 1, 1, [0, 9]), running.gradient()),
+        running.send(name(0), m.Values(0, 1, 1, [0]), b"short"),
+        running.send(name(0), m.Values(0, 1, 1, [0])),
+    ]
+    assert [only(replies, m.Fault).kind for replies in faults] == ["ValueError"] * 4
+    only(running.send(name(0), m.Values(0, 1, 1, [0]), running.gradient()), m.ValuesKept)
+    only(running.send(name(0), m.Assign(0, 1, 2, 1, 0, True, [1])), m.Fault)
+    assert running.state() == before
+    answer = only(running.send(name(0), m.Assign(0, 1, 3, 1, 0, True, [0])), m.Variables)
+    again = only(running.send(name(0), m.Assign(0, 1, 4, 1, 0, True, [0])), m.Variables)
+    assert (answer.version, again.version) == (1, 1), "asked for twice, made once"

@@ -35,6 +35,7 @@ HARMLESS = (
     m.UseBatches,
     m.Scale,
     m.Settle,
+    m.Values,
     m.Fault,
 )
 
@@ -82,13 +83,15 @@ class _Leader(Protocol):
     def lead(self) -> int: ...
     @property
     def changes_settings(self) -> bool: ...
+    @property
+    def awaits_assignment(self) -> bool: ...
     def refuses_next(self, worker: int, /) -> bool: ...
     def arrived_by_fastpath(self, record: GradientRecord, /) -> None: ...
 
 
 def may_change(message: m.AnyMessage, shard: _Shard | None) -> bool:
     """Whether a message may change what the fast path relies on; not if its worker is unknown, since it is refused then."""
-    if shard is not None and isinstance(message, m.Push | m.Pull | m.Leave | m.Save | m.Stop):
+    if shard is not None and isinstance(message, m.Push | m.Pull | m.Assign | m.Leave | m.Save | m.Stop):
         return shard.workers.knows(message.worker, message.incarnation)
     if shard is not None and isinstance(message, m.Join):
         return 0 <= message.worker < shard.plan.num_workers
@@ -121,7 +124,7 @@ class FastPathHost:
         quorum, shard = self._leader.quorum, self._shard
         if self._page.words.state != CLOSED or quorum.stopped or not quorum.live or quorum.version >= self._limit:
             return False
-        if quorum.round or quorum.held or shard.busy or self._saves():
+        if quorum.round or quorum.held or shard.busy or self._saves() or self._leader.awaits_assignment:
             return False
         if self._leader.changes_settings or not shard.update.has_kernel:
             return False

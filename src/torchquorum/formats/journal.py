@@ -79,6 +79,7 @@ class Record(msgspec.Struct, array_like=True):
         keys: The gradients whose mean it is: worker, incarnation, local step.
         batches: The batches of shared data that they were computed from, by share.
         settings: The options of the optimizer that changed with it, by parameter group.
+        assigned: Variables (by index) that were given values, which follow instead of a gradient; then it is no update.
     """
 
     version: int
@@ -86,6 +87,7 @@ class Record(msgspec.Struct, array_like=True):
     keys: list[tuple[int, int, int]]
     batches: dict[str, list[int]] = {}
     settings: list[dict[str, Any]] = []
+    assigned: list[int] = []
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -56,7 +56,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     """An event of the run or of one of its workers.
 
     Attributes:
-        event: began (also after a restore), joined, came back, died, left, saved, ended or gap (what could not be written).
+        event: began (also after a restore), joined, came back, died, left, assigned, saved, ended or gap (what could not be written).
         at: When, in seconds since the epoch.
         version: The version then.
         worker: Which worker; -1 for an event of the run.

@@ -261,8 +261,9 @@ def _note_holes(history: History) -> None:
         history.missing.append(_describe_gap(gap))
     reached = max([*(e.version for e in history.events), *(history.met + history.accepted)[-1:]])
     made = history.met[history.accepted] + 1
-    firsts = np.concatenate([[1], made, [_whole(gap, "first") for gap in gaps]])
-    lasts = np.concatenate([[min(begun)], made, [_whole(gap, "last") for gap in gaps]])
+    assigned = [e.version for e in history.events if e.event == "assigned"]
+    firsts = np.concatenate([[1], made, assigned, [_whole(gap, "first") for gap in gaps]])
+    lasts = np.concatenate([[min(begun)], made, assigned, [_whole(gap, "last") for gap in gaps]])
     order = np.argsort(firsts, kind="stable")
     firsts, known = np.append(firsts[order], reached + 1), np.maximum.accumulate(lasts[order])
     holes = np.clip(np.minimum(firsts[1:], reached + 1) - known - 1, 0, None)

@@ -328,6 +328,15 @@ class Quorum:
             return [Accepted(key, version, self.version, reason, now), *self._settle(key.worker)]
         return [Refused(key, version, self.version, reason, now), *self._settle(key.worker)]
 
+    def assign(self) -> list[Action]:
+        """The variables are given other values: the next version is no update's. The open round goes on after it."""
+        for worker in self.workers.values():
+            if worker.gave_at == self.version:
+                worker.gave_at += 1
+        self.version += 1
+        self.stopped = self.stopped or self._finished()
+        return self._settle()
+
     def stop(self) -> list[Action]:
         """The run is over: every waiting worker is released with `stop`."""
         self.stopped = True

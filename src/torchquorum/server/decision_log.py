@@ -6,9 +6,9 @@ until every shard has followed it.
 
 from __future__ import annotations
 
-from torchquorum.wire.messages import Apply, Drop, End, Release, Snapshot
+from torchquorum.wire.messages import Apply, Assigned, Drop, End, Release, Snapshot
 
-LogEntry = Apply | Drop | Release | Snapshot | End
+LogEntry = Apply | Assigned | Drop | Release | Snapshot | End
 
 
 class DecisionLog:

@@ -16,6 +16,7 @@ from torchquorum.fastpath.records import GradientRecord
 from torchquorum.formats.ledger_write import LedgerWriter
 from torchquorum.rules import quorum
 from torchquorum.rules.quorum import Key, Quorum
+from torchquorum.server.assignments import Assignments
 from torchquorum.server.decision_log import DecisionLog
 from torchquorum.server.membership import Membership
 from torchquorum.server.run_history import RunHistory
@@ -23,7 +24,10 @@ from torchquorum.server.run_settings import RunSettings
 from torchquorum.server.shared_data import SharedData
 from torchquorum.server.tally import Tally
 from torchquorum.wire.messages import (
+    STANDS_IN,
     Apply,
+    Assign,
+    Assigned,
     Drop,
     End,
     Fate,
@@ -107,6 +111,7 @@ class Leader:
         self.history = RunHistory(self.quorum, tally, ledger)
         self.settings = RunSettings(plan.optimizer.groups if settings is None else settings)
         self.membership = Membership(plan, self.quorum)
+        self.assignments = Assignments()
         self.data = SharedData()
         self.arrivals = Arrivals(plan.num_shards)
         self.outcomes: dict[int, Outcome] = {}
@@ -139,6 +144,7 @@ class Leader:
             self.notes.append(f"/job:worker/task:{worker} {how}")
             self.history.wall = wall
             self.history.note(how, worker)
+            self.assignments.forget(worker)
             if known is not None:
                 self._drop_incomplete(Key(worker, known.incarnation, known.local_step + 1))
                 self.data.gone(worker, known.incarnation, for_good=True)
@@ -157,6 +163,48 @@ class Leader:
         self._requests[worker] = (incarnation, request)
         self.outcomes.pop(worker, None)
         self.log.append(Release(worker, incarnation, request, self.quorum.version, self.quorum.stopped, averaged))
+
+    def assign(self, assign: Assign, wall: float) -> None:
+        """A joined worker has come to an assignment, with its values or without."""
+        assignments, quorum = self.assignments, self.quorum
+        self._requests[assign.worker] = (assign.incarnation, assign.request)
+        self.outcomes.pop(assign.worker, None)
+        assignments.wait(assign)
+        if not quorum.stopped and assignments.is_due(assign, quorum):
+            assignments.make(assign)
+            if assign.variables:
+                self._assign(assign, wall)
+        self._release_assigned()
+
+    def _assign(self, assign: Assign, wall: float) -> None:
+        """Given values become the next version."""
+        met, names = self.quorum.version, [self.plan.variables[v].name for v in assign.variables]
+        actions = self.quorum.assign()
+        version = self.quorum.version
+        self.log.append(Assigned(assign.worker, assign.incarnation, assign.number, version, assign.variables))
+        self._follow(actions, wall)
+        lost = met - assign.version
+        since = f"; in these, {lost} updates since version {assign.version} are overwritten" if lost else ""
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        text = f"{shown} became version {version}{since}"
+        self.history.wall = wall
+        self.history.note("assigned", assign.worker, text)
+        self.notes.append(f"/job:worker/task:{assign.worker} assigned values: {text}")
+
+    def _release_assigned(self) -> None:
+        """Releases the workers whose wait for an assignment is over; one whose values count now is asked for them."""
+        asked = self.assignments.stand_in(self.quorum) if not self.quorum.stopped else None
+        if asked is not None:
+            self.outcomes[asked.worker] = Outcome(False, STANDS_IN, self.quorum.version)
+        over = self.assignments.over(stopped=self.quorum.stopped)
+        for assign in over if asked is None else [*over, asked]:
+            version, stopped = self.quorum.version, self.quorum.stopped
+            self.log.append(Release(assign.worker, assign.incarnation, assign.request, version, stopped))
+
+    @property
+    def awaits_assignment(self) -> bool:
+        """Whether a worker waits for an assignment."""
+        return bool(self.assignments.waiting)
 
     def arrived(
         self, shard: int, key: Key, request: int, now: float, wall: float, *, push: Arrival | None = None
@@ -224,7 +272,9 @@ class Leader:
             values = {name: value for name, value in results.items() if value is not None}
             self.history.note("left", worker, values=values)
         self.data.gone(worker, incarnation, for_good=True)
+        self.assignments.forget(worker)
         self._follow(self.quorum.leave(worker, incarnation, failed=failed), wall)
+        self._release_assigned()
         if not self.data.over:
             self._note(self.membership.changed())
         if worker == 0 and not failed and self.plan.logdir and self.quorum.alive and not self.quorum.stopped:
@@ -246,15 +296,19 @@ class Leader:
     def lost(self, worker: int, incarnation: int, why: str, wall: float) -> None:
         """A worker's process is gone."""
         self._follow(self.quorum.lost(worker, incarnation, why), wall)
+        self._release_assigned()
 
     def tick(self, now: float, wall: float) -> None:
         """Time has passed."""
         self.history.wall = wall
         self._follow(self.quorum.expire(now), wall)
+        if self.awaits_assignment:
+            self._release_assigned()
 
     def stop(self, wall: float) -> None:
         """The run is over now."""
         self._follow(self.quorum.stop(), wall)
+        self._release_assigned()
 
     def snapshot(self, number: int, partial: str) -> None:
         """Every shard writes itself, as it is now."""
@@ -288,6 +342,9 @@ class Leader:
         """Returns what a worker's request waits for, if it is known and waits."""
         if self._requests.get(worker) != (incarnation, request):
             return None
+        if worker in self.assignments.waiting:
+            who = self.assignments.assigner(self.quorum)
+            return Held(request, f"/job:worker/task:{who} to assign values", 0, 1, [who])
         wait = self.quorum.waits_for(worker)
         return Held(request, wait.what, wait.have, wait.need, list(wait.missing)) if wait else None
 

@@ -121,6 +121,19 @@ class Run:
             )
         return self._answer(got.message) or self._pulled(got.message)
 
+    def keep_values(self, got: Incoming[m.Values]) -> list[Reply]:
+        """A joined worker sends values that it is about to assign."""
+        values = got.message
+        if len(got.frames) != 1 or not all(0 <= v < len(self.plan.variables) for v in values.variables):
+            raise ValueError(f"values of variables {values.variables[:8]} with {len(got.frames)} frames make no sense")
+        key = (values.worker, values.incarnation, values.number)
+        self.shard.keep_values(key, values.variables, got.frames[0])
+        return [got.reply(m.ValuesKept(values.number))]
+
+    def assign(self, got: Incoming[m.Assign]) -> list[Reply]:
+        """A joined worker has come to an assignment."""
+        return self._answer(got.message) or self._assigning(got)
+
     def probe(self, got: Incoming[m.Probe]) -> list[Reply]:
         """A worker has had no answer to a request: it gets it again, or what it waits for."""
         probe = got.message
@@ -144,7 +157,7 @@ class Run:
             return m.Fault("replaced", text, request)
         return m.Fault("LostPlaceError", f"{task} does not know this process as /job:worker/task:{worker}", request)
 
-    def _answer(self, asked: m.Join | m.Push | m.Pull | m.Probe) -> list[Reply]:
+    def _answer(self, asked: m.Join | m.Push | m.Pull | m.Assign | m.Probe) -> list[Reply]:
         """Returns the answer to a request that has been answered before."""
         return self.shard.answer(asked.worker, asked.incarnation, asked.request)
 
@@ -154,6 +167,9 @@ class Run:
         return []  # the log says when it is answered
 
     def _pulled(self, pull: m.Pull) -> list[Reply]:
+        return []
+
+    def _assigning(self, got: Incoming[m.Assign]) -> list[Reply]:
         return []
 
     def _pushed_again(self, key: Key, request: int) -> None:
@@ -334,6 +350,14 @@ class Leading(Run):
         self.leader.pull(pull.worker, pull.incarnation, pull.request, averaged=pull.averaged)
         return []
 
+    def _assigning(self, got: Incoming[m.Assign]) -> list[Reply]:
+        assign = got.message
+        key = (assign.worker, assign.incarnation, assign.number)
+        if assign.has_values and assign.variables and not self.shard.has_values(key, assign.variables):
+            raise ValueError(f"no values were given for assignment {assign.number} of variables {assign.variables[:8]}")
+        self.leader.assign(assign, got.wall)
+        return []
+
     def _probed(self, got: Incoming[m.Probe], key: Key | None) -> list[Reply]:
         probe = got.message
         self.leader.quorum.seen(probe.worker, probe.incarnation, got.now)
@@ -394,7 +418,7 @@ class Leading(Run):
             raise LostPlaceError(NO_BUFFERS)
         return self.buffers
 
-    def _answer(self, asked: m.Join | m.Push | m.Pull | m.Probe) -> list[Reply]:
+    def _answer(self, asked: m.Join | m.Push | m.Pull | m.Assign | m.Probe) -> list[Reply]:
         return self._with_positions(super()._answer(asked), asked.worker)
 
     def _with_positions(self, replies: list[Reply], worker: int) -> list[Reply]:

@@ -40,7 +40,19 @@ from torchquorum.update.updater import Updater
 from torchquorum.wire.channel import Peer
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import frame_tensor, tensor_frame
-from torchquorum.wire.messages import Apply, Drop, End, Join, Outcome, Plan, Push, Release, Snapshot, Variables
+from torchquorum.wire.messages import (
+    Apply,
+    Assigned,
+    Drop,
+    End,
+    Join,
+    Outcome,
+    Plan,
+    Push,
+    Release,
+    Snapshot,
+    Variables,
+)
 from torchquorum.wire.settings import Settings
 
 
@@ -98,6 +110,8 @@ class Shard:
         self.ended: End | None = None
         self.journal: JournalWriter | None = None
         self._answers: dict[int, Answer] = {}
+        self._given: tuple[tuple[int, int, int], list[int], torch.Tensor] | None = None  # what is about to be assigned
+        self._assigned = (-1, 0, 0)
 
     @classmethod
     def restored(cls, index: int, plan: Plan, path: Location, generation: int = 0) -> tuple[Shard, Manifest]:
@@ -220,6 +234,8 @@ class Shard:
                         "and this task ends, as its variables may be half of it. Start the job again: it goes on from the last "
                         "checkpoint; if memory was short, give it more, or more ps tasks."
                     ) from error
+            case Assigned():
+                self._assign(entry)
             case Drop(keys):
                 self.gradients.drop(Key(*key) for key in keys)
             case Release(worker, incarnation, request, version, stop, averaged):
@@ -300,12 +316,53 @@ class Shard:
             self.update.change(settings)
             self.revision += 1
 
+    def keep_values(self, key: tuple[int, int, int], variables: list[int], frame: Frame) -> None:
+        """Keeps values for an assignment: of a worker, its incarnation and its nth; those that were kept before are dropped.
+
+        Raises:
+            ValueError: They do not fit the variables.
+        """
+        self._given = key, variables, frame_tensor(frame, self.region.size_bytes).clone()
+
+    def has_values(self, key: tuple[int, int, int], variables: list[int]) -> bool:
+        """Whether values of these variables are kept for an assignment, or it has been made with them."""
+        return key == self._assigned or (self._given is not None and self._given[:2] == (key, variables))
+
+    def _assign(self, entry: Assigned) -> None:
+        key = (entry.worker, entry.incarnation, entry.number)
+        assert self._given is not None and self._given[0] == key, f"no values were given for {entry}"
+        slot = self._put(self._given[2], entry.variables)
+        self._given, self._assigned = None, key
+        if self.journal is not None:  # before any worker gets this version
+            values = region_bytes(self.region, self.versions.slots.sections[slot])
+            self.journal.append(Record(entry.version, [], [], assigned=entry.variables), values)
+        self._publish(slot, entry.version)
+
+    def _put(self, memory: torch.Tensor, variables: Sequence[int]) -> int:
+        """Writes the current version into a slot, but with what stands in memory for these variables. Returns the slot."""
+        slots, chosen = self.versions.slots, frozenset(variables)
+        slot = self.versions.next_slot()
+        old, new = slots.sections[self.versions.current], slots.sections[slot]
+        for section, before, after, given in zip(
+            self.region.sections, old, new, section_views(self.region, memory), strict=True
+        ):
+            after.copy_(before)
+            for piece in section.pieces:
+                if piece.variable in chosen:
+                    stop = piece.offset + piece.numel
+                    after[piece.offset : stop].copy_(given[piece.offset : stop])
+        self.update.made_elsewhere()
+        return slot
+
     def replay(self, record: Record, payload: Frame) -> None:
         """Makes an update again as the journal has it: the same mean through the same optimizer, so the same bits."""
         assert record.version == self.version + 1, (record.version, self.version)
         self._change(record.settings)
-        sections = section_views(self.region, frame_tensor(payload, self.region.size_bytes))
-        _, slot = self._update([sections], frozenset(record.absent), record.version)
+        memory = frame_tensor(payload, self.region.size_bytes)
+        if record.assigned:
+            slot = self._put(memory, record.assigned)
+        else:
+            _, slot = self._update([section_views(self.region, memory)], frozenset(record.absent), record.version)
         self._publish(slot, record.version)
         self.gradients.drop(Key(*key) for key in record.keys)
 

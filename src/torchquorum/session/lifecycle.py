@@ -250,6 +250,15 @@ class Lifecycle:
         """Takes the cluster's current version into the model's parameters; returns it."""
         return self.surviving(lambda: self.running_link.pull())
 
+    def assign(self) -> int:
+        """What the chief has written to its parameters becomes the next version, for all workers; returns it."""
+        assignment = self.running_link.begin_assignment()
+        gives = self._setup.task.is_chief or self.leads
+        made = self.surviving(lambda: self.running_link.assign(assignment, gives=gives))
+        while not made:  # the chief is dead, and this worker stands in for it
+            made = self.surviving(lambda: self.running_link.assign(assignment, gives=True))
+        return self.running_link.version
+
     @contextmanager
     def averaged(self) -> Iterator[int]:
         """Inside this block the model holds the moving averages and the run's buffers."""

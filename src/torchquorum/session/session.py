@@ -304,6 +304,16 @@ class Session:
         """Takes the cluster's current version into the model's parameters; returns it."""
         return self._part.pull()
 
+    def assign(self) -> int:
+        """Makes what the chief has written to the model's parameters the next version, for all workers; returns it.
+
+        All workers call this at the same place of the program, after they have written, as with `load_state_dict` or
+        `torch.nn.init`. The chief's values count, of the parameters that were written to; the others wait for them and take them.
+        Optimizer state stays as it is. Under Sync the assignment lies between two rounds; under Async what others have pushed since
+        is overwritten in those parameters, and the ps says so. While the chief is dead the values of the first worker alive count.
+        """
+        return self._part.assign()
+
     def averaged(self) -> AbstractContextManager[int]:
         """Inside this block the model's parameters are the moving averages; afterwards they are the variables again.
 

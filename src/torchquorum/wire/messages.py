@@ -42,8 +42,9 @@ from torchquorum.wire.plan import (
     ShareSpec as ShareSpec,
 )
 
-PROTOCOL = 6
+PROTOCOL = 7
 PACKAGE = __version__
+STANDS_IN = "stands in"  # the reason of an answer to Assign that asks a worker for its own values
 CREATION = "the chief to create the variables"  # what a join waits for at a ps that holds none
 
 
@@ -138,6 +139,33 @@ class Pull(Message):
     incarnation: int
     request: int
     averaged: bool = False
+
+
+class Values(Message):
+    """Values of these variables, in frame 0 with the rest of the shard's memory, which the worker is about to assign.
+
+    `number` is its nth assignment. Answered by ValuesKept.
+    """
+
+    worker: int
+    incarnation: int
+    number: int
+    variables: list[int]
+
+
+class Assign(Message):
+    """The worker has come to its nth assignment, at `version`; `has_values` if every shard keeps its values. Answered by Variables.
+
+    It is answered when n assignments have been made; or before, with an outcome that asks this worker for its values.
+    """
+
+    worker: int
+    incarnation: int
+    request: int
+    number: int
+    version: int
+    has_values: bool
+    variables: list[int]
 
 
 class Probe(Message):
@@ -338,6 +366,12 @@ class Variables(Message):
     revision: int = -1
 
 
+class ValuesKept(Message):
+    """The shard keeps the values for the worker's nth assignment."""
+
+    number: int
+
+
 class Held(Message):
     """The request is known and waits: for what, and for whom; meanwhile the position at version `save`, if it is not -1."""
 
@@ -525,6 +559,16 @@ class Release(Message):
     averaged: bool = False
 
 
+class Assigned(Message):
+    """Log entry: what this worker gave as values of these variables for its nth assignment makes `version`."""
+
+    worker: int
+    incarnation: int
+    number: int
+    version: int
+    variables: list[int]
+
+
 class Snapshot(Message):
     """Log entry: every shard writes itself, as it is at this place of the log, into the folder `partial`."""
 
@@ -545,7 +589,7 @@ class Log(Message):
 
     generation: int
     first: int
-    entries: list[Apply | Drop | Release | Snapshot | End]
+    entries: list[Apply | Assigned | Drop | Release | Snapshot | End]
 
 
 class Part(Message):
@@ -572,6 +616,8 @@ AnyMessage = (
     | Join
     | Push
     | Pull
+    | Values
+    | Assign
     | Here
     | Probe
     | Beat
@@ -591,6 +637,7 @@ AnyMessage = (
     | Welcome
     | Created
     | Variables
+    | ValuesKept
     | Held
     | Unknown
     | Alive

@@ -25,7 +25,7 @@ from torchquorum.worker.polls import wait_for_save, wait_for_workers, wait_until
 from torchquorum.worker.positions import CapturedPosition, Positions
 from torchquorum.worker.ps_channels import PsChannels
 from torchquorum.worker.requests import Requests
-from torchquorum.worker.run_member import LaterLoss, RunMember
+from torchquorum.worker.run_member import Assignment, LaterLoss, RunMember
 from torchquorum.worker.run_view import RunView
 from torchquorum.worker.step import Step
 from torchquorum.worker.worker_end import WorkerEnd
@@ -78,6 +78,7 @@ class Link(RunView):
         self.channels.count, self.local_step = before.channels.count, before.local_step
         self.version, self.lr, self.generation = before.version, before.lr, before.generation
         self.used_lr, self.settings = before.used_lr, before.settings
+        self.assignments = before.assignments
 
     # -- coming and going ---------------------------------------------------------------------------------------------
 
@@ -171,6 +172,20 @@ class Link(RunView):
         assert self.joined is not None
         self.joined.pull(averaged=averaged)
         return self.version
+
+    def begin_assignment(self) -> Assignment:
+        """This worker has come to an assignment: keeps what the parameters hold."""
+        assert self.joined is not None
+        return self.joined.begin_assignment()
+
+    def assign(self, assignment: Assignment, *, gives: bool) -> bool:
+        """Waits until the assignment is made, and takes the version; with `gives`, what this worker has written is assigned.
+
+        Returns:
+            False if this worker has to give its values, as it stands in for the chief.
+        """
+        assert self.joined is not None
+        return self.joined.assign(assignment, gives=gives)
 
     @property
     def unsettled(self) -> Unsettled | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -16,8 +17,10 @@ from torchquorum.errors import ConfigError
 from torchquorum.fastpath.records import GradientId
 from torchquorum.fastpath.steps import FastPathSteps
 from torchquorum.memory.lock import supported
-from torchquorum.memory.slots import Slots
+from torchquorum.memory.slots import Slots, section_views
+from torchquorum.placement.layout import CONSTANT
 from torchquorum.wire.codec import Frame
+from torchquorum.wire.frames import tensor_frame
 from torchquorum.wire.settings import RATE, Settings, changes, only_rates, with_rates
 from torchquorum.worker.exchange import Exchange
 from torchquorum.worker.fastpath import open_fastpath
@@ -30,6 +33,25 @@ from torchquorum.worker.writes import SuspectedWriteError, WriteWatch, same_bits
 
 LISTEN_S = 0.001
 LaterLoss = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """A worker's assignment: what its parameters held when it came to it.
+
+    Attributes:
+        number: Which assignment of this worker it is.
+        held: The version that the parameters had been given.
+        exact: Whether all of them had; not if another version was on its way.
+        suspected: The variables that had been written to, or may have been.
+        values: What the parameters held, by variable.
+    """
+
+    number: int
+    held: int
+    exact: bool
+    suspected: list[int]
+    values: dict[int, torch.Tensor]
 
 
 class RunMember:
@@ -221,37 +243,90 @@ class RunMember:
 
     def _judge(self, suspected: Sequence[int]) -> None:
         """Raises ConfigError, with the parameters as the program left them, unless they hold what they held before."""
-        written = self.find_written(suspected, suspected)
+        kept = self._keep(suspected, suspected)
+        written = self._find_written(kept)
         if not written:
             return
-        with torch.no_grad():
-            for i, value in written.items():
-                self.flat.parameters[i].data.copy_(value)
-        names = [self.flat.layout.variables[i].name for i in written]
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        self._put_back(kept, written)
         raise ConfigError(
-            f"parameter{'s' if len(names) > 1 else ''} {shown}: written to inside the run, which changes this worker's copy only, until "
-            "the next version comes from the ps tasks. To make the values the run's, call session.assign() after the write, on all "
-            "workers at the same place; for a constraint after every update give tq.Optimizer(after_update=tq.Clamp(...)), "
-            "tq.MaxNorm or tq.UnitNorm. Values to begin with are written before the session begins."
+            f"parameter{'s' if len(written) > 1 else ''} {self._names(written)}: written to inside the run, which changes this "
+            "worker's copy only, until the next version comes from the ps tasks. To make the values the run's, call "
+            "session.assign() after the write, on all workers at the same place; for a constraint after every update give "
+            "tq.Optimizer(after_update=tq.Clamp(...)), tq.MaxNorm or tq.UnitNorm. Values to begin with are written before the "
+            "session begins."
         )
 
-    def find_written(self, suspected: Sequence[int], looked_at: Sequence[int]) -> dict[int, torch.Tensor]:
-        """Returns what the program has written to parameters, by variable; they hold the current version afterwards.
+    def _names(self, variables: Sequence[int]) -> str:
+        names = [self.flat.layout.variables[i].name for i in variables]
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
-        Args:
-            suspected: Parameters that have been written to, or may have been.
-            looked_at: Those to compare with the version, which finds every write unless that has been followed by another.
-        """
-        held, open_push = self._view.version, self._requests.is_open
-        values = {i: self.flat.parameters[i].detach().clone() for i in {*suspected, *looked_at}}
+    def _keep(self, suspected: Sequence[int], looked_at: Sequence[int]) -> Assignment:
+        """Returns what these parameters hold, which stay as they are; all are in their places afterwards."""
+        chosen = sorted({*suspected, *looked_at})
+        values = {i: self.flat.parameters[i].detach().clone() for i in chosen}
         self.flat.take_back()
+        number = self._view.assignments
+        return Assignment(number, self._view.version, not self._requests.is_open, list(suspected), values)
+
+    def _find_written(self, kept: Assignment) -> list[int]:
+        """Takes the current version and returns which of the kept values are the program's and not that version's.
+
+        That is exact if it still is the version that was held then; if others have followed, the suspected ones are returned.
+        """
         self.pull()
-        if self._view.version != held or open_push:
-            return {i: values[i] for i in suspected}
-        return {
-            i: value for i, value in sorted(values.items()) if not same_bits(value, self.flat.parameters[i].detach())
-        }
+        if not kept.exact or self._view.version != kept.held:
+            return kept.suspected
+        parameters = self.flat.parameters
+        return [i for i, value in kept.values.items() if not same_bits(value, parameters[i].detach())]
+
+    def _put_back(self, kept: Assignment, written: Sequence[int]) -> None:
+        with torch.no_grad():
+            for i in written:
+                self.flat.parameters[i].data.copy_(kept.values[i])
+
+    def begin_assignment(self) -> Assignment:
+        """This worker has come to an assignment: keeps what the parameters hold, written to or not."""
+        suspected: list[int] = []
+        try:
+            self.watch.look()
+            self.exchange.settle()
+            self.watch.confirm()
+        except SuspectedWriteError as found:
+            suspected = found.variables
+        self._view.assignments += 1
+        trained = [i for i, v in enumerate(self.flat.layout.variables) if v.group != CONSTANT]
+        return self._keep(suspected, trained)
+
+    def assign(self, assignment: Assignment, *, gives: bool) -> bool:
+        """Waits until an assignment is made and takes the version; False if this worker has to give its own values."""
+        written: list[int] = []
+        if gives:
+            written = self._find_written(assignment)
+            if written:
+                self._put_back(assignment, written)
+                self._send_values(assignment, written)
+        self.finish_request()
+        number = self._channels.next_number()
+        message = m.Assign(*self._who, number, assignment.number, assignment.held, gives, written)
+        self._requests.begin(number, [(message, []) for _ in self._channels.end.ps])
+        answer = self.take(self._round_s)
+        return answer.outcome is None or answer.outcome.reason != m.STANDS_IN
+
+    def _send_values(self, assignment: Assignment, written: list[int]) -> None:
+        """Sends what the parameters hold to every ps task, each its part."""
+        message = m.Values(*self._who, assignment.number, written)
+        for k, region in enumerate(self.flat.layout.trained):
+            memory = torch.zeros(region.size_bytes, dtype=torch.uint8)
+            with torch.no_grad():
+                self.flat.store(region, section_views(region, memory))
+            self._channels.ask(
+                k,
+                message,
+                [tensor_frame(memory)],
+                kind=m.ValuesKept,
+                what="values to be kept for an assignment",
+                limit_s=self._round_s,
+            )
 
     # -- variables ----------------------------------------------------------------------------------------------------
 
@@ -290,6 +365,8 @@ class RunMember:
             self._send_pull(averaged=averaged)
         # Nothing is open and the parameters hold one whole version.
         first = answers[0][0]
+        if first.generation != view.generation:
+            view.assignments = 0
         view.version, view.lr, view.generation = first.version, first.lr, first.generation
         view.used_lr = first.used or view.used_lr
         if first.revision >= 0:

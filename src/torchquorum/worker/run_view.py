@@ -22,6 +22,7 @@ class RunView:
         lr: The learning rate of each parameter group for the next update, as the ps tasks have it.
         used_lr: Those of the update that made `version`, as far as this worker knows.
         settings: The run's settings, as this worker knows them, at their `revision`.
+        assignments: How many times it has come to an assignment in this creation of the variables.
         stopped: Whether the run is over.
         position: The worker's position in the checkpoint that the last answer came from, if it brought one.
     """
@@ -33,5 +34,6 @@ class RunView:
     used_lr: list[float] = field(default_factory=lambda: [0.0])
     settings: Settings = field(default_factory=list)
     revision: int = -1
+    assignments: int = 0
     stopped: bool = False
     position: dict[str, Any] | None = None

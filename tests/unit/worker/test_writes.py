@@ -40,7 +40,7 @@ def test_one_element_written_through_data_is_found_by_a_full_look(dtype: torch.d
     seen = watch(model)
     seen.note()
     assert suspects(seen) == []
-    model[1].weight.data[3, 4] += 1
+    model.get_parameter("1.weight").data[3, 4] += 1
     assert suspects(seen) == [2]
 
 
@@ -52,7 +52,7 @@ def test_samples_alone_find_what_changes_every_element(monkeypatch: pytest.Monke
     for _ in range(40):
         seen.note()
         assert suspects(seen) == []
-    model[0].bias.data.mul_(0.5)
+    model.get_parameter("0.bias").data.mul_(0.5)
     assert suspects(seen) == [1]
 
 
@@ -66,11 +66,11 @@ def test_a_parameter_with_a_memory_format_of_its_own_is_watched_too() -> None:
 
 def test_nan_that_stays_is_no_write_and_constants_are_the_programs() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
-    model[0].weight.data.fill_(float("nan"))
+    model.get_parameter("0.weight").data.fill_(float("nan"))
     variables, parameters = describe(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
     seen = WriteWatch(FlatParameters(place(variables, 1), parameters))
     seen.note()
-    model[1].weight.data.zero_()
+    model.get_parameter("1.weight").data.zero_()
     assert suspects(seen) == []
 
 

@@ -45,6 +45,27 @@ def two_groups(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([{"params": first.parameters(), "lr": 0.3}, {"params": others}], lr=0.07)
 
 
+def in_groups(kind: Any, **options: Any) -> Any:
+    """Two parameter groups of one class, with different options."""
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        groups = two_groups(model).param_groups
+        first, second = ({"params": group["params"], "lr": group["lr"] / 10} for group in groups)
+        return kind([{**first, "weight_decay": 0.01}, second], **options)
+
+    return make
+
+
+STATEFUL = {
+    "momentum": in_groups(torch.optim.SGD, lr=0.01, momentum=0.9, nesterov=True),
+    "Adam": in_groups(torch.optim.Adam),
+    "AdamW": in_groups(torch.optim.AdamW, amsgrad=True),
+    "Adagrad": in_groups(torch.optim.Adagrad, lr_decay=0.1, initial_accumulator_value=0.1),
+    "RMSprop": in_groups(torch.optim.RMSprop, momentum=0.5, centered=True),
+    "decay": in_groups(torch.optim.SGD, maximize=False),
+}
+
+
 def whole(model: nn.Module, worker: int, step: int) -> None:
     """Every variable has a gradient in every step."""
     generator = torch.Generator().manual_seed(100 * worker + step)
@@ -64,6 +85,52 @@ def test_a_round_made_by_the_workers_has_the_bits_of_one_made_by_the_ps(
     theirs, their_steps = train(lambda: Net(dtype), two_groups, whole, **options)
     assert same(ours, theirs)
     assert [(s.version, s.lr, s.accepted) for s in steps] == [(s.version, s.lr, s.accepted) for s in their_steps]
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_rounds_of_an_optimizer_with_state_have_the_bits_of_those_made_by_the_ps(
+    name: str, workers: int, made: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, _ = train(Net, STATEFUL[name], whole, steps=20, workers=workers)
+    assert len(made) > 10, "the fast path was not used"
+    monkeypatch.setattr(policy, "supported", lambda: False)
+    theirs, _ = train(Net, STATEFUL[name], whole, steps=20, workers=workers)
+    assert same(ours, theirs)
+
+
+@pytest.mark.parametrize("rule", [tq.Async(), tq.Sync()])
+@pytest.mark.parametrize("name", STATEFUL)
+def test_one_worker_on_the_fast_path_equals_plain_torch_also_across_checkpoints_and_messages(
+    name: str, rule: Any, made: list[int], tmp_path: Path
+) -> None:
+    def work(task: Task, last: int) -> list[torch.Tensor]:
+        model = Net()
+        optimizer = tq.Optimizer(STATEFUL[name](model), rule=rule)
+        with tq.Session(task, model, optimizer, last_step=last, logdir=str(tmp_path), patience=PATIENCE) as session:
+            while not session.should_stop():
+                optimizer.zero_grad()
+                whole(model, 0, session.global_step)
+                optimizer.step()
+                if session.global_step % 5 == 0:
+                    session.pull()  # by message: the page is closed and opened again
+        return [p.detach().clone() for p in model.parameters()]
+
+    Cluster().run(lambda task: work(task, 14))
+    (ours,) = Cluster().run(lambda task: work(task, 30))  # it goes on from the first one's checkpoint
+    model = Net()
+    optimizer = STATEFUL[name](model)
+    for step in range(30):
+        optimizer.zero_grad()
+        whole(model, 0, step)
+        optimizer.step()
+    assert same(ours, [p.detach() for p in model.parameters()])
+    assert len(made) > 15, "the fast path was not used"
+
+
+def test_a_variable_without_a_gradient_keeps_its_state_and_the_ps_makes_that_update(made: list[int]) -> None:
+    ours, _ = train(Net, STATEFUL["Adam"], backward, steps=12, rule=tq.Async())
+    assert same(ours, plain(STATEFUL["Adam"], steps=12))
 
 
 @pytest.mark.parametrize("rule", [tq.Async(), tq.Sync()])
@@ -170,7 +237,7 @@ def test_a_gradient_that_is_not_finite_is_refused_and_the_board_is_used_again(ma
         (tq.Sync(2), torch.optim.SGD, {}),
         (tq.Buffered(2), torch.optim.SGD, {}),
         (tq.Async(pipeline=True), torch.optim.SGD, {}),
-        (tq.Async(), torch.optim.Adam, {}),
+        (tq.Async(), torch.optim.Adadelta, {}),
         (tq.Async(), torch.optim.SGD, {"average": tq.ExponentialMovingAverage(0.9)}),
     ],
 )

@@ -22,6 +22,13 @@ from torchquorum.fastpath.turns import CpuTurn
 from torchquorum.rules import parse_rule
 from torchquorum.wire.rpc import Patience
 
+OPTIMIZERS = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.25, momentum=0.5),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=0.25),
+    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.25),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.25),
+}
 task = tq.join()
 parser = argparse.ArgumentParser()
 parser.add_argument("--rule", default="async")
@@ -29,6 +36,7 @@ parser.add_argument("--steps", type=int, default=3000)
 parser.add_argument("--moment", default="")
 parser.add_argument("--signal", default="SIGKILL")
 parser.add_argument("--at", type=int, default=100)
+parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
 args = parser.parse_args()
 made, hit = 0, False
 
@@ -82,7 +90,20 @@ with torch.no_grad():
     for parameter in model.parameters():
         parameter.zero_()
         parameter.grad = -torch.ones_like(parameter)
-optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), rule=parse_rule(args.rule))
+optimizer = tq.Optimizer(OPTIMIZERS[args.optimizer](model.parameters()), rule=parse_rule(args.rule))
+plain = torch.nn.Parameter(torch.zeros(8))
+plain.grad = -torch.ones(8)
+reference, values = OPTIMIZERS[args.optimizer]([plain]), [0.0]
+
+
+def value_at(version: int) -> float:
+    """What plain PyTorch makes of so many of these gradients: every update counts once, and so does its state."""
+    while len(values) <= version:
+        reference.step()
+        values.append(plain[0].item())
+    return values[version]
+
+
 patience = Patience(start_s=60.0, round_s=60.0, silence_s=20.0, probe_s=0.2, say_s=5.0)
 options = {"last_step": args.steps, "liveness_s": 1.5, "patience": patience, "wait_for_workers": task.num_workers}
 with tq.Session(task, model, optimizer, **options) as session:
@@ -90,7 +111,7 @@ with tq.Session(task, model, optimizer, **options) as session:
     while not session.should_stop():
         optimizer.step()
         result = optimizer.last
-        assert set(model.weight.detach().flatten().tolist()) == {float(result.version)}, result
+        assert set(model.weight.detach().flatten().tolist()) == {value_at(result.version)}, result
         if not result.accepted:
             print(f"refused {result.reason}", flush=True)
 print(f"done at {session.global_step}, {made} on the fast path", flush=True)

@@ -36,6 +36,22 @@ def test_a_worker_killed_in_the_middle_of_a_step_on_the_board_harms_nobody(rule:
     assert "counts as dead (its process ended)" in "\n".join(ps.lines)
 
 
+@pytest.mark.parametrize("optimizer", ["momentum", "adam", "adagrad", "rmsprop"])
+@pytest.mark.parametrize(("rule", "moment"), [("async", "turn"), ("sync", "part")])
+def test_a_worker_killed_while_it_writes_an_optimizers_state_leaves_what_was(
+    rule: str, moment: str, optimizer: str
+) -> None:
+    with by_hand(program=PROGRAM) as cluster:
+        ps = cluster.start("ps", 0)
+        flags = [f"--rule={rule}", f"--steps={STEPS}", f"--optimizer={optimizer}"]
+        chief = cluster.start("worker", 0, *flags)
+        victim = cluster.start("worker", 1, *flags, f"--moment={moment}")
+        victim.until(f"SIGKILL in {moment}")
+        assert victim.wait() == -signal.SIGKILL
+        assert made_on_fastpath(chief) > 0
+        assert ps.wait() == 0
+
+
 @pytest.mark.parametrize(("rule", "moment"), [("async", "turn"), ("async", "lock"), ("sync", "part")])
 def test_a_worker_frozen_in_the_middle_of_a_step_on_the_board_is_not_waited_for_and_comes_back(
     rule: str, moment: str

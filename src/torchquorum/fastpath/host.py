@@ -18,7 +18,7 @@ from torchquorum.fastpath.records import GradientRecord
 from torchquorum.rules.quorum import Key, Quorum
 from torchquorum.update.updater import Updater
 
-NO_LIMIT = 1 << 46
+NO_LIMIT = 1 << 30
 RATES_AT_ONCE, RATES_AHEAD = 512, 4096
 # These change nothing that the fast path relies on: they are answered while it stays open.
 HARMLESS = (
@@ -126,7 +126,7 @@ class FastPathHost:
             return False
         if quorum.round or quorum.held or shard.busy or self._saves() or self._leader.awaits_assignment:
             return False
-        if self._leader.changes_settings or not shard.update.has_kernel:
+        if self._leader.changes_settings or shard.update.steps_by_group is None:
             return False
         if self._rounds and quorum.live < shard.plan.num_workers:
             return False
@@ -144,7 +144,9 @@ class FastPathHost:
                 return
             # First the id: a worker that waits without the lock must not take a version of this opening for its own.
             words.opening_id += 1
-            page.publish(shard.version, shard.versions.current)
+            page.publish(shard.version, shard.versions.current, shard.update.state.current)
+            for group, steps in enumerate(shard.update.steps_by_group or ()):
+                page.steps[group] = steps - shard.version
             words.limit, words.writer, words.full, words.lead = self._limit, NOBODY, -1, self._leader.lead
             page.workers.begin_rounds()
             page.workers.clear_seats()
@@ -196,6 +198,7 @@ class FastPathHost:
             full = self._rounds and words.full == page.version + 1
             unfinished = page.records.given() if full else []
             words.writer = NOBODY
+            self._shard.update.state.current = page.state_slot
             page.news.announce()
         page.news.wake()
         return found, unfinished

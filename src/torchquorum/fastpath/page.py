@@ -41,7 +41,8 @@ class PageWords(ctypes.Structure):
         lead: The worker whose program says with which learning rates updates are made.
         full: The version for whose round all gradients have been given; may be read without the lock.
         target: The slot into which the version `full` is written.
-        head: The current version and its slot, see `FastPage.version`; may be read without the lock.
+        state_target: The slot into which its optimizer state is written.
+        head: The current version, its slot and that of its state, see `FastPage.version`; may be read without the lock.
         published_at: When `head` was written, in seconds of the clock that never goes back.
         ps_seen_at: When the ps last looked at the page; written without the lock.
     """
@@ -54,6 +55,7 @@ class PageWords(ctypes.Structure):
         ("lead", ctypes.c_int64),
         ("full", ctypes.c_int64),
         ("target", ctypes.c_int64),
+        ("state_target", ctypes.c_int64),
         ("head", ctypes.c_int64),
         ("published_at", ctypes.c_double),
         ("ps_seen_at", ctypes.c_double),
@@ -65,6 +67,7 @@ class PageWords(ctypes.Structure):
     lead: int
     full: int
     target: int
+    state_target: int
     head: int
     published_at: float
     ps_seen_at: float
@@ -78,6 +81,7 @@ class FastPage:
         workers: What belongs to each worker.
         rates: The learning rates of the next updates.
         records: The gradients that were applied.
+        steps: Of each parameter group, how many updates its state had seen at version 0, below 0 if it began later.
         news: Changes with every version, round and opening.
         queue: Changes when a seat is free.
     """
@@ -94,6 +98,7 @@ class FastPage:
             at += size
         self.words = PageWords.from_buffer(parts[0])
         self.workers, self.rates = WorkerColumns(parts[1], num_workers), RateTable(parts[2], num_groups)
+        self.steps = parts[4].cast("q")
         self.records = RecordRing(parts[3], num_workers, clock, self.rates)
         if create:
             self.words.writer = NOBODY
@@ -150,17 +155,22 @@ class FastPage:
     @property
     def version(self) -> int:
         """Returns the current version; may be read without the lock."""
-        return self.words.head >> _SLOT_BITS
+        return self.words.head >> 2 * _SLOT_BITS
 
     @property
     def slot(self) -> int:
         """Returns the slot of the current version."""
         return self.words.head & _SLOT_MASK
 
-    def publish(self, version: int, slot: int) -> None:
-        """Makes a slot the current version: one word, so it has happened or it has not."""
+    @property
+    def state_slot(self) -> int:
+        """Returns the slot of the optimizer's state at the current version."""
+        return self.words.head >> _SLOT_BITS & _SLOT_MASK
+
+    def publish(self, version: int, slot: int, state_slot: int = 0) -> None:
+        """Makes a slot, with one of state, the current version: one word, so it has happened or it has not."""
         self.words.published_at = self._clock.now()
-        self.words.head = version << _SLOT_BITS | slot
+        self.words.head = (version << _SLOT_BITS | state_slot) << _SLOT_BITS | slot
 
     @property
     def idle_s(self) -> float:
@@ -186,4 +196,5 @@ def _sizes(num_workers: int, num_groups: int) -> tuple[int, ...]:
         WorkerColumns.size_bytes(num_workers),
         RateTable.size_bytes(num_groups),
         RecordRing.size_bytes(),
+        8 * num_groups,
     )

@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.fastpath.page import OPEN, FastPage
 from torchquorum.memory.slots import Slots
+from torchquorum.update.kernels import Moment
 
 WAIT_S = 0.2  # with a core for each worker: after a longer wait the ps is asked, which can say who is waited for
 SPIN_S = 0.0005
@@ -21,6 +23,15 @@ SPIN_S = 0.0005
 def usable_cores() -> int:
     """Returns on how many cores this process may run."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class UpdateSlots(NamedTuple):
+    """Where an update reads and writes: the slots of the current version and of the next, and those of their state."""
+
+    current: int
+    target: int
+    state: int = 0
+    state_target: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +114,15 @@ class Participant:
         assert slot < len(self.versions), "there is a slot more than workers can use"
         return slot
 
+    def free_state(self, current: int) -> int:
+        """Returns a slot of optimizer state that no worker writes; under the lock."""
+        busy = {current, *self.page.workers.busy_states()}
+        return next(slot for slot in range(len(busy) + 1) if slot not in busy)
+
+    def moments(self, update: int, rates: Sequence[float]) -> list[Moment]:
+        """Returns, of each parameter group, which update number `update` is for its state."""
+        return [Moment(rate, update + steps) for rate, steps in zip(rates, self.page.steps, strict=True)]
+
     def until(self, reached: Callable[[], bool], opening_id: int) -> bool:
         """Waits until something holds in an opening; False if the page was closed meanwhile, or the wait was too long."""
         page, words, now = self.page, self.page.words, self._clock.now
@@ -119,5 +139,5 @@ class Participant:
         return reached() and words.opening_id == opening_id
 
     def done(self) -> None:
-        """This worker has finished with the slot that it wrote or read; needs no lock."""
-        self.page.workers.uses[self.worker] = -1
+        """This worker has finished with the slots that it wrote or read; needs no lock."""
+        self.page.workers.uses[self.worker] = self.page.workers.state_uses[self.worker] = -1

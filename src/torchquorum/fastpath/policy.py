@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torchquorum.memory.lock import supported
 from torchquorum.update.constraints import constrained
-from torchquorum.update.kernels import SLICED_IN, Kernel, kernel_for
+from torchquorum.update.kernels import SLICED_IN, Kernel, kernels_for
 from torchquorum.wire.messages import Plan
 
 
@@ -18,12 +18,12 @@ def may_have_fastpath(plan: Plan) -> bool:
         return False  # the ps writes each update to disk before any worker has it, so it makes the update itself
     if not supported() or plan.num_shards > 1 or plan.average is not None:
         return False
-    return mode_of(plan) is not None and fastpath_kernel(plan) is not None
+    return mode_of(plan) is not None and fastpath_kernels(plan) is not None
 
 
-def fastpath_kernel(plan: Plan) -> Kernel | None:
-    """Returns the kernel with which workers make the updates of a run; None if only the ps can."""
-    return constrained(kernel_for(plan.optimizer), plan.after_update)
+def fastpath_kernels(plan: Plan) -> list[Kernel] | None:
+    """Returns the kernels with which workers make the updates of a run, one for each parameter group; None if only the ps can."""
+    return constrained(kernels_for(plan.optimizer, plan.schedule), plan.after_update)
 
 
 def mode_of(plan: Plan) -> str | None:

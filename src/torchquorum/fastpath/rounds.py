@@ -7,17 +7,17 @@ that finishes last, in the opening in which the round began, or not at all.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from torchquorum.errors import SegmentError
-from torchquorum.fastpath.participant import MadeVersion, Participant
+from torchquorum.fastpath.participant import MadeVersion, Participant, UpdateSlots
 from torchquorum.fastpath.records import GradientId
 from torchquorum.memory.slots import DTYPES, Sections, Slots
 from torchquorum.placement.layout import Layout, Region
-from torchquorum.update.kernels import Kernel, mean
+from torchquorum.update.kernels import Kernel, Moment, mean
 
 CHUNK = 1 << 16
 _LINE = 64  # parts begin at multiples of this many elements
@@ -73,14 +73,13 @@ class RoundWriter(Protocol):
         """Prepares to read the gradients of a worker that is new."""
         ...
 
-    def write(self, gradients: list[Sections], current: int, target: int, rates: Sequence[float]) -> None:
+    def write(self, gradients: list[Sections], slots: UpdateSlots, moments: Sequence[Moment]) -> None:
         """Writes this worker's parts of the next version.
 
         Args:
             gradients: Of every worker, the sections of its gradient; the same list as long as no worker changes.
-            current: The slot of the version to start from.
-            target: The slot of the next version.
-            rates: The learning rate of each parameter group.
+            slots: Where the current version is, and where the next one goes.
+            moments: Of each parameter group, which update this is.
         """
         ...
 
@@ -168,7 +167,8 @@ class RoundSteps:
         if not self._gradients.follow(self._reach):
             return self._abandon()
         target, writer, used = words.target, next(w for w in self._writers if w.ready()), page.rates.of(version - 1)
-        writer.write(self._gradients.sections, current, target, used)
+        slots = UpdateSlots(current[0], target, current[1], words.state_target)
+        writer.write(self._gradients.sections, slots, user.moments(version - 1, used))
         # Our part is written; lock held inside: the last worker to finish records the round and publishes the version.
         if not self._finish(version, target, opening_id):
             return self._abandon()
@@ -181,13 +181,13 @@ class RoundSteps:
 
     def _give(
         self, gradient: GradientId, loss: float | None, version: int, rates: Sequence[float] | None
-    ) -> tuple[int, int] | None:
-        """Gives our gradient to the round; returns the opening and the current slot, or None if there can be no round."""
+    ) -> tuple[int, tuple[int, int]] | None:
+        """Gives our gradient to the round; returns the opening and the current slots, or None if there can be no round."""
         user, page, words = self._user, self._user.page, self._user.page.words
         with page.locked() as held:
             if not held or not user.may_step() or page.version != gradient.computed_at:
                 return None
-            opening_id, current = words.opening_id, page.slot
+            opening_id, current = words.opening_id, (page.slot, page.state_slot)
             page.workers.leases[user.worker] = -1
             page.records.give(user.worker, gradient, loss, version)
             if (own := user.own_rates(rates)) is not None:
@@ -195,9 +195,9 @@ class RoundSteps:
             page.workers.given[user.worker] = version
             full = page.workers.all_given(version)
             if full:
-                words.target = user.free_slot(current)
+                words.target, words.state_target = user.free_slot(current[0]), user.free_state(current[1])
                 for worker in range(page.num_workers):
-                    page.workers.uses[worker] = words.target
+                    page.workers.uses[worker], page.workers.state_uses[worker] = words.target, words.state_target
                 user.versions.mark(words.target, -1)
                 words.full = version
                 page.news.announce()
@@ -218,7 +218,7 @@ class RoundSteps:
                 page.rates.use(version - 1)
                 for worker in range(page.num_workers):
                     page.records.add_given(worker, target)
-                page.publish(version, target)
+                page.publish(version, target, page.words.state_target)
                 page.news.announce()
         if last:
             page.news.wake()
@@ -233,6 +233,16 @@ class RoundSteps:
             writer.reach(slots)
 
 
+class _RoundViews(NamedTuple):
+    group: int
+    room: torch.Tensor
+    given: list[torch.Tensor]
+    old: torch.Tensor
+    new: torch.Tensor
+    before: list[torch.Tensor]
+    after: list[torch.Tensor]
+
+
 class CpuRound:
     """Writes this worker's part on the host's cores, in chunks that stay in the cache.
 
@@ -240,16 +250,24 @@ class CpuRound:
         parts: This worker's parts, from `parts_of`.
         region: What the parts are parts of.
         versions: The ps's slots.
-        kernel: Makes the updates.
+        kernels: Make the updates, one for each parameter group.
+        states: The ps's slots of optimizer state, by name.
     """
 
     loads = False
 
-    def __init__(self, parts: Sequence[RoundPart], region: Region, versions: Slots, kernel: Kernel) -> None:
-        self._parts, self._versions, self._kernel = parts, versions, kernel
+    def __init__(
+        self,
+        parts: Sequence[RoundPart],
+        region: Region,
+        versions: Slots,
+        kernels: Sequence[Kernel],
+        states: Mapping[str, Slots],
+    ) -> None:
+        self._parts, self._versions, self._kernels, self._states = parts, versions, kernels, states
         self._room = [torch.empty(CHUNK, dtype=DTYPES[section.dtype]) for section in region.sections]
         self._gradients: list[Sections] = []
-        self._views: dict[tuple[int, int], list[tuple[int, list[torch.Tensor]]]] = {}
+        self._views: dict[UpdateSlots, list[_RoundViews]] = {}
 
     def ready(self) -> bool:
         """It can write every round."""
@@ -258,21 +276,33 @@ class CpuRound:
     def reach(self, gradients: Slots) -> None:
         """Shared memory is read as it is."""
 
-    def write(self, gradients: list[Sections], current: int, target: int, rates: Sequence[float]) -> None:
+    def write(self, gradients: list[Sections], slots: UpdateSlots, moments: Sequence[Moment]) -> None:
         """Writes this worker's parts: the mean in order of worker, then the update, as the ps would."""
         if gradients is not self._gradients:
             self._gradients, self._views = gradients, {}
-        views = self._views.get((current, target))
+        views = self._views.get(slots)
         if views is None:
-            views = self._views[current, target] = [(p.group, self._cut(p, current, target)) for p in self._parts]
-        for group, (room, old, new, *given) in views:
-            self._kernel.write(old, mean(given, room), rates[group], new)
+            views = self._views[slots] = [self._cut(part, slots) for part in self._parts]
+        for group, room, given, old, new, before, after in views:
+            self._kernels[group].write(moments[group], old, mean(given, room), new, before, after)
 
-    def _cut(self, part: RoundPart, current: int, target: int) -> list[torch.Tensor]:
-        """Returns room for a part's mean, and the part of the old and the new version and of every gradient."""
-        sections = (self._versions.sections[current], self._versions.sections[target], *self._gradients)
-        room = self._room[part.section][: part.stop - part.start]
-        return [room, *(s[part.section][part.start : part.stop] for s in sections)]
+    def _cut(self, part: RoundPart, slots: UpdateSlots) -> _RoundViews:
+        """Returns room for a part's mean, and the part of every gradient, of the old and the new version and of their states."""
+        there = slice(part.start, part.stop)
+
+        def cut(sections: Sections) -> torch.Tensor:
+            return sections[part.section][there]
+
+        names = self._kernels[part.group].state
+        return _RoundViews(
+            part.group,
+            self._room[part.section][: part.stop - part.start],
+            [cut(sections) for sections in self._gradients],
+            cut(self._versions.sections[slots.current]),
+            cut(self._versions.sections[slots.target]),
+            [cut(self._states[name].sections[slots.state]) for name in names],
+            [cut(self._states[name].sections[slots.state_target]) for name in names],
+        )
 
     def finish(self, target: int) -> None:
         """The parameters take the whole version from the slot, later."""

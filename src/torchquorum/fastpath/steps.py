@@ -8,7 +8,7 @@ number, and cannot count twice.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,14 +37,16 @@ class WorkerMemory:
         parameters: The worker's parameters, in the order of the variables.
         versions: The ps's slots.
         own: The worker's gradient memory.
-        kernel: Makes the updates.
+        kernels: Make the updates, one for each parameter group.
+        states: The ps's slots of optimizer state, by name.
     """
 
     layout: Layout
     parameters: Sequence[nn.Parameter]
     versions: Slots
     own: Slots
-    kernel: Kernel
+    kernels: Sequence[Kernel]
+    states: Mapping[str, Slots]
 
 
 class FastPathSteps:
@@ -96,7 +98,9 @@ def turn_steps(
     user: Participant, memory: WorkerMemory, device: TurnWriter | None = None, clock: Clock = SYSTEM
 ) -> FastPathSteps:
     """Returns the steps of a worker that takes turns; `device` makes updates on the one GPU of the parameters, if they are on one."""
-    writer = device or CpuTurn(memory.layout, memory.parameters, memory.versions, memory.own, memory.kernel)
+    writer = device or CpuTurn(
+        memory.layout, memory.parameters, memory.versions, memory.own, memory.kernels, memory.states
+    )
     return FastPathSteps(user.page, TurnSteps(user, writer, Admission(user, clock=clock), clock))
 
 
@@ -104,6 +108,6 @@ def round_steps(user: Participant, memory: WorkerMemory, device: RoundWriter | N
     """Returns the steps of a worker in rounds; `device` writes its part on a GPU whenever it is ready to."""
     region = memory.layout.trained[0]
     parts = parts_of(memory.layout, user.worker, user.page.num_workers, CHUNK)
-    on_cpu = CpuRound(parts, region, memory.versions, memory.kernel)
+    on_cpu = CpuRound(parts, region, memory.versions, memory.kernels, memory.states)
     writers = [on_cpu] if device is None else [device, on_cpu]
     return FastPathSteps(user.page, RoundSteps(user, RoundGradients(user, region, memory.own), writers))

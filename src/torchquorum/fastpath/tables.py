@@ -12,7 +12,7 @@ from torchquorum.wire.plan import MemoryRef
 
 RATES = 8192  # as many as there are records, so that the rates of an update are there until the ps has read its records
 _ALL = 1 << 62  # known rates, where they are held
-_COLUMNS = 10
+_COLUMNS = 11
 
 
 class WorkerColumns:
@@ -22,6 +22,7 @@ class WorkerColumns:
         tokens: The incarnation that may use the page as this worker, or 0; changed by the ps.
         uses: The slot that the worker writes or reads, or -1. Set under the lock, cleared by the worker without it.
         leases: The slot that the worker was given by message and may still be reading, or -1.
+        state_uses: The slot of optimizer state that the worker writes, or -1; set and cleared with `uses`.
         given: The version to whose round the worker last gave a gradient.
         written: The version of which the worker last wrote its part.
         seats: 1 if the worker may take turns now, else 0; a worker may read its own without the lock.
@@ -31,7 +32,7 @@ class WorkerColumns:
         words = memory.cast("q")
         columns = [words[k * num_workers : (k + 1) * num_workers] for k in range(_COLUMNS)]
         self.tokens, self._pids, self._fds, self._sizes, self._slots = columns[:5]
-        self.uses, self.leases, self.given, self.written, self.seats = columns[5:]
+        self.uses, self.leases, self.given, self.written, self.seats, self.state_uses = columns[5:]
         self._busy = words[5 * num_workers : 7 * num_workers]
         self._num_workers = num_workers
 
@@ -57,11 +58,15 @@ class WorkerColumns:
 
     def release_slots(self, worker: int) -> None:
         """The worker uses no slot."""
-        self.uses[worker] = self.leases[worker] = -1
+        self.uses[worker] = self.state_uses[worker] = self.leases[worker] = -1
 
     def busy_slots(self) -> list[int]:
         """Returns the slots that workers may be writing or reading, and some -1."""
         return self._busy.tolist()
+
+    def busy_states(self) -> list[int]:
+        """Returns the slots of optimizer state that workers may be writing, and some -1."""
+        return self.state_uses.tolist()
 
     def begin_rounds(self) -> None:
         """No worker has given or written anything yet."""

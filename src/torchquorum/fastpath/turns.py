@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -18,11 +18,11 @@ from torch import nn
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.fastpath.admission import Admission
 from torchquorum.fastpath.page import NOBODY
-from torchquorum.fastpath.participant import MadeVersion, Participant
+from torchquorum.fastpath.participant import MadeVersion, Participant, UpdateSlots
 from torchquorum.fastpath.records import GradientId
 from torchquorum.memory.slots import Slots
 from torchquorum.placement.layout import Layout
-from torchquorum.update.kernels import Kernel
+from torchquorum.update.kernels import Kernel, Moment
 
 TURN_SPIN_S = 0.0002
 
@@ -44,13 +44,12 @@ class TurnWriter(Protocol):
         """Whether the gradients are there and finite; asked before the turn, so that no other worker waits for that."""
         ...
 
-    def write(self, current: int, target: int, rates: Sequence[float], *, held: bool) -> bool:
-        """Writes the next version into slot `target`; False if it is not finite.
+    def write(self, slots: UpdateSlots, moments: Sequence[Moment], *, held: bool) -> bool:
+        """Writes the next version; False if it is not finite.
 
         Args:
-            current: The slot of the version to start from.
-            target: Where the next version goes.
-            rates: The learning rate of each parameter group.
+            slots: Where the version to start from is, and where the next one goes.
+            moments: Of each parameter group, which update this is.
             held: Whether the parameters hold the version to start from.
         """
         ...
@@ -59,8 +58,7 @@ class TurnWriter(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Turn:
     version: int
-    slot: int
-    target: int
+    slots: UpdateSlots
     opening_id: int
     rates: list[float]
 
@@ -121,11 +119,14 @@ class TurnSteps:
                     # Lock held, the turn is free: take it, with a slot that no other worker uses.
                     version, slot = page.version, page.slot
                     page.workers.leases[user.worker] = -1  # what it was given by message it copied long ago
-                    target = user.free_slot(slot)
-                    page.workers.uses[user.worker] = target
+                    slots = UpdateSlots(slot, user.free_slot(slot), page.state_slot, user.free_state(page.state_slot))
+                    page.workers.uses[user.worker], page.workers.state_uses[user.worker] = (
+                        slots.target,
+                        slots.state_target,
+                    )
                     words.writer = user.worker
                     rates = list(user.own_rates(own) or page.rates.of(version))
-                    return _Turn(version, slot, target, words.opening_id, rates)
+                    return _Turn(version, slots, words.opening_id, rates)
                 if now() - started > user.wait_s:
                     return None
                 seen, slept = page.news.begin_wait(), True
@@ -136,9 +137,9 @@ class TurnSteps:
         """Writes and publishes; the turn is ours, so no other worker changes the current version meanwhile."""
         written = False
         try:
-            self._user.versions.mark(turn.target, -1)
+            self._user.versions.mark(turn.slots.target, -1)
             held = gradient.computed_at == turn.version
-            written = self._writer.write(turn.slot, turn.target, turn.rates, held=held)
+            written = self._writer.write(turn.slots, self._user.moments(turn.version, turn.rates), held=held)
         finally:
             if not written:
                 self._give_turn_back(turn)
@@ -149,13 +150,13 @@ class TurnSteps:
         with page.locked() as held:
             if held and user.still_in(turn.opening_id) and page.words.writer == user.worker:
                 # Lock held, the turn still ours: mark, record, then the one word that makes it the current version.
-                version = turn.version + 1
-                user.versions.mark(turn.target, version)
+                version, target = turn.version + 1, turn.slots.target
+                user.versions.mark(target, version)
                 page.rates.use(turn.version, turn.rates)
-                page.records.add(user.worker, gradient, loss, version, turn.target)
-                page.publish(version, turn.target)
+                page.records.add(user.worker, gradient, loss, version, target)
+                page.publish(version, target, turn.slots.state_target)
                 rates = page.rates.of(version)
-                made = MadeVersion(turn.version, version, turn.target, rates, turn.rates, loaded=self._writer.loads)
+                made = MadeVersion(turn.version, version, target, rates, turn.rates, loaded=self._writer.loads)
                 page.words.writer = NOBODY
                 page.news.announce()
                 self._admission.turn_ends()
@@ -183,51 +184,68 @@ class CpuTurn:
         parameters: The worker's parameters, in the order of the variables.
         versions: The ps's slots.
         own: The worker's gradient memory, for gradients that do not lie on the CPU.
-        kernel: Makes the updates.
+        kernels: Make the updates, one for each parameter group.
+        states: The ps's slots of optimizer state, by name.
     """
 
     loads = False
 
     def __init__(
-        self, layout: Layout, parameters: Sequence[nn.Parameter], versions: Slots, own: Slots, kernel: Kernel
+        self,
+        layout: Layout,
+        parameters: Sequence[nn.Parameter],
+        versions: Slots,
+        own: Slots,
+        kernels: Sequence[Kernel],
+        states: Mapping[str, Slots],
     ) -> None:
-        self._region, self._versions, self._own, self._kernel = layout.trained[0], versions, own, kernel
+        self._region, self._versions, self._own = layout.trained[0], versions, own
+        self._kernels, self._states = kernels, states
         pieces = [piece for section in self._region.sections for piece in section.pieces]
         self._entries = [(parameters[p.variable], layout.variables[p.variable].group) for p in pieces]
         self.direct = all(p.device.type == "cpu" for p, _ in self._entries)
-        self._views: dict[int, list[torch.Tensor]] = {}
+        self._views: dict[tuple[str, int], list[torch.Tensor]] = {}
 
     def ready(self) -> bool:
-        """Whether the gradients hold neither NaN nor infinity; those that were copied have been checked then."""
+        """Whether the gradients hold neither NaN nor infinity; those that were copied have been checked then.
+
+        Where the optimizer has a state, every variable must have a gradient: without one its state counts fewer updates.
+        """
+        if self._states and any(p.grad is None for p, _ in self._entries):
+            return False
         if not self.direct:
             return True
         gradients = [p.grad for p, _ in self._entries if p.grad is not None]
         return all(math.isfinite(g.sum().item()) or bool(torch.isfinite(g.to_dense()).all()) for g in gradients)
 
-    def write(self, current: int, target: int, rates: Sequence[float], *, held: bool) -> bool:
+    def write(self, slots: UpdateSlots, moments: Sequence[Moment], *, held: bool) -> bool:
         """Writes the next version from the current one; variables without a gradient stay as they are."""
-        old, new = self._views_of(current), self._views_of(target)
-        own = None if self.direct else self._views_of(-1)
+        old, new = self._views_of("", slots.current), self._views_of("", slots.target)
+        before = {name: self._views_of(name, slots.state) for name in self._states}
+        after = {name: self._views_of(name, slots.state_target) for name in self._states}
+        own = None if self.direct else self._views_of("", -1)
         for k, (parameter, group) in enumerate(self._entries):
-            gradient = parameter.grad
+            gradient, kernel = parameter.grad, self._kernels[group]
             if gradient is None:
                 new[k].copy_(old[k])
-                self._kernel.without_gradient(new[k])
+                kernel.without_gradient(new[k])
                 continue
             if own is not None:
                 gradient = own[k]
             elif gradient.layout != torch.strided:
                 gradient = gradient.to_dense()
-            self._kernel.write(old[k], gradient, rates[group], new[k])
+            mine, made = [before[name][k] for name in kernel.state], [after[name][k] for name in kernel.state]
+            kernel.write(moments[group], old[k], gradient, new[k], mine, made)
         return True
 
-    def _views_of(self, slot: int) -> list[torch.Tensor]:
-        """Returns a slot's memory variable by variable; slot -1 is this worker's own gradient."""
-        found = self._views.get(slot)
+    def _views_of(self, state: str, slot: int) -> list[torch.Tensor]:
+        """Returns a slot's memory variable by variable, of the version or of a state; slot -1 is this worker's own gradient."""
+        found = self._views.get((state, slot))
         if found is None:
-            sections = self._own.sections[0] if slot < 0 else self._versions.sections[slot]
+            slots = self._states[state] if state else self._versions
+            sections = self._own.sections[0] if slot < 0 else slots.sections[slot]
             shapes = iter(parameter.shape for parameter, _ in self._entries)
-            found = self._views[slot] = [
+            found = self._views[state, slot] = [
                 values[piece.offset : piece.offset + piece.numel].view(next(shapes))
                 for section, values in zip(self._region.sections, sections, strict=True)
                 for piece in section.pieces

@@ -91,18 +91,22 @@ class Shard:
         self.versions = Versions(self.region, plan.num_workers, version)
         slot = self.versions.slots.bytes[self.versions.current]
         slot.copy_(initial)
+        self.page = FastPage.create(plan.num_workers, len(plan.optimizer.groups)) if may_have_fastpath(plan) else None
+        state_slots = plan.num_workers + 2 if self.page is not None else None
         try:
             values_now = section_views(self.region, slot)
-            self.update = Updater(self.region, plan.variables, plan.optimizer, plan.schedule, values_now)
+            self.update = Updater(self.region, plan.variables, plan.optimizer, plan.schedule, values_now, state_slots)
             self.averages = Averages(plan.average, values_now) if plan.average is not None else None
             self._constraints = Constraints(plan.after_update, layout, index)
         except Exception:
             self.versions.close()
+            if self.page is not None:
+                self.page.close()
             raise
         self.mean = MeanGradient(self.region, plan.variables)
-        self.page = FastPage.create(plan.num_workers, len(plan.optimizer.groups)) if may_have_fastpath(plan) else None
         if self.page is not None:
             self.versions.also_busy = self.page.workers.busy_slots
+            self.update.state.also_busy = self.page.workers.busy_states
         self.workers = WorkerTable(plan.num_workers, self.region)
         self.gradients = PendingGradients(self.region)
         self.followed = self.revision = 0
@@ -286,6 +290,7 @@ class Shard:
             slot=slot if shared else -1,
             ring=self.versions.slots.ref if shared and joining else None,
             fastpath=self.page.ref if self.page is not None and joined.fastpath and joining else None,
+            states=self.update.state.refs if self.page is not None and joined.fastpath and joining else [],
             outcome=answer.outcome,
             lr=self.update.lr,
             generation=self.generation,
@@ -390,4 +395,5 @@ class Shard:
             self.journal = None
         if self.page is not None:
             self.page.close()
+        self.update.state.close()
         self.versions.close()

@@ -11,13 +11,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from torchquorum.errors import ConfigError
 from torchquorum.placement.layout import CONSTANT, Layout, Variable
-from torchquorum.update.kernels import Kernel
+from torchquorum.update.kernels import Kernel, Moment, Tensors
 from torchquorum.wire.plan import AfterSpec
 
 EPSILON = 1e-12  # the least norm that UnitNorm divides by, as torch.nn.functional.normalize
@@ -205,26 +205,19 @@ def _applies(spec: AfterSpec, variable: Variable) -> bool:
 class ClampedKernel:
     """A kernel and a clamp after it, element by element, so on any slice."""
 
-    state: ClassVar[tuple[str, ...]] = ()
     hides_infinity = True
 
     def __init__(self, kernel: Kernel, low: float, high: float) -> None:
         self._kernel, self._low, self._high = kernel, low, high
+        self.state, self.initial = kernel.state, kernel.initial
+        self.counted, self.eager, self.plain = kernel.counted, kernel.eager, kernel.plain
 
-    @staticmethod
-    def takes(options: Mapping[str, Any]) -> bool:
-        """Is asked of the kernel before."""
-        return True
-
-    def write(self, old: torch.Tensor, gradient: torch.Tensor, rate: float, new: torch.Tensor) -> None:
-        """Writes the next values beside the old ones."""
-        self._kernel.write(old, gradient, rate, new)
+    def write(
+        self, at: Moment, old: torch.Tensor, gradient: torch.Tensor, new: torch.Tensor, before: Tensors, after: Tensors
+    ) -> None:
+        """Writes the next values and the next state."""
+        self._kernel.write(at, old, gradient, new, before, after)
         new.clamp_(self._low, self._high)
-
-    def update(self, values: torch.Tensor, gradient: torch.Tensor, rate: float) -> None:
-        """Replaces the values by the next ones."""
-        self._kernel.update(values, gradient, rate)
-        values.clamp_(self._low, self._high)
 
     def without_gradient(self, values: torch.Tensor) -> None:
         """Clamps."""
@@ -232,14 +225,14 @@ class ClampedKernel:
         values.clamp_(self._low, self._high)
 
 
-def constrained(kernel: Kernel | None, specs: Sequence[AfterSpec]) -> Kernel | None:
-    """Returns a kernel that also does what follows an update; None if only the ps can do that.
+def constrained(kernels: list[Kernel] | None, specs: Sequence[AfterSpec]) -> list[Kernel] | None:
+    """Returns kernels that also do what follows an update; None if only the ps can do that.
 
     Workers make updates of slices that end anywhere and hold the padding between variables too, which stays zero.
     """
     for spec in specs:
         anywhere = spec.name == "Clamp" and not spec.only and spec.arguments["low"] <= 0.0 <= spec.arguments["high"]
-        if kernel is None or not anywhere:
+        if kernels is None or not anywhere:
             return None
-        kernel = ClampedKernel(kernel, spec.arguments["low"], spec.arguments["high"])
-    return kernel
+        kernels = [ClampedKernel(kernel, spec.arguments["low"], spec.arguments["high"]) for kernel in kernels]
+    return kernels

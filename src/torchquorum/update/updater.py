@@ -21,9 +21,10 @@ from torchquorum.errors import ConfigError
 from torchquorum.memory.slots import Sections
 from torchquorum.placement.layout import Piece, Region, Variable
 from torchquorum.update import schedules
-from torchquorum.update.kernels import SLICED_IN, Kernel, kernel_for, mean
+from torchquorum.update.kernel_state import KernelState
+from torchquorum.update.kernels import SLICED_IN, Kernel, Moment, kernels_for, mean, states_of
 from torchquorum.wire.messages import OptimizerSpec, ScheduleSpec
-from torchquorum.wire.settings import RATE, Settings, changed, decode
+from torchquorum.wire.settings import RATE, Settings, changed, changes, decode
 
 # These update each element independently, so they may run over flat memory and over slices of a variable.
 ELEMENTWISE = frozenset(
@@ -54,6 +55,7 @@ class Span:
     stop: int
     pieces: tuple[Piece, ...]
     shape: tuple[int, ...]
+    steps: int = 0  # how many updates its state has seen, where a kernel makes them
     parameter: torch.nn.Parameter = field(default_factory=lambda: torch.nn.Parameter(torch.empty(0)))
 
     def view(self, sections: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -96,8 +98,9 @@ class Updater:
         optimizer: OptimizerSpec,
         schedule: ScheduleSpec | None,
         values: Sequence[torch.Tensor],
+        state_slots: int | None = None,
     ) -> None:
-        self._region, self._variables, self._spec = region, variables, optimizer
+        self._region, self._variables, self._spec, self._schedule_spec = region, variables, optimizer, schedule
         self._elementwise = optimizer.name in ELEMENTWISE
         self._cuts = object()  # replaced whenever memory is cut into other spans
         self._groups: list[list[Span]] = [[] for _ in optimizer.groups]
@@ -117,9 +120,18 @@ class Updater:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a shard may hold no variable of some group
             self._optimizer = optimizer_class(optimizer.name)(groups)
-        self._kernel = kernel_for(optimizer)
+        for (
+            group
+        ) in self._optimizer.param_groups:  # torch's Adagrad begins with its own argument, whatever a group says
+            for parameter in group["params"] if group.get("initial_accumulator_value") else ():
+                self._optimizer.state[parameter]["sum"].fill_(group["initial_accumulator_value"])
+        self._kernels = kernels = kernels_for(optimizer, schedule)
+        names, initial = (states_of(kernels), kernels[0].initial) if kernels else ((), 0.0)
+        self.state = KernelState(region, names, initial, state_slots if names else None)
+        self._as_planned = True
+        self._take_state()
         self._schedule = schedules.build(schedule, self._optimizer) if schedule else None
-        if self._kernel is not None:
+        if kernels is not None:
             self._optimizer.step()  # nothing has a gradient: only tells the schedule that steps are being made
         self._rates = [self._current_rates()]  # of the next update, and of those after it that were asked for
         self.used = self._rates[0]
@@ -163,18 +175,65 @@ class Updater:
 
     def _options_changed(self) -> None:
         """Another option than a rate has changed: a kernel may not do any more, or do again."""
+        self._show_state()
         spec = OptimizerSpec(self._spec.name, changed(self._spec.groups, self.settings))
-        self._kernel = kernel_for(spec)
+        kernels = kernels_for(spec, self._schedule_spec)
+        fits = kernels is not None and set(states_of(kernels)) <= set(self.state.names)
+        self._kernels = kernels if fits else None
+        self._as_planned = not any(name != RATE for group in changes(self._spec.groups, spec.groups) for name in group)
         if any(options.get("fused") for options in spec.groups):
             self._regroup(lambda piece: piece.variable)
+        self._take_state()
 
     @property
-    def has_kernel(self) -> bool:
-        """Whether a kernel makes the updates now, so that workers may, too."""
-        return self._kernel is not None
+    def steps_by_group(self) -> list[int] | None:
+        """Returns how many updates the state of each parameter group has seen, if workers may make the next ones.
+
+        None if no kernel makes them, if the options are not those of the plan, which workers have, or if the variables of a group
+        have seen different numbers of updates.
+        """
+        if self._kernels is None or not self._as_planned:
+            return None
+        found = []
+        for kernel, spans in zip(self._kernels, self._groups, strict=True):
+            steps = {span.steps if kernel.counted else min(1, span.steps) for span in spans}
+            if len(steps) > 1:
+                return None
+            found.append(max((span.steps for span in spans), default=0))
+        return found
+
+    def _take_state(self) -> None:
+        """A kernel makes the updates from now on: what torch.optim has of the state goes into the kernels' memory."""
+        if self._kernels is None:
+            return
+        memory = dict(zip(self.state.names, self.state.of(self.state.current), strict=True))
+        for kernel, spans in zip(self._kernels, self._groups, strict=True):
+            for span in spans:
+                state: dict[str, Any] = self._optimizer.state.pop(span.parameter, {})
+                here = [name for name in kernel.state if isinstance(state.get(name), torch.Tensor)]
+                for name in here:
+                    if (target := span.view(memory[name])).data_ptr() != state[name].data_ptr():
+                        target.copy_(state[name])
+                span.steps = int(state["step"]) if "step" in state else int(bool(here))
+
+    def _show_state(self) -> None:
+        """Gives torch.optim's state the tensors that the kernels use, as views, for those who read it."""
+        if self._kernels is None:
+            return
+        memory = dict(zip(self.state.names, self.state.of(self.state.current), strict=True))
+        for kernel, spans in zip(self._kernels, self._groups, strict=True):
+            for span in spans:
+                if kernel.state and (span.steps or kernel.eager):
+                    state: dict[str, Any] = {"step": torch.tensor(float(span.steps))} if kernel.counted else {}
+                    self._optimizer.state[span.parameter] = state | {n: span.view(memory[n]) for n in kernel.state}
 
     def made_elsewhere(self) -> None:
-        """Workers have made an update and written the version: only the schedule advances."""
+        """Workers have made an update and written the version, with its state: only the schedule advances."""
+        for span in self.spans:
+            span.steps += 1
+        self._advance()
+
+    def _advance(self) -> None:
         self.used = self._rates[0]
         if len(self._rates) == 1:
             self._rates.append(self._next_rates())
@@ -212,11 +271,11 @@ class Updater:
             step = [mean(section, out) for section, out in zip(sections, self._scratch, strict=True)]
         if absent:
             self._split(absent)
-        if self._kernel is not None:
-            self._step_by_kernel(self._kernel, old, new, step, absent)
+        if self._kernels is not None:
+            self._step_by_kernel(self._kernels, old, new, step, absent)
         else:
             self._step(old, new, step, absent)
-        self.made_elsewhere()
+        self._advance()
         return step
 
     def _step(
@@ -253,22 +312,30 @@ class Updater:
 
     def _step_by_kernel(
         self,
-        kernel: Kernel,
+        kernels: Sequence[Kernel],
         old: Sequence[torch.Tensor],
         new: Sequence[torch.Tensor],
         mean: Sequence[torch.Tensor],
         absent: frozenset[int],
     ) -> None:
-        """An optimizer that has a kernel: the next version is written in one pass, with the bits of torch.optim."""
-        before, after, step = self._views_of(old), self._views_of(new), self._views_of(mean)
+        """An optimizer that has a kernel: the next version and its state are written in one pass, with the bits of torch.optim."""
+        values, step = (self._views_of(old), self._views_of(new)), self._views_of(mean)
+        target = self.state.next_slot()
+        before = dict(zip(self.state.names, map(self._views_of, self.state.of(self.state.current)), strict=True))
+        after = dict(zip(self.state.names, map(self._views_of, self.state.of(target)), strict=True))
         k = 0
-        for spans, rate in zip(self._groups, self._rates[0], strict=True):
+        for kernel, spans, rate in zip(kernels, self._groups, self._rates[0], strict=True):
             for span in spans:
+                mine = [before[name][k] for name in kernel.state], [after[name][k] for name in kernel.state]
                 if absent and span.pieces[0].variable in absent:
-                    after[k].copy_(before[k])
+                    for source, place in zip([values[0][k], *mine[0]], [values[1][k], *mine[1]], strict=True):
+                        if source is not place:
+                            place.copy_(source)
                 else:
-                    kernel.write(before[k], step[k], rate, after[k])
+                    kernel.write(Moment(rate, span.steps), values[0][k], step[k], values[1][k], *mine)
+                    span.steps += 1
                 k += 1
+        self.state.current = target
 
     def _views_of(self, sections: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Returns the spans of a slot's or gradient's memory; of memory that comes again the views are kept."""
@@ -299,12 +366,14 @@ class Updater:
 
     def _regroup(self, kind_of: Callable[[Piece], Any]) -> None:
         """Splits spans so that all pieces of each are of one kind."""
+        self._show_state()
         for group, spans in enumerate(self._groups):
             parts = [part for span in spans for part in self._parts(span, kind_of)]
             if len(parts) != len(spans):
                 self._groups[group] = parts
                 self._cuts = object()
                 self._optimizer.param_groups[group]["params"] = [s.parameter for s in parts]
+        self._take_state()
 
     def _parts(self, span: Span, kind_of: Callable[[Piece], Any]) -> list[Span]:
         runs: list[list[Piece]] = []
@@ -326,6 +395,7 @@ class Updater:
 
     def states(self) -> Iterator[tuple[Piece, str, torch.Tensor]]:
         """Yields the optimizer's state tensors piece by piece, flat; they are views and change with the next update."""
+        self._show_state()
         for span in self.spans:
             for name, value in self._optimizer.state.get(span.parameter, {}).items():
                 if not isinstance(value, torch.Tensor) or value.dim() == 0:
@@ -340,6 +410,7 @@ class Updater:
 
     def scalars(self) -> dict[str, dict[str, Any]]:
         """Returns what else the optimizer keeps per variable: numbers, and tensors that are numbers."""
+        self._show_state()
         found: dict[str, dict[str, Any]] = {}
         for span in self.spans:
             for name, value in self._optimizer.state.get(span.parameter, {}).items():
@@ -373,6 +444,7 @@ class Updater:
                 state[name] = self._restored(span, name, shape, dtype, read)
             if state:
                 self._optimizer.state[span.parameter] = state
+        self._take_state()
         if self._schedule is not None:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the optimizer's steps were made before the restart

@@ -361,6 +361,7 @@ class Variables(Message):
     position: dict[str, Any] | None = None
     generation: int = 0
     fastpath: MemoryRef | None = None
+    states: list[MemoryRef] = []
     used: list[float] = []
     settings: list[dict[str, Any]] = []
     revision: int = -1

@@ -16,10 +16,11 @@ from typing import Any
 
 import torch
 
+from torchquorum.fastpath.participant import UpdateSlots
 from torchquorum.fastpath.rounds import RoundPart, parts_of
 from torchquorum.memory.slots import Sections, Slots
 from torchquorum.placement.layout import CONSTANT, Region
-from torchquorum.update.kernels import Kernel, mean
+from torchquorum.update.kernels import Kernel, Moment, mean
 from torchquorum.worker.exchange import Exchange
 from torchquorum.worker.flat import FlatParameters, Place
 
@@ -30,7 +31,7 @@ class DeviceTurn:
     Args:
         flat: The worker's parameters.
         exchange: Copies them from and to the ps's slots.
-        kernel: Makes the updates.
+        kernels: Make the updates, one for each parameter group.
         alone: Says whether no other worker uses the page, so that none waits while this one has the turn.
         confirm: Is called once the GPU has been waited for; raises if the program has written to the parameters.
     """
@@ -41,11 +42,11 @@ class DeviceTurn:
         self,
         flat: FlatParameters,
         exchange: Exchange,
-        kernel: Kernel,
+        kernels: Sequence[Kernel],
         alone: Callable[[], bool],
         confirm: Callable[[], None] = lambda: None,
     ) -> None:
-        self._flat, self._exchange, self._kernel, self._alone = flat, exchange, kernel, alone
+        self._flat, self._exchange, self._kernels, self._alone = flat, exchange, kernels, alone
         self._confirm = confirm
         trained = zip(flat.layout.variables, flat.parameters, strict=True)
         self._entries = [(p, v.group) for v, p in trained if v.group != CONSTANT]
@@ -60,15 +61,15 @@ class DeviceTurn:
         gradients = self._flat.gradients
         return gradients is None or not gradients.in_use() or gradients.finite()
 
-    def write(self, current: int, target: int, rates: Sequence[float], *, held: bool) -> bool:
+    def write(self, slots: UpdateSlots, moments: Sequence[Moment], *, held: bool) -> bool:
         """Makes the next version in the parameters and in slot `target`; False if it is not finite."""
         changes = _changes(self._flat)
         if not held or changes != self._changes:  # or the program has changed the parameters itself
-            self._exchange.pull(0, current)
+            self._exchange.pull(0, slots.current)
         self._changes = changes
         # The parameters hold the current version, or will when the GPU comes to what follows.
-        summed = self._update(rates)
-        self._exchange.put(0, target)
+        summed = self._update(moments)
+        self._exchange.put(0, slots.target)
         total = None if summed else self._total()
         self._exchange.settle()
         self._confirm()
@@ -79,25 +80,25 @@ class DeviceTurn:
 
     def _total(self) -> Any:
         """Returns a number that is not finite if a gradient was not."""
-        if not self._kernel.hides_infinity:
+        if not self._kernels[0].hides_infinity:
             return sum(p.detach().sum(dtype=torch.float32) for p in self._floating)
         return sum(p.grad.sum(dtype=torch.float32) for p in self._floating if p.grad is not None)
 
-    def _update(self, rates: Sequence[float]) -> bool:
+    def _update(self, moments: Sequence[Moment]) -> bool:
         """Updates the parameters; True if the gradients come with their sum, which tells whether they are finite."""
         gradients = self._flat.gradients
         if gradients is not None and gradients.in_use():
             for mine, gradient, group in self._flat.trained_runs():
-                self._kernel.update(mine, gradient, rates[group])
+                self._kernels[group].write(moments[group], mine, gradient, mine, (), ())
             return gradients.totals is not None
         for parameter, group in self._entries:
             gradient = parameter.grad
             if gradient is not None:
                 if gradient.layout != torch.strided:
                     gradient = gradient.to_dense()
-                self._kernel.update(parameter.data, gradient, rates[group])
+                self._kernels[group].write(moments[group], parameter.data, gradient, parameter.data, (), ())
             else:
-                self._kernel.without_gradient(parameter.data)
+                self._kernels[group].without_gradient(parameter.data)
         return False
 
 
@@ -123,7 +124,7 @@ class DeviceRound:
         flat: The worker's parameters.
         exchange: Reaches shared memory from the GPU.
         versions: The ps's slots.
-        kernel: Makes the updates.
+        kernels: Make the updates, one for each parameter group.
         worker: Which worker this is.
         num_workers: How many there are.
     """
@@ -131,9 +132,15 @@ class DeviceRound:
     loads = True
 
     def __init__(
-        self, flat: FlatParameters, exchange: Exchange, versions: Slots, kernel: Kernel, worker: int, num_workers: int
+        self,
+        flat: FlatParameters,
+        exchange: Exchange,
+        versions: Slots,
+        kernels: Sequence[Kernel],
+        worker: int,
+        num_workers: int,
     ) -> None:
-        self._flat, self._exchange, self._versions, self._kernel = flat, exchange, versions, kernel
+        self._flat, self._exchange, self._versions, self._kernels = flat, exchange, versions, kernels
         self._worker, self._parts = worker, parts_of(flat.layout, worker, num_workers)
         self._region = flat.layout.trained[0]
         self._mine = _whole_sections(flat, self._region, versions, None)
@@ -157,20 +164,22 @@ class DeviceRound:
         """Lets the GPU reach the gradient of another worker."""
         self._exchange.pin(gradients.bytes[0])
 
-    def write(self, gradients: list[Sections], current: int, target: int, rates: Sequence[float]) -> None:
+    def write(self, gradients: list[Sections], slots: UpdateSlots, moments: Sequence[Moment]) -> None:
         """Writes this worker's parts: the mean in order of worker, then the update, as the ps would.
 
         The parameters hold the current version, so its slot is not read.
         """
         if gradients is not self._given:
             self._given, self._views = gradients, {}
+        target = slots.target
         views = self._views.get(target)
         if views is None:
             views = self._views[target] = [self._cut(part, target) for part in self._parts]
         for part in views:
             for room, theirs in part.others:
                 room.copy_(theirs, non_blocking=True)
-            self._kernel.update(part.here, mean(part.given, part.mean), rates[part.group])
+            kernel, step = self._kernels[part.group], mean(part.given, part.mean)
+            kernel.write(moments[part.group], part.here, step, part.here, (), ())
             part.out.copy_(part.here, non_blocking=True)
         self._exchange.settle()
 

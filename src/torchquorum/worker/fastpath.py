@@ -12,17 +12,25 @@ from functools import partial
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.fastpath.page import FastPage
 from torchquorum.fastpath.participant import Participant
-from torchquorum.fastpath.policy import fastpath_kernel, mode_of
+from torchquorum.fastpath.policy import fastpath_kernels, mode_of
 from torchquorum.fastpath.steps import FastPathSteps, WorkerMemory, round_steps, turn_steps
+from torchquorum.memory.lock import supported
 from torchquorum.memory.slots import Slots
-from torchquorum.wire.messages import MemoryRef, Plan
+from torchquorum.update.kernels import states_of
+from torchquorum.wire.messages import Plan, Variables
 from torchquorum.worker.device_update import DeviceRound, DeviceTurn
 from torchquorum.worker.exchange import Exchange
 from torchquorum.worker.flat import FlatParameters
 
 
+def can_use_fastpath(plan: Plan, exchange: Exchange) -> bool:
+    """Whether a worker can make updates by itself: on a GPU only those of one operation, else the ps makes them."""
+    kernels = fastpath_kernels(plan) or []
+    return supported() and (exchange.device is None or all(kernel.plain for kernel in kernels))
+
+
 def open_fastpath(
-    ref: MemoryRef,
+    answer: Variables,
     who: tuple[int, int],
     plan: Plan,
     flat: FlatParameters,
@@ -34,7 +42,7 @@ def open_fastpath(
     """Returns the steps of a worker on the page of its ps; None if it shares no gradient memory with the ps.
 
     Args:
-        ref: Where the page is.
+        answer: The answer to the worker's join: it says where the page is, and the optimizer's state.
         who: Which worker this is, and its incarnation.
         plan: The plan of the run.
         flat: The worker's parameters.
@@ -43,16 +51,20 @@ def open_fastpath(
         clock: Tells the time.
         confirm: Is called once a GPU has been waited for; raises if the program has written to the parameters.
     """
-    own, kernel = exchange.memory_of(0), fastpath_kernel(plan)
-    if own is None:
+    own, kernels = exchange.memory_of(0), fastpath_kernels(plan)
+    if own is None or answer.fastpath is None:
         return None
-    assert kernel is not None, "a ps has no page for an optimizer that workers cannot run"
-    page = FastPage.open(ref, plan.num_workers, len(plan.optimizer.groups), clock)
+    assert kernels is not None, "a ps has no page for an optimizer that workers cannot run"
+    region, names = flat.layout.trained[0], states_of(kernels)
+    states = {name: Slots.open(ref, region) for name, ref in zip(names, answer.states, strict=True)}
+    page = FastPage.open(answer.fastpath, plan.num_workers, len(plan.optimizer.groups), clock)
     worker, user = who[0], Participant(page, *who, versions, clock=clock)
-    memory = WorkerMemory(layout=flat.layout, parameters=flat.parameters, versions=versions, own=own, kernel=kernel)
+    memory = WorkerMemory(
+        layout=flat.layout, parameters=flat.parameters, versions=versions, own=own, kernels=kernels, states=states
+    )
     on_gpu = exchange.device is not None
     if mode_of(plan) == "rounds":
-        device_round = DeviceRound(flat, exchange, versions, kernel, worker, plan.num_workers) if on_gpu else None
+        device_round = DeviceRound(flat, exchange, versions, kernels, worker, plan.num_workers) if on_gpu else None
         return round_steps(user, memory, device_round)
     alone = partial(page.workers.alone, worker)
-    return turn_steps(user, memory, DeviceTurn(flat, exchange, kernel, alone, confirm) if on_gpu else None, clock)
+    return turn_steps(user, memory, DeviceTurn(flat, exchange, kernels, alone, confirm) if on_gpu else None, clock)

@@ -16,14 +16,13 @@ import torchquorum.wire.messages as m
 from torchquorum.errors import ConfigError
 from torchquorum.fastpath.records import GradientId
 from torchquorum.fastpath.steps import FastPathSteps
-from torchquorum.memory.lock import supported
 from torchquorum.memory.slots import Slots, section_views
 from torchquorum.placement.layout import CONSTANT
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import tensor_frame
 from torchquorum.wire.settings import RATE, Settings, changes, only_rates, with_rates
 from torchquorum.worker.exchange import Exchange
-from torchquorum.worker.fastpath import open_fastpath
+from torchquorum.worker.fastpath import can_use_fastpath, open_fastpath
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.positions import Positions
 from torchquorum.worker.requests import Requests
@@ -98,12 +97,12 @@ class RunMember:
 
     def join(self) -> m.Variables:
         """Joins at all ps tasks and takes the current version; returns shard 0's answer."""
-        number = self._channels.next_number()
+        number, fast = self._channels.next_number(), can_use_fastpath(self.plan, self.exchange)
         messages: list[tuple[m.Message, Sequence[Frame]]] = []
         for k in range(len(self._channels.end.ps)):
             slots = self.exchange.memory_of(k)
             ref = slots.ref if slots is not None else None
-            messages.append((m.Join(*self._who, number, ref, self.plan if k == 0 else None, supported()), []))
+            messages.append((m.Join(*self._who, number, ref, self.plan if k == 0 else None, fast), []))
         self._requests.begin(number, messages)
         answer = self.take(self._channels.end.patience.start_s)
         updates_here = self.fastpath is not None and self.fastpath.direct  # there is a fast path only where it is used
@@ -382,12 +381,12 @@ class RunMember:
 
     def _load(self, k: int, message: m.Variables, frames: Sequence[Frame]) -> bool:
         """Copies a shard's variables into the parameters; False if they were overwritten meanwhile."""
-        return self.exchange.load(k, message, frames, lambda ring: self._open_fastpath(message.fastpath, ring))
+        return self.exchange.load(k, message, frames, lambda ring: self._open_fastpath(message, ring))
 
-    def _open_fastpath(self, ref: m.MemoryRef | None, versions: Slots) -> None:
-        if ref is not None:
+    def _open_fastpath(self, answer: m.Variables, versions: Slots) -> None:
+        if answer.fastpath is not None:
             self.fastpath = open_fastpath(
-                ref, self._who, self.plan, self.flat, self.exchange, versions, self._clock, self.watch.confirm
+                answer, self._who, self.plan, self.flat, self.exchange, versions, self._clock, self.watch.confirm
             )
 
 

@@ -9,7 +9,7 @@ import torchquorum as tq
 from torchquorum.errors import ConfigError
 from torchquorum.placement import Variable, place
 from torchquorum.update.constraints import Constraints, check_after_update, constrained, read_after_update
-from torchquorum.update.kernels import PlainSgd
+from torchquorum.update.kernels import Kernel, Moment, Sgd
 
 VARIABLES = [
     Variable(name="w", shape=(3, 5), dtype="float32", group=0),
@@ -68,14 +68,14 @@ def test_padding_stays_as_it_is() -> None:
 
 
 def test_workers_clamp_every_element_and_do_nothing_else() -> None:
-    kernel = PlainSgd()
-    assert constrained(kernel, []) is kernel and constrained(None, []) is None
+    kernels: list[Kernel] = [Sgd({})]
+    assert constrained(kernels, []) is kernels and constrained(None, []) is None
     for spec in (tq.MaxNorm(1.0), tq.UnitNorm(), tq.Clamp(0.5, 1.0), tq.Clamp(-1, 1, only="w")):
-        assert constrained(kernel, [spec]) is None
-    clamped = constrained(kernel, [tq.Clamp(-1, 1), tq.Clamp(-0.5, 2)])
-    assert clamped is not None and clamped.hides_infinity
-    new = torch.empty(3)
-    clamped.write(torch.tensor([0.0, 0.2, -3.0]), torch.tensor([-9.0, 0.0, 1.0]), 1.0, new)
+        assert constrained(kernels, [spec]) is None
+    (clamped,) = constrained(kernels, [tq.Clamp(-1, 1), tq.Clamp(-0.5, 2)]) or []
+    assert clamped.hides_infinity and clamped.plain
+    new, gradient = torch.empty(3), torch.tensor([-9.0, 0.0, 1.0])
+    clamped.write(Moment(1.0, 0), torch.tensor([0.0, 0.2, -3.0]), gradient, new, (), ())
     assert new.tolist() == pytest.approx([1.0, 0.2, -0.5])
     values = torch.tensor([5.0])
     clamped.without_gradient(values)

@@ -18,7 +18,7 @@ from torchquorum.fastpath.steps import FastPathSteps, WorkerMemory, round_steps,
 from torchquorum.memory.lock import supported
 from torchquorum.memory.slots import Slots
 from torchquorum.placement.layout import Layout, place
-from torchquorum.update.kernels import PlainSgd
+from torchquorum.update.kernels import Sgd
 from torchquorum.worker.device_update import DeviceRound, DeviceTurn
 from torchquorum.worker.exchange import Exchange
 from torchquorum.worker.flat import FlatParameters, describe
@@ -49,19 +49,24 @@ class Worker:
 
     def begin(self, versions: Slots, *, rounds: bool) -> None:
         """Loads the first version and takes part."""
-        page, flat, exchange, kernel = self.host.page, self.flat, self.exchange, PlainSgd()
+        page, flat, exchange, kernels = self.host.page, self.flat, self.exchange, [Sgd({}), Sgd({})]
         first = m.Variables(1, 0, False, 0, versions.ref, None, RATES)
         assert exchange.load(0, first, [], lambda ring: None)
         page.workers.admit(self.index, 1, self.own.ref)
         memory = WorkerMemory(
-            layout=self.layout, parameters=flat.parameters, versions=versions, own=self.own, kernel=kernel
+            layout=self.layout,
+            parameters=flat.parameters,
+            versions=versions,
+            own=self.own,
+            kernels=kernels,
+            states={},
         )
         user = Participant(page, self.index, 1, versions, wait_s=WAIT_S)
         if rounds:
-            device = DeviceRound(flat, exchange, versions, kernel, self.index, page.num_workers)
+            device = DeviceRound(flat, exchange, versions, kernels, self.index, page.num_workers)
             self.steps: FastPathSteps = round_steps(user, memory, device)
         else:
-            self.steps = turn_steps(user, memory, DeviceTurn(flat, exchange, kernel, lambda: False))
+            self.steps = turn_steps(user, memory, DeviceTurn(flat, exchange, kernels, lambda: False))
 
     def gradients(self, version: int) -> list[torch.Tensor]:
         """Puts gradients into the parameters, in one piece as `tq.capture` leaves them, and returns them."""

@@ -347,7 +347,8 @@ class Variables(Message):
 
     Shard 0 adds `save`, a version that is being saved and for which it wants the worker's Position, and, after a Join, the
     `position` that the checkpoint holds for this worker. `lr` are the rates of the next update, `used` those of the last one;
-    `settings` are the run's, with the number of their changes, where the worker does not know them.
+    `settings` are the run's, with the number of their changes, where the worker does not know them. `fastpath` is the page on which
+    workers make updates, `states` the memory of the optimizer's state, by the kernels' names in their order.
     """
 
     request: int

@@ -46,8 +46,8 @@ def test_the_rule_says_whether_workers_take_turns_or_make_rounds(rule: Any, work
         {"durable": "process"},
         {"num_shards": 2},
         {"average": AverageSpec(0.9, False)},
-        {"optimizer": OptimizerSpec("SGD", [{"lr": 0.1, "weight_decay": 0.1}])},
-        {"optimizer": OptimizerSpec("Adam", [{"lr": 0.1}])},
+        {"optimizer": OptimizerSpec("SGD", [{"lr": 0.1, "foreach": True}])},
+        {"optimizer": OptimizerSpec("Adadelta", [{"lr": 0.1}])},
     ],
 )
 def test_what_only_the_ps_can_do_leaves_no_fast_path(options: dict[str, Any]) -> None:

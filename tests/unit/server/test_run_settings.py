@@ -61,5 +61,7 @@ def test_settings_of_another_kind_are_refused(options: dict[str, Any]) -> None:
     "options", [{"lr": 1}, {"lr": {"tensor": 0.1, "dtype": "float32"}}, {"foreach": True}], ids=str
 )
 def test_settings_of_the_same_kind_are_taken(options: dict[str, Any]) -> None:
-    RunSettings(settings()).check(settings(**options))
-    RunSettings(settings()).check([])
+    taken = RunSettings(settings())
+    taken.check(settings(**options))
+    taken.check([])
+    assert settings(**options) != settings()

@@ -17,6 +17,8 @@ TRANSPORT = "TORCHQUORUM_TRANSPORT"
 REPORT = "TORCHQUORUM_REPORT"
 LOGDIR = "TORCHQUORUM_LOGDIR"
 DURABLE = "TORCHQUORUM_DURABLE"
+START_AFRESH = "TORCHQUORUM_START_AFRESH"
+ACCEPT_LOSS = "TORCHQUORUM_ACCEPT_LOSS"
 STARTED_AT = "TORCHQUORUM_STARTED_AT"
 SECRET = "TORCHQUORUM_SECRET"
 SECRET_FILE = "TORCHQUORUM_SECRET_FILE"
@@ -77,6 +79,16 @@ def logdir() -> str | None:
 def durable() -> str | None:
     """Returns how the run's updates are journalled, unchecked, or None."""
     return _read(DURABLE)
+
+
+def start_afresh() -> bool:
+    """Returns whether the launcher was asked to let a run begin again at step 0 if it cannot be restored."""
+    return _read(START_AFRESH) is not None
+
+
+def accept_loss() -> bool:
+    """Returns whether the launcher was asked to let a durable run go on without updates that are lost."""
+    return _read(ACCEPT_LOSS) is not None
 
 
 def started_at() -> float | None:

@@ -28,6 +28,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--save-steps", type=int)
     parser.add_argument("--durable", default="")
     parser.add_argument("--afresh", action="store_true")
+    parser.add_argument("--accept-loss", action="store_true")
     return parser
 
 
@@ -44,6 +45,7 @@ def make_session(
         liveness_s=args.liveness,
         save_every_steps=args.save_steps,
         start_afresh=args.afresh,
+        accept_loss=args.accept_loss,
         durable=args.durable or None,
         patience=Patience(start_s=args.start, round_s=args.round, silence_s=args.silence, probe_s=0.2, say_s=2.0),
         **more,

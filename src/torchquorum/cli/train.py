@@ -101,6 +101,8 @@ HAND = "One task of a cluster started by hand"
 @option("--insecure", is_flag=True, section=HAND, help="let a ps listen for other hosts without a secret")
 @option("--logdir", metavar="DIR", section=CLUSTER, help="run folder; default: runs/mnist-DATE")
 @durable_option("--durable", section=CLUSTER)
+@option("--start-afresh", is_flag=True, section=CLUSTER, help="begin at step 0 if nothing can be restored")
+@option("--accept-loss", is_flag=True, section=CLUSTER, help="durable: go on although updates are lost")
 @option("--report", metavar="FILE", section=CLUSTER, help="write the final report to this file, as JSON")
 @option("--quiet", is_flag=True, section=CLUSTER, help="print only the result")
 @option("--job-name", metavar="JOB", section=HAND, help="ps or worker")

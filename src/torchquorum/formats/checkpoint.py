@@ -29,8 +29,10 @@ from torchquorum.formats.checkpoint_manifest import (
     Manifest,
     Spec,
     Stored,
+    UnreadableError,
     by_tensor,
     load_manifest,
+    reading_failed,
     title,
     torch_dtype,
 )
@@ -45,6 +47,8 @@ __all__ = [
     "Manifest",
     "Spec",
     "Stored",
+    "UnreadableError",
+    "damage",
     "list_checkpoints",
     "load_manifest",
     "newest_good",
@@ -60,6 +64,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     created_at: float
     size_bytes: int
     problem: str | None = None
+    in_reach: bool = True  # otherwise it cannot be read now, and may be whole
 
 
 def list_checkpoints(folder: Location) -> list[CheckpointInfo]:
@@ -96,7 +101,7 @@ def _inspect(step: int, path: Location) -> CheckpointInfo:
         with suppress(OSError):  # no folder, or removed meanwhile
             created_at = _made_at(path)
             size_bytes = sum(file.stat().st_size for file in path.iterdir())
-        return CheckpointInfo(step, path, created_at, size_bytes, str(error))
+        return CheckpointInfo(step, path, created_at, size_bytes, str(error), not isinstance(error, UnreadableError))
     return CheckpointInfo(step, path, manifest.created_at, sum(f.size_bytes for f in manifest.files.values()))
 
 
@@ -125,12 +130,17 @@ def newest_good(folder: Location) -> tuple[tuple[Location, Manifest] | None, lis
     """Finds the newest checkpoint whose checksums are all right.
 
     Returns:
-        Its path and manifest, or None if there is none; and the newer ones that were skipped, newest first, each with its
-        problem.
+        Its path and manifest, or None if there is none; and the newer ones that were skipped because they are damaged,
+        newest first, each with its problem.
+
+    Raises:
+        UnreadableError: A newer one cannot be read now, and may be whole.
     """
     skipped: list[CheckpointInfo] = []
     for info in sorted(list_checkpoints(folder), key=age_order, reverse=True):
-        problem = info.problem or verify(info.path)
+        problem = info.problem or damage(info.path)
+        if not info.in_reach:
+            raise UnreadableError(f"{problem}; it may be whole")
         if problem is None:
             return (info.path, load_manifest(info.path)), skipped
         skipped.append(msgspec.structs.replace(info, problem=problem))
@@ -140,6 +150,18 @@ def newest_good(folder: Location) -> tuple[tuple[Location, Manifest] | None, lis
 def verify(path: Location) -> str | None:
     """Reads a whole checkpoint; returns its problem, with the file's name, or None."""
     try:
+        return damage(path)
+    except UnreadableError as error:
+        return str(error)
+
+
+def damage(path: Location) -> str | None:
+    """Reads a whole checkpoint; returns what is damaged or missing, with the file's name, or None.
+
+    Raises:
+        UnreadableError: It cannot be read now, and may be whole.
+    """
+    try:
         manifest = load_manifest(path)
         with CheckpointReader(path, manifest) as reader:
             for name, info in manifest.files.items():
@@ -148,10 +170,15 @@ def verify(path: Location) -> str | None:
                         return f"{path / name} is damaged: its checksum differs from the one in {MANIFEST}"
             for piece in manifest.stored:
                 reader.open_slice(piece)
+    except UnreadableError:
+        raise
     except CheckpointError as error:
         return str(error)
     except OSError as error:
-        return f"{path} cannot be read: {error}"
+        failed = reading_failed(path, error)
+        if isinstance(failed, UnreadableError):
+            raise failed from error
+        return str(failed)
     return None
 
 

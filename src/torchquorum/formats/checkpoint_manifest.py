@@ -7,10 +7,12 @@ in the folder's name.
 
 from __future__ import annotations
 
+import errno
 import math
 import re
 import stat
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -47,6 +49,19 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 class CheckpointError(TorchQuorumError):
     """A checkpoint cannot be written, or is damaged."""
+
+
+class UnreadableError(CheckpointError):
+    """A checkpoint cannot be read now, and may be whole: no permission, no connection, a newer format."""
+
+
+def reading_failed(path: Location, error: OSError) -> CheckpointError:
+    """Returns what a failure to read a file means: that it is missing or damaged, or only out of reach."""
+    if isinstance(error, FileNotFoundError | NotADirectoryError):
+        return CheckpointError(f"{path} is missing: {error.strerror}")
+    if error.errno == errno.EIO and isinstance(path, Path):
+        return CheckpointError(f"{path} is damaged: its disk cannot read it ({error.strerror})")
+    return UnreadableError(f"{path} cannot be read: {error.strerror}")
 
 
 def release() -> str:
@@ -174,11 +189,11 @@ def load_manifest(path: Location) -> Manifest:
             raise CheckpointError(f"{file} is damaged: {status.st_size} bytes, not a file of a checkpoint")
         text = file.read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+        raise reading_failed(file, error) from error
     try:
         found = _head.decode(text).format
         if found != FORMAT:
-            raise CheckpointError(
+            raise UnreadableError(
                 f"{file} has format {found}; torchquorum {release()} reads format {FORMAT}: "
                 "use the release that wrote it, or a newer one"
             )
@@ -244,7 +259,7 @@ def check_files(path: Location, manifest: Manifest) -> None:
         try:
             status = (path / name).stat()
         except OSError as error:
-            raise CheckpointError(f"{path / name} is missing: {error.strerror}") from error
+            raise reading_failed(path / name, error) from error
         if not stat.S_ISREG(status.st_mode) or status.st_size != info.size_bytes:
             raise CheckpointError(f"{path / name} has {status.st_size} bytes; {info.size_bytes} were written")
 

@@ -33,6 +33,15 @@ def hidden(folder: _L, step: int, what: str) -> _L:
     return cast(_L, folder / name)
 
 
+def free_name(path: _L) -> _L:
+    """Returns a name beside a damaged checkpoint under which it can be kept: model.ckpt-5.damaged, or with a number."""
+    aside, number = path.with_name(f"{path.name}.damaged"), 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{path.name}.damaged-{number}")
+    return cast(_L, aside)
+
+
 def owned(name: str, writer: str) -> str:
     """Returns the name of a file with its writer in it: part-00000-of-00001.WRITER.safetensors."""
     return f"{name.removesuffix('.safetensors')}.{writer}.safetensors"

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchquorum.clock import SYSTEM, Clock
+from torchquorum.formats.checkpoint import damage
 from torchquorum.formats.checkpoint_manifest import (
     FOLDER,
     MANIFEST,
@@ -23,7 +24,15 @@ from torchquorum.formats.checkpoint_manifest import (
     check_files,
     load_manifest,
 )
-from torchquorum.formats.checkpoint_names import HIDDEN, OWNED, encode_manifest, is_abandoned, owned, with_owner
+from torchquorum.formats.checkpoint_names import (
+    HIDDEN,
+    OWNED,
+    encode_manifest,
+    free_name,
+    is_abandoned,
+    owned,
+    with_owner,
+)
 from torchquorum.formats.scratch import scratch_folder
 from torchquorum.formats.storage import RemotePath
 
@@ -52,6 +61,8 @@ def publish_parts(partial: RemotePath, manifest: Manifest) -> None:
     target, writer = _target(partial)
     moved = with_owner(manifest, writer)
     check_files(target, moved)
+    if (target / MANIFEST).is_file() and damage(target):
+        move_checkpoint(target, free_name(target), writer=writer)
     (target / MANIFEST).write_bytes(encode_manifest(moved))
 
 
@@ -74,6 +85,20 @@ def remove_checkpoint(path: RemotePath) -> None:
     (path / MANIFEST).unlink(missing_ok=True)
     for entry in path.iterdir():
         entry.unlink(missing_ok=True)
+
+
+def move_checkpoint(path: RemotePath, aside: RemotePath, *, writer: str = "") -> None:
+    """Moves a checkpoint's objects to another folder, the manifest first; the parts of `writer` stay.
+
+    Raises:
+        OSError: Something cannot be moved; nothing is lost.
+    """
+    with suppress(FileNotFoundError):
+        (path / MANIFEST).move_to(aside / MANIFEST)
+    for entry in path.iterdir():
+        match = OWNED.fullmatch(entry.name)
+        if not (writer and match and match[1] == writer):
+            entry.move_to(aside / entry.name)
 
 
 def left_behind(folder: RemotePath, clock: Clock = SYSTEM) -> list[RemotePath]:

@@ -5,7 +5,8 @@ On an object store `checkpoint_remote` does the same with a manifest that is wri
 One task calls `begin`, every ps task `write_part` in that folder, the first task `publish` and `prune`; `torchquorum export`
 calls `export`. What always holds: a folder `model.ckpt-N` is complete from the moment it exists, whenever the writer or the
 machine dies; no older checkpoint is touched before a newer one is complete; what a dead writer left has a hidden name and is
-removed later. Tensors are only read; callers must not change them meanwhile.
+removed later; a checkpoint that is known to be damaged is moved aside, never removed or written over. Tensors are only read;
+callers must not change them meanwhile.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from safetensors.torch import save_file
 
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.errors import ConfigError
-from torchquorum.formats.checkpoint import CheckpointReader, age_order, list_checkpoints, verify
+from torchquorum.formats.checkpoint import CheckpointReader, age_order, damage, list_checkpoints, verify
 from torchquorum.formats.checkpoint_manifest import (
     MANIFEST,
     PREFIX,
@@ -42,6 +43,7 @@ from torchquorum.formats.checkpoint_manifest import (
 from torchquorum.formats.checkpoint_names import (
     HIDDEN,
     encode_manifest,
+    free_name,
     hidden,
     is_abandoned,
     owned,
@@ -50,6 +52,7 @@ from torchquorum.formats.checkpoint_names import (
 from torchquorum.formats.checkpoint_remote import (
     abandon_parts,
     left_behind,
+    move_checkpoint,
     publish_parts,
     put_file,
     remove_checkpoint,
@@ -167,7 +170,11 @@ def publish(partial: _L, manifest: Manifest) -> _L:
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-            _replace(partial, target, manifest, token=match[6])
+            if damage(target) is None:
+                _replace(partial, target, manifest, token=match[6])
+            else:
+                set_aside(target)
+                partial.rename(target)
         sync_path(target.parent)
     return target
 
@@ -187,6 +194,21 @@ def _replace(partial: Path, target: Path, manifest: Manifest, *, token: str) -> 
                 file.unlink()
 
 
+def set_aside(path: _L) -> _L:
+    """Moves a damaged checkpoint out of the way, to a name that is no checkpoint's; returns where it is now.
+
+    Raises:
+        OSError: It cannot be moved.
+    """
+    aside = free_name(path)
+    if isinstance(path, RemotePath):
+        assert isinstance(aside, RemotePath)
+        move_checkpoint(path, aside)
+    else:
+        path.rename(str(aside))
+    return aside
+
+
 def abandon(partial: Location) -> None:
     """Removes, as far as possible, a checkpoint that will not be published."""
     assert HIDDEN.fullmatch(partial.name), partial
@@ -199,7 +221,8 @@ def abandon(partial: Location) -> None:
 def prune(folder: Location, keep: int = KEEP, *, clock: Clock = SYSTEM) -> list[Location]:
     """Removes old checkpoints, and what writers that died left behind.
 
-    Keeps the newest `keep` that can be restored, and everything newer than the oldest of these; damaged ones do not count.
+    Keeps the newest `keep` that can be restored, and everything newer than the oldest of these; damaged ones do not count, and
+    older ones that are known to be damaged are moved aside.
     An unfinished one is removed when its writer is dead, or when nothing in it has changed for an hour.
 
     Returns:
@@ -212,8 +235,12 @@ def prune(folder: Location, keep: int = KEEP, *, clock: Clock = SYSTEM) -> list[
         raise ConfigError(f"keep={keep}: must be 1 or more, otherwise nothing could be restored")
     infos = sorted(list_checkpoints(folder), key=age_order)
     good = [age_order(info) for info in infos if info.problem is None]
-    old = [info.path for info in infos if len(good) >= keep and age_order(info) < good[-keep]]
+    older = [info for info in infos if len(good) >= keep and age_order(info) < good[-keep]]
+    old = [info.path for info in older if info.problem is None]
     with _reporting(f"removing old checkpoints in {folder}", note=""):
+        for info in older:
+            if info.problem is not None and info.in_reach:
+                set_aside(info.path)
         if isinstance(folder, RemotePath):
             return _prune_remote(folder, [path for path in old if isinstance(path, RemotePath)], clock)
         for path in old:

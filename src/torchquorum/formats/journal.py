@@ -1,9 +1,10 @@
 """The journal: every update of a shard since the last checkpoint, so that a killed ps loses none.
 
 A ps task appends a record before it reports the update to any worker; the chief and the ps tasks read the records when the
-variables are restored. A file begins with a `Head`; a record is a `Record` and the bytes of the mean gradient. What always
-holds: a record is used only if its checksum is right and it follows the one before, so an unfinished record is left out; a file
-changes only at its end.
+variables are restored. A file begins with a `Head`; a record is a `Record` and the bytes of the mean gradient, after a frame with
+their sizes and checksum and a checksum of its own. What always holds: a record is used only if its checksum is right and it
+follows the one before; a file changes only at its end; a record that a kill left unfinished is told from a damaged one, by a
+frame that is right and bytes that are missing at the end of the file.
 
 A file belongs to one generation, one creation of the variables. A generation that continues another names it (`after`): a
 checkpoint of that one is followed by its records up to the start of the new generation, then by the new one's. Records of a
@@ -14,10 +15,13 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import shutil
 import struct
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,8 +36,12 @@ from torchquorum.formats.storage import sync_path
 Payload = bytes | npt.NDArray[np.uint8]  # arrays must be read-only
 MODES = ("write", "fsync")
 SUFFIX = ".journal"
-MAGIC = b"tqjournal1\n"
+NAMED = re.compile(r"shard-([0-9]{5,10})-of-([0-9]{5,10})-([0-9a-f]{16})-([0-9]{1,18})\.journal")
+MAGIC = b"tqjournal2\n"
 _FRAME = struct.Struct("<IQI")  # size of the struct, size of the payload, checksum of both
+_CHECK = struct.Struct("<I")  # checksum of the frame itself
+_FRAME_BYTES = _FRAME.size + _CHECK.size
+_SEARCHED_BYTES = 1 << 20
 MAX_HEADER_BYTES = 16 << 20
 _ADVICE = {
     errno.ENOSPC: "the disk is full: free some space there",
@@ -59,6 +67,7 @@ class Head(msgspec.Struct, array_like=True):
         start: The version before its first record.
         at: When the generation began, in nanoseconds since the epoch, by the chief's clock.
         plan: Variables, optimizer, schedule, averages, placement of the updates.
+        synced: Whether updates are on disk before a worker is told of them, so that a loss of power may damage what comes after.
     """
 
     shard: int
@@ -68,6 +77,7 @@ class Head(msgspec.Struct, array_like=True):
     start: int
     at: int
     plan: dict[str, Any]
+    synced: bool = False
 
 
 class Record(msgspec.Struct, array_like=True):
@@ -80,6 +90,7 @@ class Record(msgspec.Struct, array_like=True):
         batches: The batches of shared data that they were computed from, by share.
         settings: The options of the optimizer that changed with it, by parameter group.
         assigned: Variables (by index) that were given values, which follow instead of a gradient; then it is no update.
+        told: The newest version that one of the gradients was computed at: every shard had told its worker of that one.
     """
 
     version: int
@@ -88,6 +99,7 @@ class Record(msgspec.Struct, array_like=True):
     batches: dict[str, list[int]] = {}
     settings: list[dict[str, Any]] = []
     assigned: list[int] = []
+    told: int = 0
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -113,7 +125,8 @@ class JournalWriter:
 
     def __init__(self, folder: Path, head: Head, mode: str) -> None:
         assert mode in MODES, mode
-        self._folder, self._head, self._sync = folder, head, mode == "fsync"
+        self._folder, self._sync = folder, mode == "fsync"
+        self._head = msgspec.structs.replace(head, synced=self._sync)
         self.uncommitted = False
         self._fd, self.path, self._size = -1, folder, 0
         self._open(head.start)
@@ -138,6 +151,11 @@ class JournalWriter:
             except OSError as error:
                 raise self._failed(error) from error
             self.uncommitted = False
+
+    @property
+    def removed(self) -> bool:
+        """Whether the file has lost its name: what is written to it cannot be found again."""
+        return self._fd >= 0 and os.fstat(self._fd).st_nlink == 0
 
     def rotate(self, version: int) -> None:
         """Begins a new file: once the checkpoint of this version is complete, the earlier files are not needed."""
@@ -201,7 +219,8 @@ def journal_name(head: Head) -> str:
 
 def frame_header(packed: bytes, payload: Payload) -> bytes:
     """Returns the bytes before a record: the sizes of its two parts, and their checksum."""
-    return _FRAME.pack(len(packed), len(payload), _checksum(packed, payload))
+    frame = _FRAME.pack(len(packed), len(payload), _checksum(packed, payload))
+    return frame + _CHECK.pack(crc32c(frame))
 
 
 def _checksum(packed: bytes, payload: Payload) -> int:
@@ -211,50 +230,139 @@ def _checksum(packed: bytes, payload: Payload) -> int:
 def read_head(path: Path) -> Head | None:
     """Returns the header of a journal file; None if it has no complete one."""
     with suppress(FileNotFoundError), path.open("rb") as file:
-        return _take_head(file)
+        found = _take_head(file)
+        return found if isinstance(found, Head) else None
     return None
 
 
 def read_file(path: Path) -> Iterator[tuple[Record, memoryview]]:
-    """Yields the records of a file, up to the first incomplete one."""
+    """Yields the records of a file, up to the first that is incomplete or damaged."""
     with path.open("rb") as file:
         head = _take_head(file)
-        expected = head.start + 1 if head is not None else -1
-        while head is not None and (frame := _take_frame(file)) is not None:
-            try:
-                record = _record_decoder.decode(frame[0])
-            except msgspec.DecodeError:
-                return
-            if record.version != expected:
-                return
+        expected = head.start + 1 if isinstance(head, Head) else -1
+        while expected > 0 and isinstance(found := _take_record(file), tuple) and found[0].version == expected:
             expected += 1
-            yield record, memoryview(frame[1])
+            yield found
 
 
-def _take_head(file: IO[bytes]) -> Head | None:
-    if file.read(len(MAGIC)) != MAGIC or (found := _take_frame(file)) is None:
-        return None
+class Bad(Enum):
+    """What is where a header or a record should be."""
+
+    END = "the end of the file"
+    TORN = "a part of one, cut off at the end of the file"
+    DAMAGED = "one whose checksum is wrong"
+    LOST = "bytes that do not even say how long it is"
+
+
+def _take_head(file: IO[bytes]) -> Head | Bad:
+    magic = file.read(len(MAGIC))
+    if magic != MAGIC:
+        return Bad.TORN if MAGIC.startswith(magic) else Bad.LOST
+    found = _take_frame(file)
+    if isinstance(found, Bad):
+        return found
     try:
         return _head_decoder.decode(found[0])
     except msgspec.DecodeError:
-        return None
+        return Bad.LOST
 
 
-def _take_frame(file: IO[bytes]) -> tuple[bytes, bytes] | None:
-    start = file.read(_FRAME.size)
-    if len(start) < _FRAME.size:
-        return None
-    header_bytes, payload_bytes, checksum = _FRAME.unpack(start)
+def _take_record(file: IO[bytes]) -> tuple[Record, memoryview] | Bad:
+    found = _take_frame(file)
+    if isinstance(found, Bad):
+        return found
+    try:
+        return _record_decoder.decode(found[0]), memoryview(found[1])
+    except msgspec.DecodeError:
+        return Bad.DAMAGED
+
+
+def _take_frame(file: IO[bytes]) -> tuple[bytes, bytes] | Bad:
+    start = file.read(_FRAME_BYTES)
+    if len(start) < _FRAME_BYTES:
+        return Bad.TORN if start else Bad.END
+    frame, (check,) = start[: _FRAME.size], _CHECK.unpack(start[_FRAME.size :])
+    header_bytes, payload_bytes, checksum = _FRAME.unpack(frame)
+    if crc32c(frame) != check or header_bytes > MAX_HEADER_BYTES:
+        return Bad.LOST
     left = os.fstat(file.fileno()).st_size - file.tell()
-    if header_bytes > MAX_HEADER_BYTES or header_bytes + payload_bytes > left:
-        return None
+    if header_bytes + payload_bytes > left:
+        return Bad.TORN
     packed, payload = file.read(header_bytes), file.read(payload_bytes)
-    return (packed, payload) if _checksum(packed, payload) == checksum else None
+    return (packed, payload) if _checksum(packed, payload) == checksum else Bad.DAMAGED
+
+
+def _find_frame(file: IO[bytes]) -> bool:
+    """Goes to the next frame that is right, after one that is not; returns whether there is one."""
+    at = file.tell() - _FRAME_BYTES + 1
+    while True:
+        file.seek(at)
+        block = file.read(_SEARCHED_BYTES)
+        if len(block) < _FRAME_BYTES:
+            return False
+        values = np.frombuffer(block, np.uint8)
+        # A struct of 1 to 65535 bytes and a payload below 4 GiB: of the places that look so, few are not frames.
+        small = (values[2:-17] == 0) & (values[3:-16] == 0) & ((values[:-19] != 0) | (values[1:-18] != 0))
+        small &= (values[8:-11] == 0) & (values[9:-10] == 0) & (values[10:-9] == 0) & (values[11:-8] == 0)
+        for place in np.flatnonzero(small):
+            frame = block[place : place + _FRAME.size]
+            if crc32c(frame) == _CHECK.unpack_from(block, int(place) + _FRAME.size)[0]:
+                file.seek(at + int(place))
+                return True
+        at += len(block) - _FRAME_BYTES + 1
+
+
+@dataclass(slots=True)
+class Contents:
+    """What a file has.
+
+    Attributes:
+        last: The version after the last record that can be used.
+        seen: The last version of which there is a record at all, also after a damaged one.
+        told: The newest version that a worker was told of, as far as the records say.
+        damage: What is wrong in it, for people; empty if nothing is, or only its last record is unfinished.
+    """
+
+    last: int
+    seen: int
+    told: int
+    damage: str = ""
+
+
+def look_through(path: Path, head: Head) -> Contents:
+    """Reads every byte of a file, also those after a damaged record, if they can be told apart.
+
+    Raises:
+        JournalError: The file cannot be read.
+    """
+    contents, bad_at = Contents(head.start, head.start, head.start), 0
+    try:
+        with path.open("rb") as file:
+            _take_head(file)
+            while (found := _take_record(file)) not in (Bad.END, Bad.TORN):
+                right = isinstance(found, tuple) and found[0].version == contents.last + 1
+                if right and not bad_at:
+                    contents.last += 1
+                elif not bad_at:
+                    bad_at = contents.last + 1
+                if isinstance(found, tuple):
+                    contents.told = max(contents.told, found[0].told)
+                    contents.seen = max(contents.seen, found[0].version)
+                if found is Bad.LOST and not _find_frame(file):
+                    break
+    except OSError as error:
+        raise JournalError(f"the journal {path} cannot be read ({error.strerror}): make it readable") from error
+    # A loss of power may damage what was not on disk yet, of which no worker was told: the records at the end.
+    unsynced = head.synced and contents.seen < bad_at
+    if bad_at and not unsynced:
+        contents.seen = max(contents.seen, bad_at)
+        contents.damage = f"the record of update {bad_at} in {path} is damaged"
+    return contents
 
 
 def last_version(path: Path, head: Head) -> int:
-    """Returns the version after a file's last record. Reads every byte."""
-    return max((record.version for record, _ in read_file(path)), default=head.start)
+    """Returns the version after a file's last record that can be used. Reads every byte."""
+    return look_through(path, head).last
 
 
 @dataclass(slots=True)
@@ -266,29 +374,69 @@ class Lineage:
         generations: The generations that wrote them, the checkpoint's own first.
         version: The version that they reach.
         plan: The plan of the updates; None if there are none.
+        seen: The last version of which they have a record, also behind damage.
+        told: The newest version that a worker was told of, as far as they say.
+        damage: What keeps them from going further, for people: each a file and a text.
     """
 
     files: list[tuple[Path, int]] = field(default_factory=list)
     generations: list[int] = field(default_factory=list)
     version: int = 0
     plan: dict[str, Any] | None = None
+    seen: int = 0
+    told: int = 0
+    damage: list[tuple[Path, str]] = field(default_factory=list)
+
+    def add(self, path: Path, head: Head, step: int) -> None:
+        """Adds a file of this line: its records are replayed if they go on from those before."""
+        contents = look_through(path, head)
+        if head.start > self.version:  # what lies between is missing
+            self.seen, self.told = max(self.seen, contents.seen), max(self.told, contents.told)
+            return
+        if head.generation not in self.generations:
+            # It began with all updates up to its start: what the generation before wrote beyond that does not count.
+            self.generations.append(head.generation)
+            self.files = [(before, min(upto, head.start)) for before, upto in self.files]
+            self.version = self.seen = self.told = max(step, min(self.version, head.start))
+            self.damage.clear()
+        if contents.last > self.version:
+            self.files.append((path, contents.last))
+            self.version, self.plan = contents.last, head.plan
+        self.seen, self.told = max(self.seen, contents.seen), max(self.told, contents.told)
+        if contents.damage and contents.seen > self.version:
+            self.damage.append((path, contents.damage))
 
 
-def _heads(folder: Path) -> list[tuple[Path, Head]]:
-    found = [(path, head) for path in folder.glob(f"*{SUFFIX}") if (head := read_head(path)) is not None]
-    return sorted(found, key=lambda entry: (entry[1].at, entry[1].start))
+def _heads(folder: Path) -> tuple[list[tuple[Path, Head]], list[Path]]:
+    """Returns the files with their headers, in the order of their beginnings, and those whose header is damaged."""
+    found: list[tuple[Path, Head]] = []
+    damaged: list[Path] = []
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        try:
+            with path.open("rb") as file:
+                head = _take_head(file)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise JournalError(f"the journal {path} cannot be read ({error.strerror}): make it readable") from error
+        if isinstance(head, Head):
+            found.append((path, head))
+        elif head in (Bad.DAMAGED, Bad.LOST):
+            damaged.append(path)
+    return sorted(found, key=lambda entry: (entry[1].at, entry[1].start)), damaged
 
 
 def find_lineage(folder: Path, shard: int, num_shards: int, generation: int, step: int) -> Lineage:
     """Finds the updates that follow a checkpoint of `step`, made in `generation`, on one shard. Reads every byte.
 
     Raises:
-        JournalError: They were written with another number of ps tasks.
+        JournalError: They were written with another number of ps tasks, or cannot be read.
     """
-    line = Lineage([], [generation], step)
-    for path, head in _heads(folder):
-        new = head.generation not in line.generations
-        if head.generation == 0 or (new and head.after not in line.generations):
+    line = Lineage([], [generation], step, seen=step, told=step)
+    known = {generation}
+    heads, damaged = _heads(folder)
+    for path, head in heads:
+        if head.generation == 0 or (head.generation not in known and head.after not in known):
             continue
         if head.num_shards != num_shards:
             if last_version(path, head) > step:
@@ -298,16 +446,13 @@ def find_lineage(folder: Path, shard: int, num_shards: int, generation: int, ste
                     f"to step {step}."
                 )
             continue
-        if head.shard != shard or head.start > line.version:
-            continue
-        if new:
-            line.generations.append(head.generation)
-            line.files = [(before, min(upto, head.start)) for before, upto in line.files]
-            line.version = max(step, min(line.version, head.start))
-        last = last_version(path, head)
-        if last > line.version:
-            line.files.append((path, last))
-            line.version, line.plan = last, head.plan
+        if head.shard == shard:
+            known.add(head.generation)
+            line.add(path, head, step)
+    for path in damaged:
+        name = NAMED.fullmatch(path.name)
+        if name and (int(name[1]), int(name[2])) == (shard, num_shards) and int(name[4]) >= line.version:
+            line.damage.append((path, f"the beginning of {path} is damaged, or was written by another release"))
     return line
 
 
@@ -315,13 +460,36 @@ def find_common(folder: Path, num_shards: int, generation: int, step: int) -> Li
     """Finds the version that all shards can reach after a checkpoint; it includes every update reported to a worker.
 
     Returns:
-        The lineage of shard 0, with the version that all shards reach.
+        The lineage of shard 0, with the version that all shards reach, what any of them says that workers were told, and the
+        damage without which that version would be higher.
     """
     lines = [find_lineage(folder, shard, num_shards, generation, step) for shard in range(num_shards)]
+    whole = [line.version for line in lines if not line.damage]
+    common = min(line.version for line in lines)
+    # A shard that is whole and ends here never had the next update: no worker was told of it, damaged elsewhere or not.
+    damage = [found for line in lines for found in line.damage if line.version == common and common not in whole]
     first = lines[0]
-    first.version = min(line.version for line in lines)
+    first.version, first.damage = common, damage
+    first.seen, first.told = min(line.seen for line in lines), max(line.told for line in lines)
     first.generations = [r for r in first.generations if all(r in line.generations for line in lines)]
     return first
+
+
+def keep_damaged(path: Path) -> Path:
+    """Gives a damaged file a second name, under which it stays when the next checkpoint removes the journal.
+
+    Raises:
+        OSError: That is impossible.
+    """
+    aside, number = path.with_name(f"{path.name}.damaged"), 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{path.name}.damaged-{number}")
+    try:
+        os.link(path, aside)
+    except OSError:
+        shutil.copy2(path, aside)  # there are no second names in this file system
+    return aside
 
 
 def replay_lineage(line: Lineage, step: int, upto: int) -> Iterator[tuple[Record, memoryview]]:

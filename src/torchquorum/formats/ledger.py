@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import msgspec
 
@@ -80,6 +80,8 @@ _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Entry)
 _event_decoder = msgspec.json.Decoder(Event)
 _EVENT = b'{"event"'
+_BEGAN = b'{"event":"began"'
+_BLOCK = 1 << 20
 
 
 @lru_cache(1024)
@@ -113,6 +115,13 @@ def version_after(record: Entry | Event) -> int:
     return record.version if isinstance(record, Event) else record.met + record.accepted
 
 
+def version_made(record: Entry | Event) -> int | None:
+    """Returns the version that a record tells the making of; None if it tells of none."""
+    if isinstance(record, Event):
+        return record.version if record.event == "assigned" else None
+    return record.met + 1 if record.accepted else None
+
+
 def last_known(tail: bytes) -> int | None:
     """Returns the version up to which a ledger with these last lines knows the run; None if no line can be read."""
     for line in reversed(tail.splitlines(keepends=True)):
@@ -120,6 +129,40 @@ def last_known(tail: bytes) -> int | None:
             with contextlib.suppress(DamagedLineError):
                 return version_after(decode_line(line))
     return None
+
+
+def told_in_ledger(folder: Path) -> int | None:
+    """Returns the newest version that a worker of a durable run was told of, as its ledger says; None if the run was not durable.
+
+    A gradient names the version it was computed at, which its worker was told of. Only the run's last life counts.
+    """
+    try:
+        with (folder / NAME).open("rb") as file:
+            file.seek(_last_beginning(file))
+            told: int | None = None
+            for line in file:
+                with contextlib.suppress(DamagedLineError):
+                    record = decode_line(line)
+                    if isinstance(record, Event) and record.event == "began":
+                        told = record.version if record.values.get("durable") else None
+                    elif told is not None and isinstance(record, Entry):
+                        told = max(told, min(record.version, record.met))
+            return told
+    except OSError:
+        return None
+
+
+def _last_beginning(file: IO[bytes]) -> int:
+    """Returns where the last line `began` stands in a ledger; 0 if there is none."""
+    end = file.seek(0, 2)
+    while end > 0:
+        start = max(0, end - _BLOCK)
+        file.seek(start)
+        found = file.read(end - start + len(_BEGAN)).rfind(_BEGAN)
+        if found >= 0:
+            return start + found
+        end = start
+    return 0
 
 
 def read_ledger(path: Path) -> Iterator[Entry]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.formats.in_use import Hold
-from torchquorum.formats.ledger import NAME, Entry, Event, encode_line, last_known, version_after
+from torchquorum.formats.ledger import NAME, Entry, Event, encode_line, last_known, version_after, version_made
 from torchquorum.formats.ledger_segments import SegmentWriter, read_last_segment
 from torchquorum.formats.storage import Location, RemotePath, locate
 from torchquorum.formats.trouble import Trouble
@@ -62,10 +62,11 @@ class Gap:
         if isinstance(record, Event):
             self.events += 1
         elif record.accepted:
-            self.first, self.last = self.first or record.met + 1, record.met + 1
             self.accepted += 1
         else:
             self.refused += 1
+        if (made := version_made(record)) is not None:
+            self.first, self.last = self.first or made, made
 
     def line(self, wall: float, version: int, why: str) -> Event:
         """Returns the event that stands for all of it."""

@@ -141,6 +141,12 @@ class RemotePath:
         with self._translating_errors():
             self._fs.get_file(self._path, str(file))
 
+    def move_to(self, target: RemotePath) -> None:
+        """Gives an object another name: copies it on the store, then removes it."""
+        with self._translating_errors():
+            self._fs.copy(self._path, target._path)
+            self._fs.rm_file(self._path)
+
     def unlink(self, *, missing_ok: bool = False) -> None:
         """Removes an object."""
         with self._translating_errors(), suppress(*([FileNotFoundError] if missing_ok else [])):

@@ -31,8 +31,8 @@ from torchquorum.graph.graph_run import GraphRun
 from torchquorum.graph.runner import check_batch
 from torchquorum.graph.tensors import pack, unpack
 from torchquorum.session.attach import create_variables
-from torchquorum.session.config import MemberOptions, RestoreOptions, SaveOptions, Setup, StopOptions
-from torchquorum.session.durable import read_durable
+from torchquorum.session.config import MemberOptions, SaveOptions, Setup, StopOptions
+from torchquorum.session.durable import read_durable, read_restore
 from torchquorum.session.folder import check_folder
 from torchquorum.session.join import Task, say
 from torchquorum.wire.messages import Plan
@@ -73,7 +73,9 @@ class GraphSession:
         cluster: Who exists: a `tq.ClusterSpec`, or {"ps": [...], "worker": [...]} with the addresses of the compute tasks.
         graph: What to train.
         optimizer: A `tq.Optimizer` over the parameters of the graph's model.
-        logdir, last_step, num_steps, liveness_s, save_every_s, save_every_steps, keep, restore, start_afresh, buffers, durable: As in
+        logdir, last_step, num_steps, liveness_s, save_every_s, save_every_steps, keep, restore, start_afresh, accept_loss: As in
+            `tq.Session`.
+        buffers, durable: As in
             `tq.Session`; compute task 0 is the chief.
         wait_for_workers: Begin when so many compute tasks are ready; the others may come later.
         ahead: How many batches a task has besides the one that it computes, so that it need not wait for the next.
@@ -98,6 +100,7 @@ class GraphSession:
         keep: int = 5,
         restore: bool = True,
         start_afresh: bool = False,
+        accept_loss: bool = False,
         buffers: str = "chief",
         durable: bool | str | None = None,
         wait_for_workers: int = 1,
@@ -137,7 +140,9 @@ class GraphSession:
             patience=self._patience,
             stop=StopOptions(last_step=last_step, num_steps=num_steps),
             save=SaveOptions(every_s=save_every_s, every_steps=save_every_steps, keep=keep),
-            restore=RestoreOptions(restore=restore, durable=read_durable(durable, folder), start_afresh=start_afresh),
+            restore=read_restore(
+                read_durable(durable, folder), restore=restore, start_afresh=start_afresh, accept_loss=accept_loss
+            ),
             member=MemberOptions(liveness_s=liveness_s, wait_for_workers=wait_for_workers, buffers=buffers),
         )
         self._options = g.RunOptions(

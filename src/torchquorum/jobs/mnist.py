@@ -46,6 +46,8 @@ class MnistOptions:
         slice_bytes: Larger variables are split over the ps tasks.
         logdir: The run's folder.
         durable: How updates are journalled: write or fsync; None for no journal.
+        start_afresh: Whether a run that cannot be restored begins again at step 0.
+        accept_loss: Whether a durable run goes on without updates that are lost.
         device: The device of the workers, such as cuda:0 or /gpu:0; None for the CPU.
         log_device_placement: Print the device of every variable and of every operation of the first step.
         allow_soft_placement: Use the CPU for a device that is missing or cannot run an operation.
@@ -73,6 +75,8 @@ class MnistOptions:
     slice_bytes: int | None = None
     logdir: str | None = None
     durable: str | None = None
+    start_afresh: bool = False
+    accept_loss: bool = False
     device: str | None = None
     log_device_placement: bool = False
     allow_soft_placement: bool = False
@@ -177,6 +181,8 @@ def train(options: MnistOptions, argv: list[str] | None = None, report: str | No
         max_seconds=options.seconds,
         data=batches,
         durable=options.durable,
+        start_afresh=options.start_afresh,
+        accept_loss=options.accept_loss,
         # On a local cluster all workers start together, so the run is reproducible; by hand some may start minutes later.
         wait_for_workers=task.min_workers if task.source == "launcher" else None,
         placement=options.device,

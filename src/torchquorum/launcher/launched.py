@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from torchquorum import env
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.cluster import ClusterSpec, TaskId, WorkerRange
 from torchquorum.cluster.secret import Access, read_access
@@ -53,6 +54,8 @@ class LaunchOptions:
         max_restarts: How many times each task is restarted after a signal ended it.
         secret_file: The file with the cluster's secret; tasks get its path in their environment.
         durable: How updates are journalled: write or fsync; None leaves it to the program.
+        start_afresh: Whether a run that cannot be restored begins again at step 0.
+        accept_loss: Whether a durable run goes on without updates that are lost.
         range: `workers`, parsed.
     """
 
@@ -66,6 +69,8 @@ class LaunchOptions:
     max_restarts: int = 3
     secret_file: str | None = None
     durable: str | None = None
+    start_afresh: bool = False
+    accept_loss: bool = False
     range: WorkerRange = field(init=False)
 
     def __post_init__(self) -> None:
@@ -73,6 +78,14 @@ class LaunchOptions:
             raise ConfigError(f"--ps {self.ps}: must be 1 or more")
         self.range = WorkerRange.read(self.workers)
         read_access(self.secret_file)  # a bad secret is reported once here, not by every task
+
+    def for_sessions(self) -> dict[str, str]:
+        """Returns the variables of the environment by which sessions get what the launcher was asked for."""
+        chosen = {env.START_AFRESH: self.start_afresh, env.ACCEPT_LOSS: self.accept_loss}
+        return {
+            **({env.DURABLE: self.durable} if self.durable else {}),
+            **{name: "1" for name, asked in chosen.items() if asked},
+        }
 
 
 @dataclass

@@ -48,7 +48,7 @@ class LocalCluster(LaunchedCluster):
             env.STARTED_AT: repr(self.started_at),
             env.REPORT: self.options.report,
             env.LOGDIR: self.options.logdir,
-            **({env.DURABLE: self.options.durable} if self.options.durable else {}),
+            **self.options.for_sessions(),
             env.TF_CONFIG: None,
             "PYTHONUNBUFFERED": "1",
         }

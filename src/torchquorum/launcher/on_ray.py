@@ -399,9 +399,8 @@ class RayCluster(LaunchedCluster):
             env.TF_CONFIG: None,
             env.OMP_NUM_THREADS: env.omp_num_threads() or str(threads),
             "PYTHONUNBUFFERED": "1",
+            **self.options.for_sessions(),
         }
-        if self.options.durable:
-            variables[env.DURABLE] = self.options.durable
         return ChildSpec(
             command=tuple(self.options.command[1:]),
             folder=self._folder,

@@ -260,7 +260,8 @@ def _note_holes(history: History) -> None:
     for gap in gaps:
         history.missing.append(_describe_gap(gap))
     reached = max([*(e.version for e in history.events), *(history.met + history.accepted)[-1:]])
-    made = history.met[history.accepted] + 1
+    assigned = [e.version for e in history.events if e.event == "assigned"]
+    made = np.concatenate([history.met[history.accepted] + 1, assigned])
     assigned = [e.version for e in history.events if e.event == "assigned"]
     firsts = np.concatenate([[1], made, assigned, [_whole(gap, "first") for gap in gaps]])
     lasts = np.concatenate([[min(begun)], made, assigned, [_whole(gap, "last") for gap in gaps]])

@@ -22,7 +22,7 @@ from torchquorum.wire.stream import Room
 
 @dataclass(slots=True)
 class Gradient:
-    """This shard's part of a gradient: its sections, and the variables that have none in it.
+    """This shard's part of a gradient: its sections, the variables that have none in it, and the version it was computed at.
 
     While `borrowed` it lies in the worker's shared memory, or in the receive buffer of its connection, either of which may be
     written again once the worker is released.
@@ -31,6 +31,7 @@ class Gradient:
     sections: list[torch.Tensor]
     absent: frozenset[int]
     borrowed: bool
+    version: int = 0
 
 
 class PendingGradients:
@@ -65,7 +66,7 @@ class PendingGradients:
             if len(frames) != 1:
                 raise ValueError(f"{len(frames)} tensor frames, expected 1")
             sections = self._cut(frames[0])
-        self._gradients[key] = Gradient(sections, frozenset(push.absent), borrowed=True)
+        self._gradients[key] = Gradient(sections, frozenset(push.absent), borrowed=True, version=push.version)
 
     def store_shared(self, key: Key, memory: Slots) -> None:
         """Keeps a gradient of the fast path, which lies in the first slot of its worker's memory."""

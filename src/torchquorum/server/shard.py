@@ -311,7 +311,8 @@ class Shard:
         absent = frozenset.intersection(*(p.absent for p in parts))
         mean, slot = self._update([p.sections for p in parts], absent, version)
         if self.journal is not None:  # before any worker gets this version
-            record = Record(version, sorted(absent), entry.keys, entry.batches, entry.settings)
+            told = max(p.version for p in parts)
+            record = Record(version, sorted(absent), entry.keys, entry.batches, entry.settings, told=told)
             self.journal.append(record, region_bytes(self.region, mean))
         self._publish(slot, version)
 

@@ -118,7 +118,8 @@ class Attachment:
         # Every ps task answers. The chief makes sure that all of them hold variables of one creation.
         if request.creates and (not all(created) or (first and request.confirms)):
             request.on_state(SessionState.CREATING)
-            self.initializer.create(link, plan, created, recovering=not first)
+            told = before.version if before is not None else 0
+            self.initializer.create(link, plan, created, recovering=not first, told=told)
         if not request.joins:
             return AttachResult(link=link, plan=plan, version=link.version)
         request.on_state(SessionState.WAITING)

@@ -61,11 +61,15 @@ class SaveOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class RestoreOptions:
-    """What the run continues from after a restart: its newest checkpoint, its journal (empty, `write` or `fsync`), or step 0 again."""
+    """What the run continues from after a restart: its newest checkpoint, its journal (empty, `write` or `fsync`), or step 0 again.
+
+    `accept_loss` lets a durable run go back behind what its workers were told.
+    """
 
     restore: bool = True
     durable: str = ""
     start_afresh: bool = False
+    accept_loss: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,11 +13,11 @@ from torch import nn
 from torchquorum.errors import LostVariablesError
 from torchquorum.session.buffers import SessionBuffers
 from torchquorum.session.config import Setup
-from torchquorum.session.durable import find_checkpoint, find_journal
+from torchquorum.session.durable import Found, find_checkpoint, find_journal
 from torchquorum.session.folder import check_free
 from torchquorum.session.stop_condition import StopCondition
 from torchquorum.update.constraints import check_after_update
-from torchquorum.wire.messages import Plan
+from torchquorum.wire.messages import JournalRef, Plan
 from torchquorum.worker.flat import FlatParameters, describe
 from torchquorum.worker.link import Link
 from torchquorum.worker.local_buffers import tied_names
@@ -76,7 +76,7 @@ class Initializer:
             self.flat.release()
             self.flat = None
 
-    def create(self, link: Link, plan: Plan, created: list[bool], *, recovering: bool) -> None:
+    def create(self, link: Link, plan: Plan, created: list[bool], *, recovering: bool, told: int = 0) -> None:
         """The chief continues with live variables, or restores, or initializes.
 
         Args:
@@ -84,10 +84,13 @@ class Initializer:
             plan: The run's plan; its last step is filled in here if it is counted from where the run continues.
             created: Which ps tasks hold live variables.
             recovering: Whether this session has trained already.
+            told: The version that this session has trained at.
 
         Raises:
             ConfigError: Another run that is alive writes into the folder.
             LostVariablesError: A ps task has lost them, there is no checkpoint, and starting afresh was not allowed.
+            CheckpointError: All checkpoints are damaged, and starting afresh was not allowed.
+            JournalError: Updates of a durable run are missing, and that was not accepted.
         """
         assert self.flat is not None, "planned before"
         if all(created):
@@ -101,17 +104,24 @@ class Initializer:
         if any(created):
             link.wait_until_settled()
         # No checkpoint is being written: the newest in the folder stays the newest.
-        path = self._newest(recovering=recovering)
-        if path is None and (any(created) or recovering) and not self._setup.restore.start_afresh:
+        found, afresh = self._newest(recovering=recovering), self._setup.restore.start_afresh
+        if found.path is None and (any(created) or recovering) and not afresh:
             raise self._lost(created)
-        if path is None and self._setup.restore.start_afresh:
+        if found.path is None and afresh:
             self._reset(self.flat.parameters)
-        journal = find_journal(path, plan, self._setup.say, self._setup.clock)
+        journal = self._find_journal(found, plan, told)
+        found.set_damaged_aside(self._setup.say)
         self._stop.count_from(journal.version)
         plan.last_step = self._stop.last_step
         generation = self._setup.task.random_bits(62)
-        link.create(plan, self.flat, path, generation=generation, replace=True, journal=journal)
+        link.create(plan, self.flat, found.path, generation=generation, replace=True, journal=journal)
         self._created = True
+
+    def _find_journal(self, found: Found, plan: Plan, told: int) -> JournalRef:
+        """How far the journal leads; a durable run goes back only if the options say so, or it was asked to begin anew."""
+        setup, options = self._setup, self._setup.restore
+        anew = found.path is None and (options.start_afresh or not options.restore)
+        return find_journal(found, plan, setup.say, setup.clock, told=told, accept_loss=options.accept_loss or anew)
 
     def _reset(self, parameters: list[nn.Parameter]) -> None:
         """Keeps the values that the run begins with, or returns to them; the buffers with them."""
@@ -123,19 +133,21 @@ class Initializer:
             for parameter, value in zip(parameters, self._initial, strict=True):
                 parameter.copy_(value)
 
-    def _newest(self, *, recovering: bool) -> str | None:
+    def _newest(self, *, recovering: bool) -> Found:
         """The chief looks for a checkpoint to continue from."""
         logdir, options = self._setup.logdir, self._setup.restore
         own = recovering and (self.has_saved or bool(options.durable))
         if logdir is None or not (options.restore or own):
-            return None
-        return find_checkpoint(logdir, self._stop.last_step, self._setup.say)
+            return Found()
+        return find_checkpoint(logdir, self._stop.last_step, self._setup.say, start_afresh=options.start_afresh)
 
     def _lost(self, created: list[bool]) -> LostVariablesError:
         task, logdir = self._setup.task, self._setup.logdir
         lost = [str(ps) for ps, there in zip(task.cluster.tasks("ps"), created, strict=True) if not there]
         sooner = "Save sooner (save_every_s, save_every_steps), or every update (durable)"
         advice = sooner if logdir else "Give the session a logdir, so that it saves"
+        if self._setup.restore.durable:  # its first checkpoint was there before the first update
+            advice = "Its checkpoints are gone: put them back, if there are copies"
         return LostVariablesError(
             f"{task}: {', '.join(lost)} was restarted and its variables are lost: there is no checkpoint to go on "
             f"from{f' in {logdir}' if logdir else ''}. {advice}; or pass start_afresh=True to begin again at step 0."

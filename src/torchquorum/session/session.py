@@ -23,8 +23,8 @@ from torchquorum.cluster.spec import EVALUATOR
 from torchquorum.devices.model_placement import Placement
 from torchquorum.devices.options import ConfigProto, read_device_options
 from torchquorum.errors import ConfigError
-from torchquorum.session.config import MemberOptions, RestoreOptions, SaveOptions, Setup, StopOptions
-from torchquorum.session.durable import read_durable
+from torchquorum.session.config import MemberOptions, SaveOptions, Setup, StopOptions
+from torchquorum.session.durable import read_durable, read_restore
 from torchquorum.session.evaluator import Evaluator
 from torchquorum.session.folder import check_folder
 from torchquorum.session.hooks.checkpoint_hook import CheckpointHook
@@ -64,7 +64,9 @@ class Session:
         wait_for_workers: Train only when this many workers have joined. By default the first starts alone; give the number
             of workers for a sync run that is the same every time. Where workers may come and go (`--workers 2:8`), the
             least number by default, at the run's beginning.
-        start_afresh: Whether to begin again at step 0 when a ps was restarted and there is no checkpoint; else an error.
+        start_afresh: Whether to begin again at step 0 when a ps was restarted and there is no checkpoint, or all checkpoints are
+            damaged; else an error.
+        accept_loss: Whether a durable run goes on when updates that workers were told of cannot be restored; else an error.
         data: Sources whose position belongs to a checkpoint: `tq.Batches`, or anything with state_dict and load_state_dict;
             one, or several by name.
         buffers: Whose persistent buffers, such as batch norm's running statistics, are the run's, to be saved, exported and
@@ -97,6 +99,7 @@ class Session:
         restore: bool = True,
         wait_for_workers: int | None = None,
         start_afresh: bool = False,
+        accept_loss: bool = False,
         data: Resumable | Mapping[str, Resumable] | None = None,
         buffers: str = "chief",
         durable: bool | str | None = None,
@@ -118,7 +121,7 @@ class Session:
             patience=patience or Patience(),
             stop=StopOptions(last_step=last_step, num_steps=num_steps, max_seconds=max_seconds),
             save=SaveOptions(every_s=save_every_s, every_steps=save_every_steps, keep=keep),
-            restore=RestoreOptions(restore=restore, durable=mode, start_afresh=start_afresh),
+            restore=read_restore(mode, restore=restore, start_afresh=start_afresh, accept_loss=accept_loss),
             member=MemberOptions(liveness_s=liveness_s, wait_for_workers=wait_for_workers, buffers=buffers),
             data=dict(data) if isinstance(data, Mapping) else {"data": data} if data else {},
         )

@@ -150,13 +150,13 @@ DAMAGES = {
     "truncated": (lambda p: os.truncate(p / part_name(0, 3), 100), "part-00000-of-00003.safetensors has 100 bytes"),
     "missing file": (lambda p: (p / part_name(1, 3)).unlink(), "part-00001-of-00003.safetensors is missing"),
     "a pipe": (lambda p: [(p / part_name(1, 3)).unlink(), os.mkfifo(p / part_name(1, 3))], "has 0 bytes"),
-    "no manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json cannot be read"),
+    "no manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing"),
     "half a manifest": (lambda p: os.truncate(p / "manifest.json", 300), "manifest.json is damaged"),
     "no JSON": (lambda p: (p / "manifest.json").write_bytes(b"\xff\0" * 50), "manifest.json is damaged"),
     "deep JSON": (lambda p: (p / "manifest.json").write_text('{"format":1,"plan":' + "[" * 99999), "is damaged"),
     "a folder": (lambda p: [(p / "manifest.json").unlink(), (p / "manifest.json").mkdir()], "manifest.json is damaged"),
-    "empty folder": (lambda p: [shutil.rmtree(p), p.mkdir()], "manifest.json cannot be read"),
-    "no folder": (lambda p: [shutil.rmtree(p), p.write_text("x")], "manifest.json cannot be read"),
+    "empty folder": (lambda p: [shutil.rmtree(p), p.mkdir()], "manifest.json is missing"),
+    "no folder": (lambda p: [shutil.rmtree(p), p.write_text("x")], "manifest.json is missing"),
 }
 
 

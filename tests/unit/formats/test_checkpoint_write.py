@@ -81,6 +81,24 @@ def test_damaged_checkpoints_do_not_push_out_good_ones(tmp_path):
     assert found_step(tmp_path) == 2
 
 
+def test_older_ones_that_are_damaged_are_moved_aside_and_not_removed(tmp_path):
+    for step in range(5):
+        save(tmp_path, step, {("variable", "w", ""): torch.ones(2)})
+    for step in (0, 1):
+        (tmp_path / f"model.ckpt-{step}" / "manifest.json").unlink()
+    assert [path.name for path in prune(tmp_path, keep=2)] == ["model.ckpt-2"]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["model.ckpt-0.damaged", "model.ckpt-1.damaged", "model.ckpt-3", "model.ckpt-4"]
+
+
+def test_a_damaged_one_of_the_same_step_is_moved_aside_and_not_written_over(tmp_path):
+    flip(save(tmp_path, 4) / "part-00000-of-00003.safetensors", 300)
+    save(tmp_path, 4)
+    assert found_step(tmp_path) == 4 and hidden(tmp_path) == []
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.ckpt-4", "model.ckpt-4.damaged"]
+    assert len(list((tmp_path / "model.ckpt-4.damaged").iterdir())) == 4
+
+
 def test_keeping_none_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="keep=0"):
         prune(tmp_path, keep=0)

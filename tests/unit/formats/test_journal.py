@@ -19,6 +19,7 @@ from torchquorum.formats.journal import (
     clear,
     find_common,
     find_lineage,
+    keep_damaged,
     read_file,
     read_head,
     replay_lineage,
@@ -54,7 +55,7 @@ def test_what_is_appended_comes_back_in_order(tmp_path: Path, mode: str) -> None
     assert [(r.version, r.absent, r.keys, bytes(p)) for r, p in records] == [
         (v, [2], [(0, 5, v)], f"1:{v}".encode()) for v in (1, 2, 3)
     ]
-    assert read_head(path) == head()
+    assert read_head(path) == msgspec.structs.replace(head(), synced=mode == "fsync")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600  # it names the lives of workers
 
 
@@ -207,3 +208,117 @@ def test_a_place_that_cannot_wait_for_its_disk_is_an_error_of_the_commit(tmp_pat
     writer.close()
     os.close(reading)
     os.close(writing)
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x40
+    path.write_bytes(data)
+
+
+def test_a_file_cut_anywhere_is_torn_and_one_with_a_changed_byte_is_damaged(tmp_path: Path) -> None:
+    path = write(tmp_path, head(), range(1, 4))
+    whole = path.read_bytes()
+    for size in range(len(whole) + 1):
+        path.write_bytes(whole[:size])
+        assert find_common(tmp_path, 1, 1, 0).damage == []
+    for at in range(len(whole)):
+        path.write_bytes(whole)
+        flip(path, at)
+        line = find_common(tmp_path, 1, 1, 0)
+        assert line.version < 3 and len(line.damage) == 1 and str(path) in line.damage[0][1], at
+
+
+def test_what_follows_a_damaged_record_tells_how_far_the_journal_led(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path, head(), "write")
+    for version in range(1, 8):
+        writer.append(Record(version, [], [], told=version - 1), bytes(100))
+        if version == 5:
+            writer.rotate(5)
+    writer.close()
+    first, second = sorted(tmp_path.glob(f"*{SUFFIX}"))
+    flip(first, first.stat().st_size // 2)  # in the payload of the third record
+    line = find_common(tmp_path, 1, 1, 0)
+    assert (line.version, line.seen, line.told) == (2, 7, 6) and f"update 3 in {first}" in line.damage[0][1]
+    second.unlink()
+    line = find_common(tmp_path, 1, 1, 0)
+    assert (line.version, line.seen, line.told) == (2, 5, 4)
+
+
+def test_damage_behind_what_another_shard_has_is_none_of_an_update_that_was_told(tmp_path: Path) -> None:
+    write(tmp_path, head(shard=0, shards=2), range(1, 4))
+    other = write(tmp_path, head(shard=1, shards=2), range(1, 5))
+    flip(other, other.stat().st_size - 1)  # its fourth update, which shard 0 never had
+    line = find_common(tmp_path, 2, 1, 0)
+    assert (line.version, line.damage) == (3, [])
+    flip(other, other.stat().st_size // 2)
+    line = find_common(tmp_path, 2, 1, 0)
+    assert line.version < 3 and len(line.damage) == 1
+
+
+def test_a_loss_of_power_may_damage_the_end_of_a_synced_file_and_not_its_middle(tmp_path: Path) -> None:
+    path = write(tmp_path, head(), range(1, 4), "fsync")
+    whole = path.read_bytes()
+    path.write_bytes(whole + bytes(500))
+    assert find_common(tmp_path, 1, 1, 0).damage == [] and find_common(tmp_path, 1, 1, 0).version == 3
+    path.write_bytes(whole)
+    flip(path, len(whole) - 1)
+    assert find_common(tmp_path, 1, 1, 0).damage == [] and find_common(tmp_path, 1, 1, 0).version == 2
+    flip(path, len(whole) * 2 // 3)
+    path.write_bytes(path.read_bytes()[:-1] + whole[-1:])
+    assert len(find_common(tmp_path, 1, 1, 0).damage) == 1
+
+
+def test_a_generation_that_went_on_makes_earlier_damage_beyond_its_start_harmless(tmp_path: Path) -> None:
+    before = write(tmp_path, head(1), range(1, 6))
+    flip(before, before.stat().st_size - 1)
+    write(tmp_path, head(2, after=1, start=4), range(5, 7))
+    line = find_common(tmp_path, 1, 1, 0)
+    assert (line.version, line.damage, line.generations) == (6, [], [1, 2])
+    flip(before, before.stat().st_size // 2)
+    line = find_common(tmp_path, 1, 1, 0)  # what lies before its start is needed
+    assert line.version < 4 and line.seen == 6 and len(line.damage) == 1 and line.generations == [1]
+
+
+def test_a_file_without_a_beginning_counts_as_damage_if_it_may_matter(tmp_path: Path) -> None:
+    write(tmp_path, head(), range(1, 3))
+    later = write(tmp_path, head(start=2), range(3, 5))
+    flip(later, 3)
+    assert "the beginning of" in find_common(tmp_path, 1, 1, 0).damage[0][1]
+    assert find_common(tmp_path, 1, 1, 4).damage == []  # a checkpoint has those updates
+    (tmp_path / f"other{SUFFIX}").write_bytes(b"of no run")
+    assert len(find_common(tmp_path, 1, 1, 0).damage) == 1
+
+
+@pytest.mark.parametrize("at", range(20))
+def test_records_are_found_again_behind_a_frame_that_is_damaged(tmp_path: Path, at: int) -> None:
+    sizes: list[int] = []
+    writer = JournalWriter(tmp_path, head(), "write")
+    for version in range(1, 5):
+        sizes.append(writer.path.stat().st_size)
+        writer.append(
+            Record(version, [], [], told=version - 1), bytes(range(256)) * 9000 if version == 2 else bytes(99)
+        )
+    writer.close()
+    flip(writer.path, sizes[1] + at)
+    line = find_common(tmp_path, 1, 1, 0)
+    assert (line.version, line.seen, line.told) == (1, 4, 3) and "update 2 in" in line.damage[0][1]
+
+
+def test_a_damaged_file_is_kept_when_the_journal_is_cleared(tmp_path: Path) -> None:
+    path = write(tmp_path, head(), range(1, 3))
+    kept = [keep_damaged(path), keep_damaged(path)]
+    clear(tmp_path, 1, 2)
+    assert not path.exists() and [k.name for k in kept] == [f"{path.name}.damaged", f"{path.name}.damaged-2"]
+    assert [r.version for r, _ in read_file(kept[0])] == [1, 2]
+
+
+def test_a_file_that_lost_its_name_is_noticed(tmp_path: Path) -> None:
+    writer = JournalWriter(tmp_path, head(), "write")
+    assert not writer.removed
+    writer.path.unlink()
+    assert writer.removed
+    writer.rotate(0)
+    assert not writer.removed and writer.path.exists()
+    writer.close()
+    assert not writer.removed

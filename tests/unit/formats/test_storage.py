@@ -270,6 +270,17 @@ class TestCheckpoints:
         assert isinstance(local, Path) and isinstance(remote, RemotePath)
         assert local.read_bytes() == remote.read_bytes()
 
+    def test_a_damaged_one_of_the_same_step_is_moved_aside_and_not_written_over(self, folder):
+        path = save(folder, 4)
+        part = next(entry for entry in path.iterdir() if entry.name.startswith("part-00000"))
+        part.write_bytes(part.read_bytes()[:-1] + b"?")
+        damaged = part.read_bytes()
+        save(folder, 4)
+        found, skipped = newest_good(folder)
+        assert found is not None and skipped == []
+        kept = next(e for e in (folder / "model.ckpt-4.damaged").iterdir() if e.name.startswith("part-00000"))
+        assert kept.read_bytes() == damaged
+
 
 class TestFilesThatGrow:
     def test_segments_are_put_while_the_run_goes_on_and_are_one_ledger_in_the_end(self, folder, monkeypatch, tmp_path):

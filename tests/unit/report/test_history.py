@@ -83,7 +83,8 @@ def test_a_run_that_is_still_running_is_recognised(tmp_path: Path) -> None:
 def test_a_gap_a_hole_and_an_end_before_the_checkpoints_are_told(tmp_path: Path) -> None:
     writer = LedgerWriter(tmp_path)
     writer.write(Event("began", 1.0, 10))
-    for met in (10, 11, 15):
+    writer.write(Event("assigned", 2.0, 11, 0))
+    for met in (11, 15):
         writer.write(Entry(0, "0a", met, met, met, 0, True, "fresh", 2.0, 1.0, 0.1))
     writer.write(gap_event(3.0, 20, (17, 20), "No space left on device", gradients=9))
     writer.write(gap_event(3.0, 20, (0, 0), "No space left on device", refused=2))

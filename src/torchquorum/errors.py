@@ -48,6 +48,14 @@ class TaskLostError(TorchQuorumError):
     """A task stopped answering."""
 
 
+class InterruptedRunError(KeyboardInterrupt):
+    """Ctrl-C or SIGTERM has ended a session in good order; a program that does not catch it ends with exit code 130."""
+
+
+class UpdateError(TorchQuorumError):
+    """An update could not be made, so the run has ended for all its tasks; `__cause__` is what failed, if it was in this process."""
+
+
 class AddressInUseError(TorchQuorumError):
     """The address of a task is already in use."""
 

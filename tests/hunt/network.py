@@ -167,6 +167,10 @@ class SimChannel:
     def receive_into(self, choose: Choose) -> None:
         pass
 
+    def settled(self) -> SimChannel:
+        self.reconnects = False
+        return self
+
     def close(self) -> None:
         self._ended = True
         if self.bound is not None:

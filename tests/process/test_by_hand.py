@@ -59,7 +59,8 @@ def test_a_worker_that_comes_late_joins_the_running_job() -> None:
         assert int(late.until("started at").split()[2]) > 0
         late.until("local 5 ")
         chief.process.send_signal(signal.SIGINT)  # the chief ends the run for everybody
-        ends_well(ps, chief, late)
+        ends_well(ps, late)
+        assert chief.wait() == 130, chief.tail()
 
 
 def test_a_worker_waits_visibly_for_the_chief() -> None:
@@ -170,8 +171,10 @@ def test_a_killed_worker_comes_back_as_a_new_incarnation() -> None:
         back.until("local 5 ")
         chief.until("local ")
         chief.process.send_signal(signal.SIGINT)  # the chief ends the run for everybody
-        ends_well(ps, chief, back)
-        assert back.lines[-1].split(": ")[1] == chief.lines[-1].split(": ")[1]
+        ends_well(ps, back)
+        assert chief.wait() == 130, chief.tail()
+        stopped = back.lines[-1].split(" after ")[0].removeprefix("done at ")
+        assert f"stopped at global step {stopped}" in chief.lines[-1], (back.lines[-1], chief.lines[-1])
 
 
 def test_a_killed_worker_over_tcp_is_noticed_within_the_liveness_timeout() -> None:
@@ -223,7 +226,7 @@ def test_a_worker_with_another_model_is_refused_with_the_difference() -> None:
         )
         chief.until("started at")  # from then on it ends well by a signal
         chief.process.send_signal(signal.SIGINT)
-        assert chief.wait() == 0 and ps.wait() == 0
+        assert chief.wait() == 130 and ps.wait() == 0
 
 
 def test_a_port_in_use_is_named_with_its_holder() -> None:

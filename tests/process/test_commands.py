@@ -219,6 +219,8 @@ def test_a_chief_that_fails_before_it_has_made_the_variables_ends_the_run(tmp_pa
     started = Started([*FORKING, "run", str(script)], forked=True)
     try:
         assert started.wait() == 1, started.tail()
-        assert any("the chief has failed: ending the other tasks" in line for line in started.lines), started.tail()
+        assert any(
+            "failed before all workers had joined the run: ending the other tasks" in line for line in started.lines
+        ), started.tail()
     finally:
         started.end()

@@ -107,7 +107,8 @@ def test_a_restarted_chief_goes_on_with_the_live_variables(tmp_path: Path) -> No
         assert int(again.until("started at").split()[2]) >= 5
         again.until("local 3 ")
         again.process.send_signal(signal.SIGINT)  # the chief ends the run for everybody
-        ends_well(ps, again, other)
+        ends_well(ps, other)
+        assert again.wait() == 130, again.tail()
 
 
 def test_a_dead_chief_that_stays_dead_costs_neither_the_last_checkpoint_nor_the_summaries(tmp_path: Path) -> None:
@@ -189,5 +190,7 @@ def test_ctrl_c_on_a_chief_started_by_hand_ends_the_whole_job(tmp_path: Path) ->
         chief.until("local ")
         other.until("local 10 ")
         chief.process.send_signal(signal.SIGTERM)
-        ends_well(chief, other, ps)
+        ends_well(other, ps)
+        assert chief.wait() == 130, chief.tail()
+        assert "which is saved; the next start goes on from there" in chief.lines[-1]
         assert list_checkpoints(tmp_path)[-1].problem is None

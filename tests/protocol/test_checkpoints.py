@@ -109,7 +109,7 @@ def test_a_folder_that_cannot_be_written_is_said_and_training_goes_on(make: Make
     (tmp_path / "file").write_text("")
     failed = save(ps, 1, tmp_path / "file" / "folder")
     assert failed.state == "failed" and "failed" in failed.text
-    assert any(line.startswith("/job:ps/task:0: no checkpoint: ") and "training goes on" in line for line in ps.said)
+    assert any("/job:ps/task:0: no checkpoint at step 1: " in line and "training goes on" in line for line in ps.said)
     assert told(ps, 2, tmp_path).state == "done"
 
 
@@ -225,6 +225,72 @@ def test_a_ps_that_ends_leaves_nothing_of_a_checkpoint_that_it_cannot_complete(m
     assert list(tmp_path.glob(".*partial*"))
     ps.service.close()
     assert [path.name for path in tmp_path.glob(".*partial*")] == []
+
+
+def test_the_last_checkpoint_is_tried_again_and_a_run_that_is_saved_in_the_end_has_ended_well(
+    make: Make, tmp_path: Path
+) -> None:
+    ps = make()
+    start(ps, tmp_path, steps=2, last_step=2, save_s=30.0)
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    folder = in_the_way / "folder"
+    trying = save(ps, 1, folder)
+    assert trying.state == "running" and "file" in trying.text, "the chief hears why it takes so long"
+    until(ps, lambda: ps.now > 110, pace_s=1.0)
+    assert ps.service.ended is None and save(ps, 1, folder).state == "running"
+    assert len([line for line in ps.said if "no checkpoint at step 2" in line]) == 1, "said once, then every minute"
+    in_the_way.unlink()
+    assert told(ps, 1, folder).state == "done"
+    ps.leave(0)
+    ps.leave(1)
+    until(ps, lambda: ps.service.ended is not None, alive=())
+    assert ps.service.ended == m.End(True, "the run is over")
+
+
+@pytest.mark.parametrize(("must_save", "ok"), [(True, False), (False, True)])
+def test_a_run_whose_last_step_cannot_be_saved_has_failed_unless_that_is_allowed(
+    make: Make, tmp_path: Path, must_save: bool, ok: bool
+) -> None:
+    ps, folder = make(), tmp_path / "run"
+    start(ps, folder, last_step=2, must_save=must_save, save_s=10.0)
+    assert told(ps, 1, folder).state == "done"
+    for worker in (0, 1):
+        ps.push(worker, 2, 1)
+    folder.rename(tmp_path / "away")
+    folder.write_text("no folder any more")
+    until(ps, lambda: save(ps, 2, folder).state != "running", pace_s=1.0)
+    failed = save(ps, 2, folder)
+    assert failed.state == "failed" and f"The last good checkpoint is {folder}/model.ckpt-1." in failed.text
+    assert ps.service.status()["not_saved"].startswith("the last step of the run, 2, is not saved: ")
+    ps.leave(0, finished=False)
+    ps.leave(1)
+    until(ps, lambda: ps.service.ended is not None, alive=())
+    ended = ps.service.ended
+    assert ended is not None and ("is not saved" in ended.why) != ok
+
+
+def test_at_the_end_the_ps_saves_in_place_of_a_chief_that_is_gone_while_the_others_wait_for_it(
+    make: Make, tmp_path: Path
+) -> None:
+    ps = make()
+    start(ps, tmp_path, last_step=2)
+    ps.leave(0, finished=False)
+    until(ps, lambda: ps.service.status()["saved_step"] == 1, alive=(1,), pace_s=1.0)
+    ps.push(1, 2, 1)
+    ps.push(1, 3, 1)
+    assert ps.service.status()["saved_step"] == 1 and ps.service.status()["global_step"] == 2
+    until(ps, lambda: ps.service.status()["saved_step"] == 2, alive=(1,), pace_s=1.0)
+
+
+def test_whoever_stops_a_run_again_ends_the_tries_to_save_it(make: Make, tmp_path: Path) -> None:
+    ps = make()
+    start(ps, tmp_path, steps=2, last_step=2, save_s=1000.0)
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    assert save(ps, 1, in_the_way / "folder").state == "running"
+    ps.service.stop(ps.now, ps.wall)
+    assert save(ps, 1, in_the_way / "folder").state == "failed"
 
 
 def test_the_averages_are_saved_and_restored_and_asked_for_only_where_they_are_kept(make: Make, tmp_path: Path) -> None:
@@ -440,7 +506,7 @@ def test_a_ps_without_variables_answers_what_can_be_answered(make: Make) -> None
     assert ps.send(b"x", m.Position(0, 1, 0, {})) == [] and ps.send(b"x", m.Here(0, 1, 1)) == []
     assert only(ps.send(b"x", m.MeanRequest()), m.Fault).kind == "LostPlaceError"
     assert only(ps.send(b"x", m.Leave(0, 1, None, None, True)), m.Bye)
-    assert ps.service.process_ended(0, 1, ps.now, ps.wall) == [] and ps.service.stop(ps.wall) == []
+    assert ps.service.process_ended(0, 1, ps.now, ps.wall) == [] and ps.service.stop(ps.now, ps.wall) == []
     assert ps.later(1.0) == []
 
 

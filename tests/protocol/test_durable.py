@@ -8,7 +8,7 @@ import torch
 import torchquorum.wire.messages as m
 from tests.protocol.by_hand import make_plan, name, only
 from tests.protocol.saving import Make, start, told, until
-from torchquorum.formats.journal import JournalError, find_common
+from torchquorum.formats.journal import find_common
 
 
 @pytest.mark.parametrize("durable", ["write", "fsync"])
@@ -55,8 +55,12 @@ def test_a_durable_run_whose_first_checkpoint_fails_does_not_begin(make: Make, t
     ps = make()
     (tmp_path / "model.ckpt-0").write_text("in the way")
     assert only(ps.create(durable="write", logdir=str(tmp_path)), m.Created)
-    with pytest.raises(JournalError, match="the run cannot be durable: its first checkpoint failed: "):
-        until(ps, lambda: False)
+    ps.join(0)
+    until(ps, lambda: ps.run.broken, alive=())
+    told = only(ps.send(name(0), m.Probe(0, 1, 1)), m.Fault)
+    assert told.kind == "UpdateError" and "the run cannot be durable: its first checkpoint failed: " in told.text
+    until(ps, lambda: ps.service.ended is not None, alive=(), pace_s=1.0)
+    assert ps.service.ended is not None and not ps.service.ended.ok
 
 
 def test_a_journal_that_cannot_be_begun_or_followed_is_refused_and_no_variables_are_left(

@@ -2,14 +2,12 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 
 import torchquorum as tq
 import torchquorum.wire.messages as m
 from tests.protocol.by_hand import Ps, name, only
 from tests.protocol.saving import Make, save, start, until
-from torchquorum.errors import TaskLostError
 from torchquorum.placement.layout import Variable
 from torchquorum.rules.quorum import remembered_lives
 from torchquorum.server.saver import Published
@@ -70,7 +68,7 @@ def test_the_end_of_a_checkpoint_of_before_a_restore_is_not_taken_for_the_one_in
     assert save(ps, 1, tmp_path).state == "running"
     checkpoints = ps.run.checkpoints
     assert checkpoints is not None and checkpoints.saving is not None
-    checkpoints.published(Published(checkpoints.saving.number + 7, tmp_path / "model.ckpt-9", ""))
+    checkpoints.published(Published(checkpoints.saving.number + 7, tmp_path / "model.ckpt-9", ""), ps.now)
     assert checkpoints.saving is not None and not any("model.ckpt-9" in line for line in ps.said)
     until(ps, lambda: (tmp_path / "model.ckpt-1").exists() and not checkpoints.busy, pace_s=1.0)
 
@@ -85,17 +83,3 @@ def test_a_variable_without_elements_is_trained_like_any_other_and_its_mean_can_
     mean = only(ps.send(b"x", m.MeanRequest()), m.Mean)
     assert [piece.name for piece in mean.pieces] == ["nothing", "w"]
     assert torch.equal(ps.values(), torch.full((2,), 2.0))
-
-
-def test_an_update_that_fails_ends_the_ps_and_is_not_taken_for_a_strangers_mistake(
-    ps: Ps, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ps.create(rule=tq.Async())
-    ps.join(0)
-
-    def no_memory(*_: object) -> None:
-        raise MemoryError("no room for the optimizer's state")
-
-    monkeypatch.setattr("torchquorum.update.updater.Updater.apply", no_memory)
-    with pytest.raises(TaskLostError, match=r"/job:ps/task:0: the update to version 1 failed \(MemoryError: no room"):
-        ps.push(0, 1, 0)

@@ -26,9 +26,10 @@ PUBLIC = {
     """,
     "torchquorum.types": "CapturedStep Network Scenario Share Simulated SlowDown Step TaskId",
     "torchquorum.errors": """
-        AddressInUseError ClusterError ConfigError DataError DeadlineError DeviceError FlagError GraphError LaunchError
-        LostCreationError LostPlaceError LostVariablesError NanLossError NonfiniteError RefusedError SavedElsewhereError
-        SecretError SegmentError TaskLostError TorchQuorumError
+        AddressInUseError ClusterError ConfigError DataError DeadlineError DeviceError FlagError GraphError
+        InterruptedRunError LaunchError LostCreationError LostPlaceError LostVariablesError NanLossError NonfiniteError
+        RefusedError SavedElsewhereError
+        SecretError SegmentError TaskLostError TorchQuorumError UpdateError
     """,
 }
 

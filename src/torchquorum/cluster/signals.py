@@ -13,12 +13,13 @@ from typing import Any
 
 
 class Signals:
-    """Records whether a signal has asked to stop; `say` then prints `what` will happen."""
+    """Records whether a signal has asked to stop, and its `name`; `say` then prints `what` will happen."""
 
     def __init__(self, say: Callable[[str], None], what: str) -> None:
         self._say, self._what = say, what
         self._before: dict[signal.Signals, Any] = {}
         self.asked = False
+        self.name = ""
 
     def install(self) -> None:
         """Handles SIGINT and SIGTERM from now on; does nothing on other threads than the main one."""
@@ -35,5 +36,5 @@ class Signals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.asked:
             raise KeyboardInterrupt
-        self.asked = True
-        self._say(f"{signal.Signals(number).name}: {self._what}; a second signal ends at once")
+        self.asked, self.name = True, signal.Signals(number).name
+        self._say(f"{self.name}: {self._what}; a second signal ends at once")

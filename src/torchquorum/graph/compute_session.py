@@ -93,6 +93,7 @@ def make_session(task: Task, plan: Plan, options: g.RunOptions, program: Program
         keep=options.keep,
         durable=plan.durable,
         buffers=plan.buffers_mode,
+        wait_for_workers=None if task.cluster.elastic else 1,  # the client has waited for those that it wants
         log_device_placement=options.log_device_placement,
         patience=Patience(start_s=options.start_s, round_s=options.round_s, probe_s=0.5),
     )

@@ -210,12 +210,7 @@ def _what_failed(cluster: LaunchedCluster, lines: Mapping[TaskId, Sequence[str]]
 
 
 class ForkedCluster(LocalCluster):
-    """A local cluster whose tasks are forks of this process.
-
-    A function that fails on one worker will fail on the others too, so all tasks end.
-    """
-
-    fails_together = True
+    """A local cluster whose tasks are forks of this process."""
 
     def __init__(self, options: LaunchOptions, output: TaskOutput, note: Note, call: Callable[[], Any]) -> None:
         super().__init__(options, output, note)

@@ -20,15 +20,20 @@ from torchquorum.cluster import ClusterSpec, TaskId, WorkerRange
 from torchquorum.cluster.secret import Access, read_access
 from torchquorum.errors import ConfigError
 from torchquorum.launcher.interrupts import Interrupts
+from torchquorum.launcher.outcome import INTERRUPTED, Ends, How, exit_code, may_return, read_code
 from torchquorum.launcher.process import Process, describe_exit
 from torchquorum.launcher.scaling import RequestedWorkers
+from torchquorum.launcher.watch import RunWatcher
 
 PS_GRACE_S = 20.0
+FAILED_GRACE_S = 1.0
+PS_SAVE_S = 180.0
 WORKER_GRACE_S = 5.0
-CHIEF_GRACE_S = 5.0
 INTERRUPT_GRACE_S = 60.0
 AFTER_WORKERS_GRACE_S = 2.0
 STOP_GRACE_S = 5.0
+STATE_S = 5.0
+STATE_EVERY_S = 0.5
 POLL_S = 0.05
 
 TaskOutput = Callable[[TaskId, str], None]
@@ -117,12 +122,10 @@ class LaunchedCluster:
         cluster: The tasks and their addresses.
         tasks: The started tasks, each as it runs now.
         end_grace_s: How long a task may take to end after the ps tasks have ended.
-        fails_together: Whether one failed worker ends all tasks, without waiting for the chief.
     """
 
     cluster: ClusterSpec
     end_grace_s = WORKER_GRACE_S
-    fails_together = False
 
     def __init__(
         self, options: LaunchOptions, output: TaskOutput, note: Note = ignore, *, clock: Clock = SYSTEM
@@ -133,6 +136,8 @@ class LaunchedCluster:
         self.started_at = clock.wall()
         self.tasks: list[Running] = []
         self._scaling: RequestedWorkers | None = None
+        self._state: RunWatcher | None = None  # asked only when a program has failed
+        self._begun = False
         self.messages: list[str] = []
         self._interrupts = Interrupts()
 
@@ -182,9 +187,11 @@ class LaunchedCluster:
             self._ended_at.clear()
 
     def _run_continues(self) -> bool:
-        """Whether a new worker would find a run: no program has failed, and the chief has not ended it."""
-        chief = next((t for t in self.tasks if t.task.is_chief), None)
-        return not any((t.code or 0) > 0 for t in self.tasks) and (chief is None or chief.code != 0)
+        """Whether a new worker would find a run: the chief has not ended it."""
+        return self._ends().get(TaskId("worker", 0), How.RUNNING) not in (How.DONE, How.INTERRUPTED)
+
+    def _ends(self) -> Ends:
+        return {t.task: read_code(t.code) for t in self.tasks}
 
     def _start(self, task: TaskId) -> Running:
         """Starts a task, or restarts it."""
@@ -202,7 +209,7 @@ class LaunchedCluster:
     @property
     def failed(self) -> list[TaskId]:
         """Returns the workers whose own program failed; not those that a signal ended."""
-        return [t.task for t in self.tasks if t.task.job == "worker" and 0 < (t.code or 0) < 128]
+        return [task for task, how in self._ends().items() if task.job == "worker" and how is How.FAILED]
 
     def close(self) -> None:
         """Releases what outlives the tasks; may be called twice."""
@@ -216,14 +223,14 @@ class LaunchedCluster:
             each: Called on every poll.
 
         Returns:
-            The exit code of the run: 0 if it reached its end.
+            The exit code of the run, see docs/exit_codes.md: 0 if it reached its end and that is saved.
         """
         with self._interrupts as interrupts:
             try:
                 while any(t.code is None for t in self.tasks):
                     if interrupts.came:
                         self._end_after_interrupt(interrupts)
-                        return 130
+                        return INTERRUPTED
                     self._handle_exits()
                     self._scale_up()
                     if self._must_give_up():
@@ -235,7 +242,7 @@ class LaunchedCluster:
             finally:
                 self.stop(signal.SIGTERM)
         self._handle_exits(restart=False)
-        return self._exit_code()
+        return exit_code(self._ends())
 
     def _handle_exits(self, *, restart: bool = True) -> None:
         """Reports each task that has died, and restarts it if a signal ended it."""
@@ -243,7 +250,8 @@ class LaunchedCluster:
             if t.code in (None, 0) or t.life in self._reported:
                 continue
             self._reported.add(t.life)
-            again = restart and (t.code or 0) < 0 and t.restarts < self.options.max_restarts and self._may_return(t)
+            killed = restart and read_code(t.code) is How.KILLED and t.restarts < self.options.max_restarts
+            again = killed and may_return(t.task, self._ends(), elastic=self.options.range.elastic)
             how = f"{t.task} {self._describe(t)}"
             self.say(f"{how}; restarting it ({t.restarts + 1} of {self.options.max_restarts})" if again else how)
             if again:
@@ -255,19 +263,8 @@ class LaunchedCluster:
         """Returns how a task has ended, in words."""
         return describe_exit(ended.code or 0)
 
-    def _may_return(self, dead: Running) -> bool:
-        """Whether the run still has work for a task that died."""
-        workers = [t for t in self.tasks if t.task.job == "worker"]
-        if self.options.range.elastic:
-            return self._run_continues()
-        if any((t.code or 0) > 0 for t in self.tasks):
-            return False
-        return dead.task.job == "ps" or not any(t.code == 0 for t in workers)
-
     def _must_give_up(self) -> bool:
         """Whether the tasks that still run have nothing to wait for; says why."""
-        if self.fails_together and self.failed:
-            return True
         why = self._find_dead_end()
         if why is not None:
             self.say(why)
@@ -277,19 +274,50 @@ class LaunchedCluster:
         """Returns why the run cannot go on, once its tasks have had their grace period to find out themselves."""
         running = [t for t in self.tasks if t.code is None]
         ps = [t for t in self.tasks if t.task.job == "ps"]
-        workers = [t for t in self.tasks if t.task.job == "worker"]
-        chief = next((t for t in workers if t.task.index == 0), None)
-        only_ps = running and all(t.task.job == "ps" for t in running)
-        if only_ps and (self._waited_s("worker") > PS_GRACE_S or all(t.code for t in workers)):
-            return "the workers are gone before the run was over: ending the ps tasks"
-        if running and all(t.code == 0 for t in ps) and self._waited_s("run") > self.end_grace_s:
+        if not running:
+            return None
+        if all(t.task.job == "ps" for t in running):
+            return self._end_ps_tasks(running)
+        if all(t.code == 0 for t in ps) and self._waited_s("run") > self.end_grace_s:
             late = ", ".join(str(t.task) for t in running)
             return f"the run is over: ending {late}, which came back too late for it"
-        if running and chief is not None and (chief.code or 0) > 0 and self._waited_s("chief") > CHIEF_GRACE_S:
-            return "the chief has failed: ending the other tasks"
         if any(t.code for t in ps) and self._waited_s("ps") > WORKER_GRACE_S:
             return "a ps task is gone: ending the other tasks"
+        if self.failed and not self._has_begun():
+            failed = ", ".join(map(str, self.failed))
+            return f"{failed} failed before all workers had joined the run: ending the other tasks"
         return None
+
+    def _end_ps_tasks(self, running: list[Running]) -> str | None:
+        """The workers are gone: the ps tasks end by themselves if the run is over; otherwise ps task 0 is told to save and end."""
+        told = self._ended_at.get("told")
+        if told is not None:
+            late = self._clock.now() - told > PS_SAVE_S
+            alone = all(t.task.index for t in running) and self._waited_s("ps") > WORKER_GRACE_S
+            return "ending the ps tasks, which do not end by themselves" if late or alone else None
+        unfinished = all(t.code for t in self.tasks if t.task.job == "worker")
+        if self._waited_s("worker") > (FAILED_GRACE_S if unfinished else PS_GRACE_S):
+            self._ended_at["told"] = self._clock.now()
+            self.say("the workers are gone before the run was over: telling the ps tasks to save and end")
+            for t in running:
+                if t.task.index == 0:  # the others follow it
+                    t.process.send_signal(signal.SIGTERM)
+        return None
+
+    def _has_begun(self) -> bool:
+        """Whether the run's workers were all there once: then those that are left go on without one that has failed."""
+        if self._begun:
+            return True
+        if self._state is None:
+            self._state = RunWatcher(self.leader, STATE_EVERY_S, lambda: self.access)
+        self._state.poll()
+        status = self._state.status
+        if not status and self._waited_s("status") < STATE_S:
+            return True  # not known yet
+        self._begun = status.get("updates", 0) > 0 or len(status.get("per_worker", ())) >= self.options.range.least
+        if self._begun:
+            self.say("the other workers go on without it; the run will end with exit code 1")
+        return self._begun
 
     def _waited_s(self, group: str) -> float:
         """Returns how long ago a group of tasks was first seen to have ended: 0 the first time it is asked."""
@@ -319,13 +347,6 @@ class LaunchedCluster:
         self.messages.append(line)
         self._note(line)
 
-    def _exit_code(self) -> int:
-        """Returns 0 if every ps ended well and no program failed; a run survives workers that a signal ended."""
-        if any(t.code != 0 for t in self.tasks if t.task.job == "ps"):
-            return 1
-        codes = [t.code or 0 for t in self.tasks if t.task.job == "worker"]
-        return 1 if any(c > 0 for c in codes) or all(c != 0 for c in codes) else 0
-
     def stop(self, first: signal.Signals) -> None:
         """Ends every task that still runs: with signal `first`, then SIGTERM, then SIGKILL."""
         for sign in (first, signal.SIGTERM, signal.SIGKILL):
@@ -340,5 +361,8 @@ class LaunchedCluster:
         if self._scaling is not None:
             self._scaling.close()
             self._scaling = None
+        if self._state is not None:
+            self._state.close()
+            self._state = None
         for t in self.tasks:
             t.reader.join(timeout=STOP_GRACE_S)

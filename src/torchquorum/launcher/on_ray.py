@@ -217,7 +217,7 @@ class RayCluster(LaunchedCluster):
         clock: Clock = SYSTEM,
     ) -> None:
         super().__init__(options, output, note, clock=clock)
-        self._where, self._call, self.fails_together = where, call, call is not None
+        self._where, self._call = where, call
         self._folder = (
             os.getcwd()
         )  # read it now: raylets that share a disk may unpack the job's folder again below the driver

@@ -40,6 +40,10 @@ class Process(Protocol):
 
 def describe_exit(code: int) -> str:
     """Returns in words how a process with this exit code has ended."""
+    if code == 130:
+        return "was interrupted and has ended in good order (exit code 130)"
+    if code == -signal.SIGINT:
+        return "failed with an uncaught KeyboardInterrupt"
     if code >= 0:
         return f"failed with exit code {code}"
     try:

@@ -1,7 +1,8 @@
 """How shard 0 makes a checkpoint of all shards: a snapshot in the log, a part from each, the workers' positions, a manifest.
 
 Owned by `Leading`. One checkpoint is made at a time. What always holds: it is published only when every shard has written its
-part of the same version; what fails is reported and removed, and checkpoints saved before stay.
+part of the same version; what fails is reported and removed, and checkpoints saved before stay; the last one of a run is tried
+again for a while.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from torchquorum.wire.messages import Part, SaveState
 
 POSITIONS_S = 5.0
 STAND_IN_S = 60.0
+RETRY_S = 2.0
+SAY_AGAIN_S = 60.0
 UNASKED = -1000
 FIRST = -2
 REMEMBERED_POSITIONS = 4
@@ -34,6 +37,7 @@ class Saving:
 
     number: int
     version: int
+    folder: str
     partial: Location
     keep: int
     begun_at: float
@@ -45,6 +49,17 @@ class Saving:
     waits_for_positions: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class _Retry:
+    """The last checkpoint of a run, which has failed and is tried again."""
+
+    number: int
+    folder: str
+    keep: int
+    why: str
+    at: float
+
+
 def part_of(shard: int, written: Written) -> Part:
     """Returns the message to shard 0 about a part that was written, or failed to be."""
     info, snapshot = written.info or FileInfo(0, ""), written.snapshot
@@ -54,6 +69,14 @@ def part_of(shard: int, written: Written) -> Part:
 
 class Checkpoints:
     """The checkpoint that is being made, and how the last one went.
+
+    Attributes:
+        saving: The one that is being made.
+        last: How the last one went.
+        last_good: The path of the newest that is complete, of this run or of the one that it continues; empty for none.
+        saved_version: The version of the newest that is complete, or where the run began.
+        lost: Why the last version of the run is not saved, once no more is tried; empty before, and if it is saved.
+        first_is_due: Whether workers wait for the first one, from which a journal goes on.
 
     Args:
         leader: Decides; a checkpoint begins with an entry in its log.
@@ -78,16 +101,23 @@ class Checkpoints:
         self._buffers, self._restored, self._generation = buffers, positions or {}, generation
         self.saving: Saving | None = None
         self.last = SaveState(-1, "none", -1, "", "")
-        self._began_at = leader.quorum.version  # of this there is a checkpoint, or nothing worth one
+        self.saved_version = leader.quorum.version  # of this there is a checkpoint, or nothing worth one
+        self.lost = ""
+        self._retry: _Retry | None = None
+        self._failing_since: float | None = None
+        self._said_at: float | None = None
+        self._failures = 0
+        self._closed = False
         self._positions: dict[int, dict[int, dict[str, Any]]] = {}
         self._stood_in_at: float | None = None
         self._next: tuple[int, str, int] | None = None
         self.first_is_due = False
+        self.last_good = ""
 
     @property
     def busy(self) -> bool:
         """Whether a checkpoint is being made, or waits for its turn."""
-        return self.saving is not None or self._next is not None
+        return self.saving is not None or self._next is not None or self._retry is not None
 
     def save(self, number: int, folder: str, keep: int, now: float) -> SaveState:
         """Starts checkpoint `number`, unless it is known; while another is being made it waits for its turn.
@@ -95,26 +125,28 @@ class Checkpoints:
         One waits at a time, the latest asked for; it will be of the version that there is then.
         """
         state = self.state(number)
-        if state is None and self.saving is not None:
+        if state is None and self.busy:
             self._next = (number, folder, keep)
-        if state is None and self.saving is None:
-            version = self._leader.quorum.version
-            try:
-                partial = begin(locate(folder), version)
-                self.saving = Saving(number, version, partial, keep, now, self._leader.data.state())
-            except CheckpointError as error:
-                self._check_first(str(error))
-                self.last = SaveState(number, "failed", version, "", str(error))
-                self._say(f"no checkpoint: {str(error).rstrip('.')}; training goes on")
-                return self.last
-            self._leader.snapshot(number, str(self.saving.partial))
-            state = self.state(number)
-        return state or SaveState(number, "running", -1, "", "")
+        elif state is None:
+            self._begin(number, folder, keep, now)
+        return state or self.state(number) or SaveState(number, "running", -1, "", "")
+
+    def _begin(self, number: int, folder: str, keep: int, now: float) -> None:
+        version = self._leader.quorum.version
+        try:
+            partial = begin(locate(folder), version)
+        except CheckpointError as error:
+            self._failed(number, folder, keep, str(error), now)
+            return
+        self.saving = Saving(number, version, folder, partial, keep, now, self._leader.data.state())
+        self._leader.snapshot(number, str(partial))
 
     def state(self, number: int) -> SaveState | None:
         """Returns how checkpoint `number` goes, if it is known."""
         if self.saving is not None and self.saving.number == number:
             return SaveState(number, "running", self.saving.version, "", "")
+        if self._retry is not None and self._retry.number == number:
+            return SaveState(number, "running", self._leader.quorum.version, "", self._retry.why)
         return self.last if self.last.number == number else None
 
     def stands_in_now(self, now: float) -> bool:
@@ -123,7 +155,9 @@ class Checkpoints:
 
     def stand_in_for_chief(self, now: float) -> None:
         """While the chief is away it asks for no checkpoints, so shard 0 makes them itself: at once, then by the clock."""
-        if not self._chief_is_away:
+        if self._leader.quorum.stopped and self._chief_has_left:
+            self.save_unasked(now)  # the others wait for the last checkpoint
+        elif not self._chief_is_away:
             self._stood_in_at = None
         elif self.stands_in_now(now):
             self._stood_in_at = now
@@ -134,6 +168,11 @@ class Checkpoints:
         self._stood_in_at = now
 
     @property
+    def _chief_has_left(self) -> bool:
+        chief = self._leader.quorum.workers.get(0)
+        return chief is not None and not chief.alive
+
+    @property
     def _chief_is_away(self) -> bool:
         """Whether the chief died or failed, or was done before others that are still at it."""
         quorum = self._leader.quorum
@@ -142,9 +181,14 @@ class Checkpoints:
 
     def save_unasked(self, now: float) -> None:
         """Saves the current version if it is not saved and the run has a folder; `busy` says while that goes on."""
-        version = self._leader.quorum.version
-        if not self.busy and self._plan.logdir is not None and version not in (self._began_at, self.last.step):
-            self.save(UNASKED - version, self._plan.logdir, self._plan.keep, now)
+        if not self.busy and not self.lost and not self._closed and self.unsaved:
+            version = self._leader.quorum.version
+            self.save(UNASKED - version, str(self._plan.logdir), self._plan.keep, now)
+
+    @property
+    def unsaved(self) -> bool:
+        """Whether the run has a folder, and no checkpoint of its current version."""
+        return self._plan.logdir is not None and self._leader.quorum.version != self.saved_version
 
     def position(self, worker: int, version: int, body: dict[str, Any]) -> None:
         """Notes where a worker stood when it first held a version."""
@@ -197,7 +241,8 @@ class Checkpoints:
 
     def advance(self, now: float, wall: float) -> None:
         """Publishes when everything is there, or gives up when a part has failed."""
-        if self.saving is None and self._next is not None:
+        self._try_again(now)
+        if not (self.saving or self._retry) and self._next is not None:
             waiting, self._next = self._next, None
             self.save(*waiting, now)
         saving = self.saving
@@ -205,7 +250,7 @@ class Checkpoints:
             return
         failed = [p for p in saving.parts.values() if p.error]
         if failed:
-            self._fail(saving, failed[0].error)
+            self._fail(saving, failed[0].error, now)
             return
         if len(saving.parts) < self._plan.num_shards:
             return
@@ -229,7 +274,7 @@ class Checkpoints:
         """The variables are discarded: what was written of an unpublished checkpoint is removed."""
         if self.saving is not None and not self.saving.publishing:
             self._saver.abandon(self.saving.partial)
-        self.saving = None
+        self.saving = self._retry = None
 
     def settle(self) -> bool:
         """A shard has lost its variables, and all go on from a checkpoint: what is in the making is one soon, or never.
@@ -237,39 +282,94 @@ class Checkpoints:
         Returns:
             Whether nothing is in the making: no checkpoint appears after that, unless it is asked for.
         """
-        saving, self._next = self.saving, None
+        saving, self._next, self._retry = self.saving, None, None
         if saving is not None and (
             len(saving.parts) < self._plan.num_shards or (self._plan.rule.once_per_round and self._missing(saving))
         ):
-            self.fail("a ps task was lost before its part, or the place of every worker in its data, was here")
+            self.fail("a ps task was lost before its part, or the place of every worker in its data, was here", None)
         elif saving is not None:
             saving.waits_for_positions = False  # without rounds an older place will do
         return self.saving is None
 
-    def fail(self, why: str) -> None:
-        """Gives the checkpoint in the making up."""
+    def fail(self, why: str, now: float | None) -> None:
+        """Gives the checkpoint in the making up; at the end of the run it is tried again, unless there is no `now`."""
         if self.saving is not None and not self.saving.publishing:
-            self._fail(self.saving, why)
+            self._fail(self.saving, why, now)
 
-    def published(self, result: Published) -> None:
+    def published(self, result: Published, now: float) -> None:
         """A checkpoint is complete, or failed."""
         saving = self.saving
         if saving is None or saving.number != result.number:
             return  # of before a restore
         if result.path is None:
-            self._fail(saving, result.error)
+            self._fail(saving, result.error, now)
             return
-        self.saving, self.first_is_due = None, False
-        self.last = SaveState(saving.number, "done", saving.version, str(result.path), "")
+        self.saving, self.first_is_due, self.saved_version, self.lost = None, False, saving.version, ""
+        self._failing_since, self._said_at, self._failures = None, None, 0
+        self.last_good = str(result.path)
+        self.last = SaveState(saving.number, "done", saving.version, self.last_good, "")
         self._leader.history.note("saved", text=result.path.name, values={"step": saving.version})
         self._say(f"saved {result.path}")
 
-    def _fail(self, saving: Saving, error: str) -> None:
+    def _fail(self, saving: Saving, error: str, now: float | None) -> None:
         self._saver.abandon(saving.partial)
         self.saving = None
+        self._failed(saving.number, saving.folder, saving.keep, error, now)
+
+    def _failed(self, number: int, folder: str, keep: int, error: str, now: float | None) -> None:
+        """A checkpoint could not be made: training goes on, or, at the run's end, it is tried again for a while."""
         self._check_first(error)
-        self.last = SaveState(saving.number, "failed", saving.version, "", error)
-        self._say(f"no checkpoint at step {saving.version}: {error.rstrip('.')}; training goes on")
+        quorum, why = self._leader.quorum, error.rstrip(".")
+        last = quorum.stopped or not quorum.alive
+        if last and self._failing_since is None:
+            self._failing_since = now
+        since = self._failing_since
+        again = now is not None and since is not None and last and now - since < self._plan.save_s
+        self._complain(f"no checkpoint at step {quorum.version}: {why}", now, last=last, again=again)
+        if again and now is not None:
+            self._retry = _Retry(number, folder, keep, why, now + RETRY_S)
+            return
+        if last:
+            self.lost = f"the last step of the run, {quorum.version}, is not saved: {why}.{self.name_last_good()}"
+            error = f"{why}.{self.name_last_good()}"
+        self.last = SaveState(number, "failed", quorum.version, "", error)
+
+    def _complain(self, what: str, now: float | None, *, last: bool, again: bool) -> None:
+        """Says that a checkpoint failed: once, and then every minute."""
+        self._failures += 1
+        if again or not last:
+            if now is not None and self._said_at is not None and now - self._said_at < SAY_AGAIN_S:
+                return
+            self._said_at = now
+        often = f" (for the {self._failures}th time)" if self._failures > 3 else ""
+        then = (
+            f"trying again for {self._plan.save_s:.0f} s" if again else "training goes on" if not last else "giving up"
+        )
+        self._say(f"{what}{often}; {then}")
+
+    def _try_again(self, now: float) -> None:
+        """Makes the last checkpoint again that failed, when it is time."""
+        retry = self._retry
+        if retry is not None and now >= retry.at:
+            self._retry = None
+            self._begin(retry.number, retry.folder, retry.keep, now)
+
+    def close(self) -> None:
+        """The variables may be half made: one in the making is finished, and no other is begun."""
+        self._closed, self._next, self._retry = True, None, None
+
+    def hurry(self) -> None:
+        """Somebody wants the end now: a last checkpoint that fails is not tried again."""
+        if self._retry is not None:
+            retry, self._retry = self._retry, None
+            self._failed(retry.number, retry.folder, retry.keep, retry.why, None)
+
+    def name_last_good(self) -> str:
+        """Returns a sentence about the checkpoint that a new start would go on from; nothing where the run has no folder."""
+        if self._plan.logdir is None:
+            return ""
+        more = f"; that of step {self.saving.version} is still being written" if self.saving is not None else ""
+        return f" The last good checkpoint is {self.last_good or 'none'}{more}."
 
     def _check_first(self, error: str) -> None:
         """Without a first checkpoint a journal is worth nothing, and the run would not be what was asked for."""

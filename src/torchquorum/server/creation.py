@@ -83,6 +83,7 @@ def create_run(life: TaskLife, create: Create, frames: Sequence[Frame], now: flo
             buffers = BufferHome.opened(plan, frames[-1], create.restore, shard.workers.peer_of, life.announce)
         positions, data = (manifest.workers, manifest.data) if manifest is not None else ({}, {})
         run = Leading(life, shard, buffers, positions)
+        run.checkpoints.last_good = create.restore or ""
         run.begin(data, replayed, now, wall, save=bool(plan.durable) and manifest is None)
         return run
     except BaseException:

@@ -45,7 +45,7 @@ class Ending:
     def check(self, leader: Leader, checkpoints: Checkpoints | None, now: float) -> None:
         """Ends the log of a job that is over."""
         workers = leader.quorum.workers
-        if not workers:
+        if not workers and not self.lost:
             return
         if leader.quorum.live > 0 or leader.quorum.alive:  # a worker that has nothing to compute counts as present
             self._idle_since = None
@@ -58,10 +58,12 @@ class Ending:
         waited_for = missing if leader.quorum.stopped else missing + gone
         over = leader.quorum.stopped or leader.data.over or _is_done(workers)
         if over and (not waited_for or idle_s > LATE_S):
-            if checkpoints is not None:
+            if checkpoints is not None and not self.lost:
                 checkpoints.save_unasked(now)  # the chief is gone, or was done before the others
             if checkpoints is not None and checkpoints.busy:
                 return  # one that was asked for while another was made still waits for its turn
+            if checkpoints is not None and leader.plan.must_save:
+                self.lost = self.lost or checkpoints.lost
             leader.end(ok=not self.why, why=self.why or "the run is over")
         elif not over and idle_s > IDLE_S:
             names = ", ".join(f"/job:worker/task:{i}" for i in [*missing, *gone]) or "all workers"

@@ -31,6 +31,7 @@ class Identity:
         ways = list(self.ways)
         return Welcome(PROTOCOL, str(self.task), self.incarnation, self.host, self.pid, created, PACKAGE, ways)
 
-    def shard_hello(self, generation: int, followed: int) -> ShardHello:
+    def shard_hello(self, generation: int, followed: int, broken: str = "") -> ShardHello:
         """Returns what a shard tells shard 0 now and then: that it lives, and how much of the log it has followed."""
-        return ShardHello(self.index, self.incarnation, followed, self.pid, self.host, generation, PROTOCOL, PACKAGE)
+        place = self.pid, self.host, generation
+        return ShardHello(self.index, self.incarnation, followed, *place, PROTOCOL, PACKAGE, broken)

@@ -68,6 +68,7 @@ class Run:
 
     def __init__(self, life: TaskLife, shard: Shard) -> None:
         self.life, self.shard, self.plan, self.generation = life, shard, shard.plan, shard.generation
+        self.broken = ""  # why an update, or what was promised of it, could not be made; the run is over then
 
     @property
     def admits(self) -> bool:
@@ -195,6 +196,20 @@ class Run:
         """Time has passed."""
         raise NotImplementedError
 
+    def break_off(self, why: str, now: float, wall: float) -> list[Reply]:
+        """An update failed: whoever asks for something is told why, and the task ends when all have left."""
+        self.shard.broken, self.broken = True, why
+        self.life.say(why)
+        return []
+
+    def process_ended(self, worker: int, incarnation: int, now: float, wall: float) -> list[Reply]:
+        """The process of a worker on this host is gone; shard 0 draws the consequences."""
+        return []
+
+    def stop(self, wall: float) -> list[Reply]:
+        """Ends the run; only shard 0 can."""
+        return []
+
     def _write_snapshots(self) -> None:
         """Hands the snapshots that the log has asked for to the saver."""
         for entry, snapshot in self.shard.snapshots:
@@ -257,7 +272,7 @@ class Following(Run):
 
     def _probed(self, got: Incoming[m.Probe], key: Key | None) -> list[Reply]:
         request = got.message.request
-        hello = Reply(LEADER, self.life.me.shard_hello(self.generation, self.shard.followed))
+        hello = Reply(LEADER, self.life.me.shard_hello(self.generation, self.shard.followed, self.broken))
         if key is None:
             return [got.reply(m.Unknown(request, self.generation)), hello]
         return [got.reply(_elsewhere(request)), Reply(LEADER, self._have(key, request)), hello]
@@ -293,6 +308,12 @@ class Leading(Run):
         self.fastpath: FastPathHost | None = None
         if shard.page is not None:
             self.fastpath = FastPathHost(shard.page, shard, self.leader, lambda: self.checkpoints.busy)
+
+    def status(self) -> dict[str, Any]:
+        """Returns the state of the run for people and reports, and for those who wait for its last checkpoint."""
+        checkpoints = self.checkpoints
+        saved = {"saved_step": checkpoints.saved_version, "saved": checkpoints.last_good, "not_saved": checkpoints.lost}
+        return {**self.leader.status(), **saved}
 
     def begin(self, data: dict[str, Any], replayed: list[Record], now: float, wall: float, *, save: bool) -> None:
         """Starts the run.
@@ -378,7 +399,8 @@ class Leading(Run):
     def leave(self, got: Incoming[m.Leave]) -> list[Reply]:
         """A worker leaves for good, with its results."""
         leave = got.message
-        failed = "" if leave.finished else f"its program failed{': ' if leave.why else ''}{leave.why}"
+        done = leave.finished or bool(self.broken)  # of a failed update everybody knows
+        failed = "" if done else f"its program failed{': ' if leave.why else ''}{leave.why}"
         known = self.leader.quorum.workers.get(leave.worker)
         if known is not None and known.incarnation == leave.incarnation and not known.left:
             counts = self.life.tally.worker(leave.worker)
@@ -441,6 +463,8 @@ class Leading(Run):
             leader.arrived(message.shard, key, message.request, got.now, got.wall)
         else:
             self.life.followers.sent[message.shard] = message.followed  # what it has not followed is sent again
+            if message.broken:
+                self.break_off(message.broken, got.now, got.wall)
         return [got.reply(m.Alive(leader.quorum.version, leader.quorum.stopped))]
 
     # -- the log and the fast path ------------------------------------------------------------------------------------
@@ -493,7 +517,7 @@ class Leading(Run):
         leader, checkpoints = self.leader, self.checkpoints
         for result in self._written():
             if isinstance(result, Published):
-                checkpoints.published(result)
+                checkpoints.published(result, now)
             else:
                 checkpoints.part(result)
         saves = checkpoints.busy or checkpoints.stands_in_now(now)
@@ -513,10 +537,7 @@ class Leading(Run):
         saving = self.checkpoints.saving
         missed = self.life.followers.missed(saving.parts, saving.begun_at, now) if saving is not None else None
         if missed is not None:
-            self.checkpoints.fail(missed)
-            # The last steps are lost with it: a run that ends so has not ended well.
-            if self.leader.quorum.stopped:
-                self.life.ending.lost = f"the last steps are not saved: {missed}"
+            self.checkpoints.fail(missed, now)
 
     def process_ended(self, worker: int, incarnation: int, now: float, wall: float) -> list[Reply]:
         """The process of a worker on this host is gone."""
@@ -528,7 +549,20 @@ class Leading(Run):
     def stop(self, wall: float) -> list[Reply]:
         """Ends the run: every worker is released with the news."""
         replies = self.look_at_fastpath(close=True)
+        if self.leader.quorum.stopped:
+            self.checkpoints.hurry()
         self.leader.stop(wall)
+        return replies + self.advance()
+
+    def break_off(self, why: str, now: float, wall: float) -> list[Reply]:
+        """An update failed, here or on another shard: the run stops, and nothing of it is saved any more."""
+        if self.broken:
+            return []
+        super().break_off(f"{why}{self.checkpoints.name_last_good()}", now, wall)
+        self.life.ending.lost = self.broken
+        self.checkpoints.close()
+        replies = self.stop(wall)
+        self._check_end(now)
         return replies + self.advance()
 
     def _check_end(self, now: float) -> None:

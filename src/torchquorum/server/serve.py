@@ -20,7 +20,7 @@ from torchquorum.clock import SYSTEM, Clock
 from torchquorum.cluster import ClusterSpec, TaskId
 from torchquorum.cluster.secret import OPEN, Access
 from torchquorum.cluster.signals import Signals
-from torchquorum.errors import DeadlineError, RefusedError, TaskLostError
+from torchquorum.errors import DeadlineError, InterruptedRunError, RefusedError, TaskLostError
 from torchquorum.formats.storage import locate, write_whole
 from torchquorum.memory.segments import host_id
 from torchquorum.server.identity import Identity
@@ -138,6 +138,11 @@ class PsTask:
         """Returns the end of the job, once it has come."""
         return self._end or self.service.ended
 
+    @property
+    def interrupted(self) -> bool:
+        """Whether a signal has asked this task to end the run."""
+        return self._signals.asked
+
     def end(self, why: str) -> None:
         """Ends this task, as if its process were killed. May be called on any thread."""
         self._end = End(False, why)
@@ -173,7 +178,7 @@ class PsTask:
         end = self.ended
         if self._end is None:
             self._farewell()
-        if not end.ok:
+        if not end.ok and self.service.failure is None:
             self._announce(f"ended: {end.why}")
         return end.ok
 
@@ -271,7 +276,7 @@ class PsTask:
             if not isinstance(self.service.run, Leading):
                 raise KeyboardInterrupt
             with self._turn:
-                self._outbox.send(self.service.stop(self._clock.wall()))
+                self._outbox.send(self.service.stop(self._clock.now(), self._clock.wall()))
                 self._outbox.commit()
 
     def _check_leader(self, now: float) -> None:
@@ -320,6 +325,7 @@ def serve(cluster: ClusterSpec, index: int, options: ServeOptions) -> None:
 
     Raises:
         TaskLostError: The job ended badly.
+        InterruptedRunError: It ended well, because a signal had asked this task to end it.
     """
     ps = PsTask(cluster, index, options)
     locked = ", for those who know the secret" if options.access.secret is not None else ""
@@ -327,5 +333,7 @@ def serve(cluster: ClusterSpec, index: int, options: ServeOptions) -> None:
     try:
         if not ps.serve():
             raise TaskLostError(f"{ps.task}: the job did not end well; see the lines above")
+        if ps.interrupted:
+            raise InterruptedRunError(f"{ps.task}: the run was stopped by a signal to this task")
     finally:
         ps.close()

@@ -7,13 +7,14 @@ creation of the variables until they are discarded, and nothing of it before or 
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torchquorum.wire.messages as m
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.cluster import TaskId
-from torchquorum.errors import LostPlaceError, TaskLostError
+from torchquorum.errors import LostPlaceError, UpdateError
 from torchquorum.formats.journal import JournalError
 from torchquorum.server.creation import check_creation, create_run
 from torchquorum.server.followers import Followers
@@ -32,6 +33,23 @@ from torchquorum.wire.codec import Frame
 
 MAX_FAULT = 4000
 MOST_WAITING = 1000
+# What a worker or a chief wants of a run: when an update has failed, the answer is why. It may still leave.
+REFUSED_WHEN_BROKEN = frozenset(
+    {
+        m.Create,
+        m.Join,
+        m.Push,
+        m.Pull,
+        m.Assign,
+        m.Probe,
+        m.FateOf,
+        m.Save,
+        m.Settle,
+        m.TakeBuffers,
+        m.TakeBatches,
+        m.UseBatches,
+    }
+)
 
 
 class Service:
@@ -49,6 +67,7 @@ class Service:
         pids: The processes of workers on this host.
         refused: Why shard 0 does not accept this task, if it does not.
         leader_heard_at: When shard 0 was last heard of; None before the first time, and on shard 0.
+        failure: What made an update impossible, if something did.
         turned_away: Returns the connections that the listener refused, by reason.
     """
 
@@ -70,6 +89,7 @@ class Service:
         self.refused = ""
         self.leader_heard_at: float | None = None
         self.turned_away: Callable[[], dict[str, int]] = dict
+        self.failure: UpdateError | JournalError | None = None
         self._waiting: dict[Peer, m.Join] = {}
         self._handlers: dict[type[m.Message], Callable[[Incoming[Any]], list[Reply]]] = {
             m.Hello: self._hello,
@@ -103,17 +123,32 @@ class Service:
             replies += self._route(got)
             if self.run is not None:
                 replies += self.run.advance()
-        except (AssertionError, JournalError, TaskLostError):
-            raise  # a mistake of our own; or an update, or what was promised to survive, cannot be made
+        except AssertionError:
+            raise  # a mistake of our own
+        except (UpdateError, JournalError) as error:
+            replies += self._break_off(error, got.now, got.wall)
+            if type(got.message) in REFUSED_WHEN_BROKEN:
+                replies += self._route(got)  # which says so
         except Exception as error:  # a sender's mistake: the others are served on
             self.rate_limit.count(got.peer)
             text = f"{self.life.me.task}: {error}"[:MAX_FAULT]
             replies.append(got.reply(m.Fault(type(error).__name__, text, getattr(got.message, "request", -1))))
         return replies
 
+    def _break_off(self, error: UpdateError | JournalError, now: float, wall: float) -> list[Reply]:
+        """An update, or what was promised to survive, cannot be made: the run is over for everybody."""
+        if self.run is None:
+            raise error
+        if self.failure is None:
+            self.failure = error
+            self.life.say("".join(traceback.format_exception(error.__cause__ or error)).rstrip())
+        return self.run.break_off(str(error), now, wall)
+
     def _route(self, got: Incoming[Any]) -> list[Reply]:
         """Checks what the table says of a message, and hands it over."""
         kind = type(got.message)
+        if self.run is not None and self.run.broken and kind in REFUSED_WHEN_BROKEN:
+            return [got.reply(m.Fault("UpdateError", self.run.broken, getattr(got.message, "request", -1)))]
         route = ROUTES.get(kind)
         if route is None:
             handler = self._handlers.get(kind)
@@ -226,7 +261,7 @@ class Service:
         """Time has passed: deaths, checkpoints, the end of the job."""
         if self.run is None:
             return []
-        replies = self.run.tick(now, wall)
+        replies = self._guarded(lambda run: run.tick(now, wall), now, wall)
         if self._waiting and self.run.admits:
             replies += self._let_in(now, wall)
         return replies
@@ -234,18 +269,26 @@ class Service:
     def process_ended(self, worker: int, incarnation: int, now: float, wall: float) -> list[Reply]:
         """The process of a worker on this host is gone."""
         self.pids.pop((worker, incarnation), None)
-        return self.run.process_ended(worker, incarnation, now, wall) if isinstance(self.run, Leading) else []
+        return self._guarded(lambda run: run.process_ended(worker, incarnation, now, wall), now, wall)
 
-    def stop(self, wall: float) -> list[Reply]:
+    def stop(self, now: float, wall: float) -> list[Reply]:
         """Ends the run: every worker is released with the news."""
-        return self.run.stop(wall) if isinstance(self.run, Leading) else []
+        return self._guarded(lambda run: run.stop(wall), now, wall)
+
+    def _guarded(self, act: Callable[[Leading | Following], list[Reply]], now: float, wall: float) -> list[Reply]:
+        """Does something with the run, if there is one; an update that fails in it ends the run for everybody."""
+        try:
+            return act(self.run) if self.run is not None else []
+        except (UpdateError, JournalError) as error:
+            return self._break_off(error, now, wall)
 
     def heartbeat(self) -> Reply | None:
         """Returns what a shard other than 0 tells shard 0 now and then."""
         if self.life.me.index == 0:
             return None
         followed = self.run.shard.followed if self.run is not None else 0
-        return Reply(LEADER, self.life.me.shard_hello(self.generation, followed))
+        broken = self.run.broken if self.run is not None else ""
+        return Reply(LEADER, self.life.me.shard_hello(self.generation, followed, broken))
 
     @property
     def uncommitted(self) -> bool:
@@ -273,7 +316,7 @@ class Service:
             "workers": me.cluster.num_tasks("worker"),
             "turned_away": self.turned_away(),
         }
-        return {**body, **self.run.leader.status()} if isinstance(self.run, Leading) else body
+        return {**body, **self.run.status()} if isinstance(self.run, Leading) else body
 
     def close(self) -> None:
         """Finishes what the saver writes, and releases memory and files."""

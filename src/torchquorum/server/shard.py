@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchquorum.errors import TaskLostError
+from torchquorum.errors import UpdateError
 from torchquorum.fastpath.page import FastPage
 from torchquorum.fastpath.policy import may_have_fastpath
 from torchquorum.formats.checkpoint import CheckpointReader, load_manifest
@@ -78,6 +78,7 @@ class Shard:
         followed: How many entries of the log were followed.
         snapshots: Those that the log has asked for and the saver has not been given.
         ended: The end of the job, once the log has it.
+        broken: An update has failed, here or on another shard: of the log only its end is followed.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Shard:
         self.followed = self.revision = 0
         self.snapshots: list[tuple[Snapshot, ShardSnapshot]] = []
         self.ended: End | None = None
+        self.broken = False
         self.journal: JournalWriter | None = None
         self._answers: dict[int, Answer] = {}
         self._given: tuple[tuple[int, int, int], list[int], torch.Tensor] | None = None  # what is about to be assigned
@@ -226,20 +228,17 @@ class Shard:
             silent: Sends no answers: the workers have seen their release on the fast path.
         """
         self.followed += 1
+        if self.broken and not isinstance(entry, End):
+            return []
         match entry:
-            case Apply():
+            case Apply() | Assigned():
                 try:
-                    self._apply(entry)
-                except (AssertionError, JournalError):
+                    self._apply(entry) if isinstance(entry, Apply) else self._assign(entry)
+                except AssertionError:
                     raise
                 except Exception as error:  # a shard that cannot follow its log must not go on as if it had
-                    raise TaskLostError(
-                        f"/job:ps/task:{self.index}: the update to version {entry.version} failed ({type(error).__name__}: {error}), "
-                        "and this task ends, as its variables may be half of it. Start the job again: it goes on from the last "
-                        "checkpoint; if memory was short, give it more, or more ps tasks."
-                    ) from error
-            case Assigned():
-                self._assign(entry)
+                    self.broken = True
+                    raise UpdateError(explain_failed_update(self.index, entry.version, error)) from error
             case Drop(keys):
                 self.gradients.drop(Key(*key) for key in keys)
             case Release(worker, incarnation, request, version, stop, averaged):
@@ -398,3 +397,18 @@ class Shard:
             self.page.close()
         self.update.state.close()
         self.versions.close()
+
+
+def explain_failed_update(shard: int, version: int, error: Exception) -> str:
+    """Returns in words that an update failed, and what would help."""
+    text = " ".join(str(error).split())
+    memory = isinstance(error, MemoryError) or any(
+        sign in text.lower() for sign in ("out of memory", "allocate memory")
+    )
+    if isinstance(error, JournalError):
+        advice = "Mend that, then start the job again: it goes on from there."
+    elif memory:
+        advice = "Give the ps tasks more memory, or use more of them, then start the job again."
+    else:
+        advice = f"Started again as it is, the job would fail again at step {version}: mend that first."
+    return f"/job:ps/task:{shard}: the update to version {version} failed ({type(error).__name__}: {text}): the run ends. {advice}"

@@ -130,7 +130,8 @@ class Attachment:
         if first or steps_back:
             self.buffers.load_first(link)
         # Workers that trained together continue together: otherwise the first one back would fill their rounds.
-        link.wait_for_workers(self._setup.wait_for_workers, None if first else REJOIN_S)
+        chosen = self._setup.member.wait_for_workers is not None
+        link.wait_for_workers(self._setup.wait_for_workers, None if first else REJOIN_S, begins=first and not chosen)
         resumed = self._resume(link, request) if not steps_back else None
         self._take_position(link, restore=first or steps_back > 0)
         return AttachResult(link=link, plan=plan, version=version, steps_back=steps_back, resumed=resumed)

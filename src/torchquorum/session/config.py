@@ -42,11 +42,15 @@ class StopOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOptions:
-    """When checkpoints are made, by seconds or by global steps (0 s: only at the end; None: the default), and how many are kept."""
+    """When checkpoints are made, by seconds or by global steps (0 s: only at the end; None: the default), and how many are kept.
+
+    `required`: a run whose last step cannot be saved has failed.
+    """
 
     every_s: float | None = None
     every_steps: int | None = None
     keep: int = 5
+    required: bool = True
 
     def __post_init__(self) -> None:
         if self.every_s is not None and self.every_steps is not None:
@@ -74,7 +78,7 @@ class RestoreOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberOptions:
-    """How a worker takes part: when it counts as dead, how many it waits for (None: the cluster's least), whose buffers count."""
+    """How a worker takes part: when it counts as dead, how many it waits for (None: see `tq.Session`), whose buffers count."""
 
     liveness_s: float = 5.0
     wait_for_workers: int | None = None
@@ -128,7 +132,9 @@ class Setup:
         """Returns how many workers must have joined before training starts."""
         if self.member.wait_for_workers is not None:
             return self.member.wait_for_workers
-        return self.task.min_workers if self.task.cluster.elastic else 1
+        if self.task.cluster.elastic:
+            return self.task.min_workers
+        return self.task.num_workers if self.task.launched and self.optimizer.rule.once_per_round else 1
 
     def say(self, line: str) -> None:
         """Prints a line for people, with the task's name."""

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from torchquorum.cluster.signals import Signals
 from torchquorum.cluster.spec import TaskId
-from torchquorum.errors import ConfigError, TorchQuorumError
+from torchquorum.errors import ConfigError, InterruptedRunError, TorchQuorumError
 from torchquorum.formats.checkpoint import CheckpointError, CheckpointInfo, CheckpointReader, list_checkpoints
 from torchquorum.formats.checkpoint import age_order as age
 from torchquorum.formats.storage import Location, locate
@@ -109,6 +109,8 @@ class Evaluator:
         finally:
             self._setup.optimizer.attach(None)
             self.signals.remove()
+        if error is None and self.signals.asked:
+            raise InterruptedRunError(f"{self._setup.task}: {self.signals.name}: has left the run")
 
     def _follow(self) -> None:
         """Evaluates the newest checkpoint and every one that comes, until the run is over."""

@@ -60,6 +60,8 @@ class Initializer:
             durable=setup.restore.durable,
             tied=tied_names(setup.model),
             min_workers=setup.task.min_workers if setup.task.cluster.elastic else 0,
+            must_save=setup.save.required,
+            save_s=setup.patience.save_s if setup.save.required else 0.0,
         )
         layout = plan.layout()
         check_after_update(plan.after_update, layout)

@@ -17,13 +17,13 @@ from typing import Any
 
 from torchquorum import env
 from torchquorum.clock import SYSTEM, Clock
-from torchquorum.cluster import ClusterSpec, Resolved, TaskArguments, TaskId, resolve
-from torchquorum.cluster.environment import explain_alone
+from torchquorum.cluster import ClusterSpec, Resolved, TaskArguments, TaskId, resolve, slurm, torchrun
+from torchquorum.cluster.environment import LAUNCHER, explain_alone
 from torchquorum.cluster.program import fill_in, own_flags, read_program_flags
 from torchquorum.cluster.secret import OPEN, Access
 from torchquorum.devices.inventory import configure, limit_gpu_memory
 from torchquorum.devices.options import ConfigProto, read_device_options
-from torchquorum.errors import TorchQuorumError
+from torchquorum.errors import InterruptedRunError, TorchQuorumError
 from torchquorum.lines import write_line
 from torchquorum.server.serve import PsTask, ServeOptions, serve
 from torchquorum.session.rendezvous import exchange_addresses
@@ -31,6 +31,8 @@ from torchquorum.wire.channel import Channel
 from torchquorum.wire.entry_channel import EntryChannel
 from torchquorum.wire.inprocess import InProcessNetwork
 from torchquorum.wire.transports import connector
+
+INTERRUPTED = 130  # the exit code of a task that Ctrl-C or SIGTERM has ended in good order
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +83,11 @@ class Task:
         return self.id == TaskId("worker", 0)
 
     @property
+    def launched(self) -> bool:
+        """Whether a launcher starts all tasks of the cluster: one of ours, Slurm or torchrun."""
+        return self.source in (LAUNCHER, slurm.SOURCE, torchrun.SOURCE)
+
+    @property
     def num_workers(self) -> int:
         """Returns how many workers the cluster names."""
         return self.cluster.num_tasks("worker")
@@ -107,21 +114,42 @@ class Alone:
         self.cluster = ClusterSpec({"ps": ["localhost:1"], "worker": ["localhost:2"]})
         self.network = InProcessNetwork()
         self._thread: threading.Thread | None = None
+        self._ps: PsTask | None = None
+        self._error: BaseException | None = None
 
     def start(self) -> None:
         """Starts the ps for one session."""
         listener = self.network.listen(self.cluster.address(TaskId("ps", 0)))
         options = ServeOptions(say=say, report=self._report, started_at=env.started_at())
-        ps = PsTask(self.cluster, 0, options, listener=listener)
+        self._ps = ps = PsTask(self.cluster, 0, options, listener=listener)
+        self._error = None
 
         def run() -> None:
             try:
                 ps.serve()
+            except BaseException as error:
+                self._error = error
             finally:
                 ps.close()
 
         self._thread = threading.Thread(target=run, name="torchquorum-ps", daemon=True)
         self._thread.start()
+
+    def check(self) -> None:
+        """Sees whether the ps is at work; called while its one worker waits for it.
+
+        Raises:
+            TorchQuorumError: It has ended by an error, which is the cause of this one.
+        """
+        if (error := self._error) is not None:
+            text = f"{type(error).__name__}: {error}"
+            raise TorchQuorumError(f"the ps in this process has failed, and the run with it: {text}") from error
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Returns what an update failed with, if one did."""
+        failure = self._ps.service.failure if self._ps is not None else None
+        return failure.__cause__ or failure if failure is not None else None
 
     def finish(self) -> None:
         """Waits for the ps to end, which it does when its one worker has left."""
@@ -256,7 +284,7 @@ def _serve(found: Resolved, report: str | None) -> None:
     try:
         serve(found.cluster, found.task.index, options)
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        raise SystemExit(INTERRUPTED) from None
     raise SystemExit(0)
 
 
@@ -267,6 +295,9 @@ def _show_errors_without_traceback() -> None:
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, TorchQuorumError):
             write_line(f"torchquorum: error: {error}", sys.stderr)
+        elif isinstance(error, InterruptedRunError):
+            write_line(f"torchquorum: {error}", sys.stderr)
+            raise SystemExit(INTERRUPTED)
         else:
             before(kind, error, trace)
 

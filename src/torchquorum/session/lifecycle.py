@@ -17,11 +17,13 @@ from torchquorum.cluster.signals import Signals
 from torchquorum.errors import (
     ConfigError,
     DeadlineError,
+    InterruptedRunError,
     LostPlaceError,
     LostVariablesError,
     SavedElsewhereError,
     TaskLostError,
     TorchQuorumError,
+    UpdateError,
 )
 from torchquorum.session.attach import Attachment, AttachRequest
 from torchquorum.session.config import Setup
@@ -36,6 +38,8 @@ from torchquorum.worker.link import Link
 from torchquorum.worker.step import Step
 
 _Answer = TypeVar("_Answer")
+# How long a wait goes on after a signal: the chief's stop, or the next answer, usually ends it sooner.
+SIGNAL_S = 5.0
 
 
 class Lifecycle:
@@ -73,6 +77,7 @@ class Lifecycle:
         self.confirms = True
         self.saved_step = -1
         self._stop_requested = self._after_loop = False
+        self._signal_seen_at: float | None = None
         self._reached = 0
 
     # -- begin, recover, end ------------------------------------------------------------------------------------------
@@ -159,8 +164,14 @@ class Lifecycle:
                 self.recover(error)
 
     def end(self, error: BaseException | None) -> None:
-        """Ends the hooks, unless the block ended with an error, and leaves the run; `sys.exit()` in the block is no error."""
+        """Ends the hooks, unless the block ended with an error, and leaves the run; `sys.exit()` in the block is no error.
+
+        Raises:
+            InterruptedRunError: A signal has ended the loop, and all is done that was to be done then.
+        """
         finished = error is None or (isinstance(error, SystemExit) and not error.code)
+        if isinstance(error, UpdateError) and self._setup.task.alone is not None:
+            error.__cause__ = self._setup.task.alone.failure
         if self.states.state is not SessionState.FAILED:
             self.states.go(SessionState.STOPPING if finished else SessionState.FAILED)
         try:
@@ -168,7 +179,10 @@ class Lifecycle:
                 self.pull()
             if finished:
                 self._hooks.end()
-            self.link.leave(failed=None if finished else error, **self._recorded)
+            if finished and not self._setup.task.is_chief:
+                self._see_that_it_is_saved()
+            orderly = finished or isinstance(error, InterruptedRunError)
+            self.link.leave(failed=None if orderly else error, **self._recorded)
             if finished:
                 self.states.go(SessionState.CLOSED)
         except BaseException as failure:
@@ -183,6 +197,39 @@ class Lifecycle:
             self._close()
         if (explained := self._devices.explain(error)) is not None:
             raise explained from error
+        if finished and self.signals.asked:
+            raise InterruptedRunError(self._describe_interrupt())
+
+    def _see_that_it_is_saved(self) -> None:
+        """The run is over: this worker's part counts when the last step is saved, by the chief or in its place.
+
+        Raises:
+            TorchQuorumError: It is not, and will not be.
+        """
+        setup, link = self._setup, self.link
+        if setup.logdir is None or not setup.save.required or not link.stopped or self.signals.asked:
+            return
+        try:
+            why = link.wait_until_saved()
+        except (TaskLostError, LostPlaceError, DeadlineError) as error:
+            setup.say(f"it is not known here whether the last step was saved: {error}")
+            return
+        if why:
+            raise TorchQuorumError(f"{setup.task}: {why}")
+
+    def _check_retries(self, why: str) -> None:
+        """The last checkpoint is tried again: not after a signal."""
+        if self.signals.asked:
+            raise InterruptedRunError(f"{self._setup.task}: {self.signals.name}: the last step is not saved: {why}")
+
+    def _describe_interrupt(self) -> str:
+        """Returns what became of a run that a signal has ended for this task."""
+        task, step = self._setup.task, self.link.version
+        if not task.is_chief:
+            return f"{task}: {self.signals.name}: has left the run at global step {step}"
+        saved = "saved" if self.saved_step == step else "not saved"
+        more = "; the next start goes on from there" if self.saved_step == step else ""
+        return f"{task}: {self.signals.name}: the run was stopped at global step {step}, which is {saved}{more}"
 
     def _close(self) -> None:
         self._devices.close()
@@ -200,23 +247,42 @@ class Lifecycle:
     def check_requests(self) -> None:
         """Sees whether this worker has to stop: a signal, the end of the run's time, a request to leave.
 
-        Called at every step and by the link while it waits. The chief ends the run for all workers.
+        Called at every step and by the link while it waits. The chief ends the run for all workers; who stands in for it does so
+        when the time is up.
 
         Raises:
             SavedElsewhereError: The run ended well while the chief, its loop over, was looking for the ps tasks.
+            InterruptedRunError: A signal came some time ago, and what is waited for does not come.
+            TorchQuorumError: The ps in this process, of a program that trains alone, has failed.
         """
+        if self._setup.task.alone is not None:
+            self._setup.task.alone.check()
         if self._connection.asked_to_leave and not self._stop_requested:
             self._stop_requested = True
             self._setup.say("asked to leave the run, because fewer workers are wanted")
-        if not self._stop_requested and (self.signals.asked or (self._stop.is_late and self._setup.task.is_chief)):
+        late = self._stop.is_late and self.leads
+        if not self._stop_requested and (self.signals.asked or late):
             self._stop_requested = True
-            if self._setup.task.is_chief:
+            if self._setup.task.is_chief or late:
                 self.link.stop()
+        if self.signals.asked and self.states.state in (SessionState.RUNNING, SessionState.RECOVERING):
+            self._end_wait()
         missed_the_end = self.states.state is SessionState.RECOVERING and self._after_loop and self._setup.task.is_chief
         if missed_the_end and is_saved(self._setup.logdir, self._reached):
             self.states.go(SessionState.STOPPING)
             raise SavedElsewhereError(f"step {self._reached} was saved without this task; the ps tasks have ended")
         self.meanwhile()
+
+    def _end_wait(self) -> None:
+        """Ends a wait, or a loop that does not ask `should_stop`, some time after a signal."""
+        now = self._setup.clock.now()
+        if self._signal_seen_at is None:
+            self._signal_seen_at = now
+        elif now - self._signal_seen_at > SIGNAL_S:
+            raise InterruptedRunError(
+                f"{self._setup.task}: {self.signals.name}: left the run at global step {self.link.version} without waiting any longer; "
+                f"what is not saved, ps task 0 saves if it can"
+            )
 
     def should_stop(self) -> bool:
         """Whether the run is over for this worker."""
@@ -289,9 +355,8 @@ class Lifecycle:
             raise ConfigError("session.save(): the session has no logdir to save into")
         self._attachment.initializer.has_saved = True
         self.running_link.send_position()
-        state = self.surviving(
-            lambda: self.running_link.save(self._setup.task.random_bits(48), folder, keep, wait_s=wait_s)
-        )
+        draw, retries = self._setup.task.random_bits, self._check_retries
+        state = self.surviving(lambda: self.running_link.save(draw(48), folder, keep, wait_s=wait_s, retries=retries))
         if state is None:
             return None
         if state.state != "done":

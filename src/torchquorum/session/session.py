@@ -60,10 +60,13 @@ class Session:
         save_every_s: Seconds between checkpoints, written while training continues; 0 for one at the end only.
         save_every_steps: Global steps between checkpoints, instead of seconds.
         keep: How many checkpoints are kept.
+        require_save: Whether a run whose last step cannot be saved has failed, in every task. It is tried again for
+            `Patience.save_s`. False prints that it failed, and ends well.
         restore: Whether to continue from the newest good checkpoint in the folder.
-        wait_for_workers: Train only when this many workers have joined. By default the first starts alone; give the number
-            of workers for a sync run that is the same every time. Where workers may come and go (`--workers 2:8`), the
-            least number by default, at the run's beginning.
+        wait_for_workers: Train only when this many workers have joined. By default a sync run whose tasks a launcher starts
+            (`torchquorum run`, `tq.launch`, Ray, Slurm, torchrun) waits for all of them at its first start, so that it is the
+            same every time; where workers may come and go (`--workers 2:8`), for the least number. Otherwise, and where tasks
+            are started by hand, the first starts alone.
         start_afresh: Whether to begin again at step 0 when a ps was restarted and there is no checkpoint, or all checkpoints are
             damaged; else an error.
         accept_loss: Whether a durable run goes on when updates that workers were told of cannot be restored; else an error.
@@ -96,6 +99,7 @@ class Session:
         save_every_s: float | None = None,
         save_every_steps: int | None = None,
         keep: int = 5,
+        require_save: bool = True,
         restore: bool = True,
         wait_for_workers: int | None = None,
         start_afresh: bool = False,
@@ -120,7 +124,7 @@ class Session:
             logdir=folder,
             patience=patience or Patience(),
             stop=StopOptions(last_step=last_step, num_steps=num_steps, max_seconds=max_seconds),
-            save=SaveOptions(every_s=save_every_s, every_steps=save_every_steps, keep=keep),
+            save=SaveOptions(every_s=save_every_s, every_steps=save_every_steps, keep=keep, required=require_save),
             restore=read_restore(mode, restore=restore, start_afresh=start_afresh, accept_loss=accept_loss),
             member=MemberOptions(liveness_s=liveness_s, wait_for_workers=wait_for_workers, buffers=buffers),
             data=dict(data) if isinstance(data, Mapping) else {"data": data} if data else {},

@@ -152,12 +152,12 @@ class Updater:
     def rates_ahead(self, update: int) -> list[float] | None:
         """Returns the learning rates of the update that comes `update` updates after the next one; only where a kernel makes them.
 
-        None if the schedule does not go that far, as OneCycleLR beyond its last step.
+        None if the schedule does not go that far, as OneCycleLR beyond its last step, or fails: the ps meets that at that update.
         """
         try:
             while len(self._rates) <= update:
                 self._rates.append(self._next_rates())
-        except ValueError:
+        except Exception:
             return None
         return self._rates[update]
 

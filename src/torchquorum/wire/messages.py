@@ -507,7 +507,7 @@ class Fault(Message):
 
 
 class ShardHello(Message):
-    """A shard tells shard 0 that it is there and how far it has followed the log; repeated as a heartbeat."""
+    """A shard tells shard 0 that it is there, how far it has followed the log, and why it cannot, if so; repeated as a heartbeat."""
 
     shard: int
     incarnation: int
@@ -517,6 +517,7 @@ class ShardHello(Message):
     generation: int = 0
     protocol: int = 1  # of one that does not say
     package: str = ""
+    broken: str = ""
 
 
 class Have(Message):

@@ -75,6 +75,8 @@ class Plan(msgspec.Struct, kw_only=True):
     buffers_mode: str = "local"
     tied: dict[str, str] = {}
     min_workers: int = 0
+    must_save: bool = True
+    save_s: float = 0.0
 
     @property
     def elastic(self) -> bool:

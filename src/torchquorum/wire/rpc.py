@@ -22,6 +22,7 @@ from torchquorum.errors import (
     RefusedError,
     SegmentError,
     TaskLostError,
+    UpdateError,
 )
 from torchquorum.wire import codec
 from torchquorum.wire.channel import Channel
@@ -35,10 +36,14 @@ ADVICE = "Check that the task runs, that host and port are the same in --ps_host
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long a task waits: for others to come up, for a round to close, for a sign of life; how often it asks and says so."""
+    """How long a task waits: for others to come up, for a round to close, for a sign of life; how often it asks and says so.
+
+    `save_s`: how long the last checkpoint of the run is tried again if it fails.
+    """
 
     start_s: float = 1800.0
     round_s: float = 1800.0
+    save_s: float = 120.0
     silence_s: float = 10.0
     probe_s: float = 1.0
     say_s: float = 10.0
@@ -51,6 +56,7 @@ def error_of(fault: m.Fault) -> Exception:
         "SegmentError": SegmentError,
         "LostPlaceError": LostPlaceError,
         "LostCreationError": LostCreationError,
+        "UpdateError": UpdateError,
     }
     return kinds.get(fault.kind, RefusedError)(fault.text)
 

@@ -21,7 +21,7 @@ from torchquorum.worker.buffer_exchange import BufferExchange
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.link_states import LinkState, LinkStates
 from torchquorum.worker.local_buffers import LocalBuffers
-from torchquorum.worker.polls import wait_for_save, wait_for_workers, wait_until_settled
+from torchquorum.worker.polls import wait_for_save, wait_for_workers, wait_until_saved, wait_until_settled
 from torchquorum.worker.positions import CapturedPosition, Positions
 from torchquorum.worker.ps_channels import PsChannels
 from torchquorum.worker.requests import Requests
@@ -246,10 +246,13 @@ class Link(RunView):
         """Prints a line for people, with the worker's name."""
         self.end.tell(line)
 
-    def wait_for_workers(self, count: int, at_most_s: float | None = None) -> None:
-        """Waits until so many workers have joined, this one counted; `at_most_s` goes on without the others then."""
+    def wait_for_workers(self, count: int, at_most_s: float | None = None, *, begins: bool = False) -> None:
+        """Waits until so many workers have joined, this one counted; `at_most_s` goes on without the others then.
+
+        With `begins`, and where workers may come and go, a run that has made updates is not waited for.
+        """
         elastic = self.joined is not None and self.joined.plan.elastic
-        wait_for_workers(self.channels, count, version=self.version, elastic=elastic, at_most_s=at_most_s)
+        wait_for_workers(self.channels, count, version=self.version, begins=begins or elastic, at_most_s=at_most_s)
 
     def wait_until_settled(self) -> None:
         """Waits until ps task 0 is making no checkpoint, so that the newest in the folder stays the newest."""
@@ -259,8 +262,20 @@ class Link(RunView):
         """Ends the run for all workers; those that wait are released. Not answered here: the next answer says so."""
         self.channels.post(0, m.Stop(self.end.index, self.incarnation))
 
-    def save(self, number: int, folder: str, keep: int, *, wait_s: float = 0.0) -> m.SaveState | None:
-        """Asks for a checkpoint; with `wait_s`, waits for it and returns how it went.
+    def wait_until_saved(self) -> str:
+        """Waits until the last version of a run that is over is saved; returns why not, if it cannot be."""
+        return wait_until_saved(self.channels)
+
+    def save(
+        self,
+        number: int,
+        folder: str,
+        keep: int,
+        *,
+        wait_s: float = 0.0,
+        retries: Callable[[str], None] = lambda _: None,
+    ) -> m.SaveState | None:
+        """Asks for a checkpoint; with `wait_s`, waits for it and returns how it went; `retries` as in `polls.wait_for_save`.
 
         Raises:
             DeadlineError: It was not there in time.
@@ -269,7 +284,7 @@ class Link(RunView):
         if wait_s <= 0:
             self.channels.post(0, request)
             return None
-        return wait_for_save(self.channels, request, wait_s)
+        return wait_for_save(self.channels, request, wait_s, retries)
 
     # -- positions and buffers ----------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ _Answer = TypeVar("_Answer")
 
 
 def wait_for_workers(
-    channels: PsChannels, count: int, *, version: int, elastic: bool, at_most_s: float | None = None
+    channels: PsChannels, count: int, *, version: int, begins: bool, at_most_s: float | None = None
 ) -> None:
     """Waits until so many workers have joined, this one counted, or the run has gone on.
 
@@ -29,7 +29,7 @@ def wait_for_workers(
         channels: How ps task 0 is asked.
         count: How many workers.
         version: The version that this worker holds: a later one says that others train.
-        elastic: Whether workers may come and go: then only the run's beginning is waited for.
+        begins: Whether only the beginning of a run is waited for: not in one that has made updates.
         at_most_s: Go on without the others after this time; None is an error then.
 
     Raises:
@@ -45,7 +45,7 @@ def wait_for_workers(
         return channels.ask(0, m.StatusRequest(), kind=m.Status, what="the other workers", limit_s=limit_s).body
 
     def ready(body: dict[str, Any]) -> bool:
-        runs = body.get("stopped") or body.get("global_step", 0) > version or (elastic and body.get("updates", 0) > 0)
+        runs = body.get("stopped") or body.get("global_step", 0) > version or (begins and body.get("updates", 0) > 0)
         late = at_most_s is not None and clock.now() - started > at_most_s
         return len(body.get("live", [])) >= count or bool(runs) or late
 
@@ -60,14 +60,22 @@ def wait_for_workers(
         ask,
         ready,
         every_s=WORKERS_EVERY_S,
-        limit_s=patience.start_s if elastic else min(WORKERS_S, patience.start_s),
+        limit_s=patience.start_s if begins else min(WORKERS_S, patience.start_s),
         progress=lambda body: f"{count} workers, {len(body.get('live', []))} have joined",
         reason=reason,
     )
 
 
-def wait_for_save(channels: PsChannels, request: m.Save, wait_s: float) -> m.SaveState:
+def wait_for_save(
+    channels: PsChannels, request: m.Save, wait_s: float, retries: Callable[[str], None] = lambda _: None
+) -> m.SaveState:
     """Waits for a checkpoint, which every ps task writes a part of; returns how it went.
+
+    Args:
+        channels: How the ps tasks are asked.
+        request: What is asked of ps task 0.
+        wait_s: When to give up.
+        retries: Is called with what went wrong while ps task 0 tries again; may raise to end the wait.
 
     Raises:
         DeadlineError: It was not there in time.
@@ -75,6 +83,8 @@ def wait_for_save(channels: PsChannels, request: m.Save, wait_s: float) -> m.Sav
 
     def ask() -> m.SaveState:
         state = channels.ask(0, request, kind=m.SaveState, what="a checkpoint", limit_s=wait_s)
+        if state.state == "running" and state.text:
+            retries(state.text)
         for k in range(1, len(channels.end.ps)) if not ready(state) else ():  # one that is gone is noticed here
             channels.ask(k, m.StatusRequest(), kind=m.Status, what="its part of a checkpoint", limit_s=wait_s)
         return state
@@ -93,6 +103,28 @@ def wait_for_save(channels: PsChannels, request: m.Save, wait_s: float) -> m.Sav
             f"waited {waited_s:.0f} s for {channels.end.where(0)} to write a checkpoint into {request.folder} and gave up"
         ),
     )
+
+
+def wait_until_saved(channels: PsChannels) -> str:
+    """Waits until the last version of a run that is over is saved, by the chief or by ps task 0 in its place.
+
+    Returns:
+        Why it is not saved; empty if it is.
+
+    Raises:
+        DeadlineError: The chief is still at something else.
+    """
+    limit_s, what = channels.end.patience.round_s, "the last checkpoint"
+    answer = _poll(
+        channels,
+        lambda: channels.ask(0, m.StatusRequest(), kind=m.Status, what=what, limit_s=limit_s).body,
+        lambda body: body.get("saved_step") == body.get("global_step") or bool(body.get("not_saved")),
+        every_s=SAVE_EVERY_S,
+        limit_s=limit_s,
+        progress=lambda _: what,
+        reason=lambda _, waited_s: f"waited {waited_s:.0f} s for the chief to save the last step",
+    )
+    return str(answer.get("not_saved", ""))
 
 
 def wait_until_settled(channels: PsChannels) -> None:

@@ -36,13 +36,13 @@ def statuses(ps: PsTasks, *bodies: dict[str, Any]) -> PsChannels:
 def test_workers_are_waited_for_until_they_are_there_or_the_run_goes_on(elastic: bool, body: dict[str, Any]) -> None:
     ps = PsTasks()
     channels = statuses(ps, {"live": [1], "global_step": 3}, body)
-    wait_for_workers(channels, 2, version=3, elastic=elastic)
+    wait_for_workers(channels, 2, version=3, begins=elastic)
     assert len(ps.sent()) == 2
 
 
 def test_one_worker_waits_for_nobody() -> None:
     ps = PsTasks()
-    wait_for_workers(statuses(ps, {}), 1, version=0, elastic=False)
+    wait_for_workers(statuses(ps, {}), 1, version=0, begins=False)
     assert ps.sent() == []
 
 
@@ -50,7 +50,7 @@ def test_workers_that_do_not_come_are_named_by_their_number_and_said_every_few_s
     ps = PsTasks()
     channels = statuses(ps, {"live": [1], "updates": 1})
     with pytest.raises(DeadlineError, match=r"waited 60 s for 2 workers and gave up; 1 have joined\. Start the others"):
-        wait_for_workers(channels, 2, version=0, elastic=False)
+        wait_for_workers(channels, 2, version=0, begins=False)
     assert ps.said[0] == "/job:worker/task:1: waiting for 2 workers, 1 have joined: 5 s" and len(ps.said) >= 10
     assert WORKERS_S == 120.0
 
@@ -59,7 +59,7 @@ def test_a_worker_that_comes_back_goes_on_without_the_others_after_a_while() -> 
     ps = PsTasks()
     channels = statuses(ps, {"live": [1]})
     began = ps.clock.now()
-    wait_for_workers(channels, 2, version=0, elastic=False, at_most_s=3.0)
+    wait_for_workers(channels, 2, version=0, begins=False, at_most_s=3.0)
     assert 3.0 < ps.clock.now() - began < 4.0
 
 

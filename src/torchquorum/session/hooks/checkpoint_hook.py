@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from torchquorum.clock import SYSTEM, Clock
-from torchquorum.errors import LostVariablesError, TorchQuorumError
+from torchquorum.errors import LostVariablesError, TorchQuorumError, UpdateError
 from torchquorum.session.config import SaveOptions
 from torchquorum.session.hooks.hook import Hook, HookSession, Ran
 from torchquorum.session.join import say
 
 EVERY_S = 60.0
-LAST_SAVE_S = 120.0
 
 
 class CheckpointHook(Hook):
@@ -21,7 +20,7 @@ class CheckpointHook(Hook):
     """
 
     def __init__(self, options: SaveOptions, clock: Clock = SYSTEM) -> None:
-        self._every_steps, self._clock = options.every_steps, clock
+        self._every_steps, self._required, self._clock = options.every_steps, options.required, clock
         default_s = 0.0 if options.every_steps else EVERY_S
         self._every_s = options.every_s if options.every_s is not None else default_s
         self._saved_at, self._saved_step = 0.0, 0
@@ -41,12 +40,14 @@ class CheckpointHook(Hook):
             session.save()
 
     def end(self, session: HookSession) -> None:
-        """Saves the last version. A failure is printed and does not fail the run: training has been done."""
+        """Saves the last version; if that fails, ps task 0 tries again for `Patience.save_s`, and then the run has failed."""
         if session.global_step == session.saved_step:
             return
         try:
-            session.save(wait_s=LAST_SAVE_S)
-        except LostVariablesError:
+            session.save(wait_s=session.patience.round_s)
+        except (LostVariablesError, UpdateError):
             raise  # the run is not at its end any more, or its end is nowhere
         except TorchQuorumError as error:
+            if self._required:
+                raise
             say(f"{session.task}: {error}")

@@ -5,17 +5,18 @@ from typing import Any
 import pytest
 
 from tests.manual_clock import ManualClock
-from torchquorum.errors import DeadlineError, LostVariablesError
+from torchquorum.errors import DeadlineError, LostVariablesError, UpdateError
 from torchquorum.session.config import SaveOptions
-from torchquorum.session.hooks.checkpoint_hook import EVERY_S, LAST_SAVE_S, CheckpointHook
+from torchquorum.session.hooks.checkpoint_hook import EVERY_S, CheckpointHook
 from torchquorum.session.hooks.hook import Ran
+from torchquorum.wire.rpc import Patience
 from torchquorum.worker.step import Step
 
 
 class Pretended:
     """A session that counts its checkpoints."""
 
-    task = "/job:worker/task:0"
+    task, patience = "/job:worker/task:0", Patience(round_s=900.0)
 
     def __init__(self, error: Exception | None = None) -> None:
         self.global_step, self.saved_step, self.saves, self._error = 0, -1, [], error
@@ -60,16 +61,19 @@ def test_with_0_seconds_it_saves_only_at_the_end_and_only_what_is_new() -> None:
     assert session.saves == []
     hook = CheckpointHook(SaveOptions())
     hook.end(session)
-    assert session.saves == [(1, LAST_SAVE_S)]
+    assert session.saves == [(1, 900.0)]
     session.saved_step = 1
     hook.end(session)
     assert len(session.saves) == 1
 
 
-def test_a_last_checkpoint_that_fails_costs_a_line_unless_the_run_is_lost(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_last_checkpoint_that_fails_fails_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     late: Any = Pretended(DeadlineError("the disk is slow"))
-    CheckpointHook(SaveOptions()).end(late)
+    with pytest.raises(DeadlineError):
+        CheckpointHook(SaveOptions()).end(late)
+    CheckpointHook(SaveOptions(required=False)).end(late)
     assert "/job:worker/task:0: the disk is slow" in capsys.readouterr().err
-    lost: Any = Pretended(LostVariablesError("back at step 3"))
-    with pytest.raises(LostVariablesError):
-        CheckpointHook(SaveOptions()).end(lost)
+    for error in (LostVariablesError("back at step 3"), UpdateError("no such rate")):
+        lost: Any = Pretended(error)
+        with pytest.raises(type(error)):
+            CheckpointHook(SaveOptions(required=False)).end(lost)

@@ -65,6 +65,9 @@ class _FirstBytes:
     def __init__(self, plain: socket.socket) -> None:
         self._socket, self._said, self._found = plain, b"", ""
 
+    def __len__(self) -> int:
+        return len(self._said)
+
     def take(self) -> bytes:
         """Returns what was said, once."""
         said, self._said = self._said, b""
@@ -100,6 +103,7 @@ class ListenerOpening:
         self._socket, self._side, self._task = plain, side, task
         self._first = _FirstBytes(plain)
         self._tls: TlsStream | None = None
+        self._zeromq: _WordsForZeroMQ | None = None
 
     def advance(self) -> ByteStream:
         """Goes on; returns the stream of an admitted peer.
@@ -111,6 +115,8 @@ class ListenerOpening:
         """
         if self._tls is None:
             found = self._first.read()
+            if found == ZEROMQ:
+                self._tell_zeromq()
             if found == "OPEN" and self._side is None:
                 self._socket.send(OPEN)
                 return SocketStream.of(self._socket)
@@ -130,17 +136,26 @@ class ListenerOpening:
     def _refuse(self, found: str) -> RefusedConnection:
         """Tells the peer in its own language what this is, as far as that goes."""
         ours = OPEN if self._side is None else LOCKED
-        if found == ZEROMQ:
-            ours = _words_for_zeromq(self._task)
-            found = f"{ZEROMQ} protocol {PROTOCOL}"
         found = {"OPEN": NO_SECRET, "LOCKED": OTHER_PROTOCOL, "TLS": UNEXPECTED_SECRET}.get(found, found)
         with suppress(OSError):
             self._socket.send(ours)
-            self._socket.shutdown(socket.SHUT_WR)
-            self._socket.recv(
-                1 << 16
-            )  # what is not read would make the system reset the connection, and our words be lost
+            self._hang_up()
         return RefusedConnection(found)
+
+    def _hang_up(self) -> None:
+        """Ends the connection from our side; what is not read would make the system reset it, and our words be lost."""
+        self._socket.shutdown(socket.SHUT_WR)
+        self._socket.recv(1 << 16)
+
+    def _tell_zeromq(self) -> None:
+        """Tells a torchquorum of before, and refuses it."""
+        with suppress(ConnectionError):
+            if self._zeromq is None:
+                self._zeromq = _WordsForZeroMQ(self._socket, self._task, locked=self._side is not None)
+            self._zeromq.advance(len(self._first))
+        with suppress(OSError):
+            self._hang_up()
+        raise RefusedConnection(f"{ZEROMQ} protocol {PROTOCOL}")
 
 
 class ChannelOpening:
@@ -200,11 +215,36 @@ def _reason(error: ssl.SSLError) -> str:
     return WRONG_SECRET if any(word in reason for word in _REASONS_OF_SECRET) else OTHER_PROTOCOL
 
 
-def _words_for_zeromq(task: str) -> bytes:
-    """Returns what a torchquorum that speaks ZeroMQ understands: a message of ours, framed as ZeroMQ did in 2010 (ZMTP 1.0)."""
-    text = (
-        f"{task} speaks protocol {PROTOCOL} (torchquorum {PACKAGE}), over TCP streams, and this task an older one, over "
-        "ZeroMQ; install the same torchquorum on both"
-    )
-    body = codec.encode(Fault("protocol", text))
-    return b"\1\0" + b"\xff" + struct.pack(">QB", len(body) + 1, 0) + body
+class _WordsForZeroMQ:
+    """What a torchquorum that speaks ZeroMQ understands (ZMTP 3.0, RFC 23): a Fault, if neither side has a secret.
+
+    One that has a secret takes no message from us: it is told that its handshake fails, and knows why, or that this is no task of its kind.
+    """
+
+    _GREETING_BYTES = 64
+
+    def __init__(self, plain: socket.socket, task: str, *, locked: bool) -> None:
+        self._socket, self._task, self._heard = plain, task, 0
+        mechanism = b"CURVE" if locked else b"NULL"
+        greeting = _ZMTP + b"\1\x7f\3\0" + mechanism.ljust(20, b"\0") + bytes([locked]) + bytes(31)
+        ready = b"\5READY\x0bSocket-Type\0\0\0\6ROUTER\x08Identity\0\0\0\0"
+        command = b"\3BAD" if locked else ready
+        plain.send(greeting + bytes([4, len(command)]) + command)
+
+    def advance(self, already: int) -> None:
+        """Returns when the peer has been told, or has gone; `already` bytes of its greeting have been read.
+
+        Raises:
+            BlockingIOError: It has not greeted to the end yet.
+        """
+        while already + self._heard <= self._GREETING_BYTES:
+            count = len(self._socket.recv(4096))
+            if not count:
+                return
+            self._heard += count
+        text = (
+            f"{self._task} speaks protocol {PROTOCOL} (torchquorum {PACKAGE}), over TCP streams, and this task an older one, "
+            "over ZeroMQ; install the same torchquorum on both"
+        )
+        body = codec.encode(Fault("protocol", text))
+        self._socket.send(b"\2" + struct.pack(">Q", len(body)) + body)

@@ -39,17 +39,38 @@ def test_a_peer_is_known_by_its_first_bytes_and_by_no_fewer(said: bytes, shown: 
 @pytest.mark.parametrize("locked", [False, True])
 def test_a_torchquorum_of_before_is_told_in_its_own_language_and_counted(locked: bool) -> None:
     ours, theirs = socket.socketpair()
+    refused = f"a torchquorum of before protocol {m.PROTOCOL}"
     with ours, theirs:
         ours.setblocking(False)
         opening = ListenerOpening(ours, listening_side(SECRET) if locked else None, "/job:ps/task:0")
         theirs.sendall(ZMTP)
-        with pytest.raises(RefusedConnection, match=f"a torchquorum of before protocol {m.PROTOCOL}"):
+        with pytest.raises(BlockingIOError):
             opening.advance()
+        # A greeting of ZMTP 3.0 with the mechanism, then a command: flags, size, name.
         told = theirs.recv(10_000)
-    # An anonymous peer of ZMTP 1.0, then one message of one frame: size with flags, flags, body.
-    assert told[:3] == b"\1\0\xff"
-    (size,) = struct.unpack(">Q", told[3:11])
-    assert told[11:12] == b"\0" and len(told) == 11 + size
-    fault = codec.decode(told[12:])
+        assert told[:12] == ZMTP + b"\3\0" and told[12:17].rstrip(b"\0") == (b"CURVE" if locked else b"NULL")
+        assert told[64] == 4 and told[65] == len(told) - 66
+        assert told[66:].startswith(b"\3BAD" if locked else b"\5READY")
+        theirs.sendall(bytes(54))
+        with pytest.raises(BlockingIOError):
+            opening.advance()
+        theirs.sendall(b"\4\6\5READY")
+        with pytest.raises(RefusedConnection, match=refused):
+            opening.advance()
+        # Now a message of one frame: flags, size, body.
+        said = theirs.recv(10_000)
+        assert theirs.recv(1) == b""
+    assert said[:1] == b"\2" and struct.unpack(">Q", said[1:9]) == (len(said) - 9,)
+    fault = codec.decode(said[9:])
     assert isinstance(fault, m.Fault) and fault.request == -1
     assert f"/job:ps/task:0 speaks protocol {m.PROTOCOL}" in fault.text and "install the same torchquorum" in fault.text
+
+
+def test_a_torchquorum_of_before_that_hangs_up_is_counted_as_one() -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.setblocking(False)
+        theirs.sendall(ZMTP)
+        theirs.close()
+        with pytest.raises(RefusedConnection, match="a torchquorum of before protocol"):
+            ListenerOpening(ours, None).advance()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from torchquorum.wire.channel import FOREVER_S, Choose, Pieces, whole
+from torchquorum.wire.channel import FOREVER_S, UNKNOWN, Choose, Pieces, Progress, whole
 from torchquorum.wire.codec import Frame
 
 
@@ -50,6 +50,7 @@ class ScriptedChannel:
         self.sent: list[list[Frame]] = []
         self.arrived: list[list[Frame]] = []
         self.closed = False
+        self.moved = UNKNOWN
 
     def fileno(self) -> int:
         return -1
@@ -66,6 +67,12 @@ class ScriptedChannel:
     def send(self, frames: Sequence[Frame | Pieces]) -> None:
         self.sent.append(whole(frames))
         self.arrived += self._answer(whole(frames))
+
+    def flush(self, timeout_s: float) -> bool:
+        return True
+
+    def progress(self) -> Progress:
+        return self.moved
 
     def receive(self, timeout_s: float) -> list[Frame] | None:
         if self.arrived:

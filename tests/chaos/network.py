@@ -5,15 +5,22 @@ Needs root and the commands `ip` and `tc`. What always holds: closing a network 
 
 from __future__ import annotations
 
+import json
 import os
 import selectors
 import shutil
 import socket
 import subprocess
 import threading
+from collections.abc import Sequence
 
 SLOW = ("rate", "1mbit", "burst", "4kb", "latency", "400ms")
 SUBNET = "10.213.9"
+
+
+def rate(mbit: float) -> tuple[str, ...]:
+    """Returns the options of a link that passes so many megabits per second."""
+    return ("rate", f"{mbit:g}mbit", "burst", "32kb", "latency", "400ms")
 
 
 def missing() -> str:
@@ -24,10 +31,11 @@ def missing() -> str:
     return f"needs the command {lacking[0]} (Debian: iproute2)" if lacking else ""
 
 
-def _run(*words: str) -> None:
+def _run(*words: str) -> str:
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
     if done.returncode != 0:
         raise OSError(f"{' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
 
 
 class Hosts:
@@ -69,10 +77,16 @@ class Hosts:
         """Brings a host's link up again."""
         self._in(self._switch, f"ip link set v{host} up")
 
-    def slow(self, host: int) -> None:
+    def slow(self, host: int, up: Sequence[str] = SLOW, down: Sequence[str] = SLOW) -> None:
         """Makes a host's link slow, in both directions."""
-        self._in(self.names[host], " ".join(("tc qdisc add dev eth0 root tbf", *SLOW)))
-        self._in(self._switch, " ".join((f"tc qdisc add dev v{host} root tbf", *SLOW)))
+        self._in(self.names[host], " ".join(("tc qdisc add dev eth0 root tbf", *up)))
+        self._in(self._switch, " ".join((f"tc qdisc add dev v{host} root tbf", *down)))
+
+    def link_bytes(self, host: int) -> tuple[int, int]:
+        """Returns how many bytes have gone over a host's link so far, headers and all: up, and down."""
+        shown = _run("ip", "-n", self.names[host], "-s", "-j", "link", "show", "eth0")
+        stats = json.loads(shown)[0]["stats64"]
+        return stats["tx"]["bytes"], stats["rx"]["bytes"]
 
     def close(self) -> None:
         """Removes the hosts."""

@@ -115,6 +115,9 @@ class _Bytes:
     def pending(self) -> int:
         return len(self._left)
 
+    def unacknowledged(self) -> int:
+        return 0
+
     def fileno(self) -> int:
         return -1
 

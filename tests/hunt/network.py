@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tests.hunt.world import Fiber, Process, World
-from torchquorum.wire.channel import FOREVER_S, Choose, Peer, Pieces, Pollable, whole
+from torchquorum.wire.channel import FOREVER_S, UNKNOWN, Choose, Peer, Pieces, Pollable, Progress, whole
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.messages import Way
 
@@ -171,6 +171,12 @@ class SimChannel:
         self.reconnects = False
         return self
 
+    def flush(self, timeout_s: float) -> bool:
+        return True
+
+    def progress(self) -> Progress:
+        return UNKNOWN  # messages come whole
+
     def close(self) -> None:
         self._ended = True
         if self.bound is not None:
@@ -223,6 +229,9 @@ class SimListener:
     def wake(self) -> None:
         self._woken = True
         self.network.world.wake(self.reader)
+
+    def received_bytes(self, peer: Peer) -> int:
+        return 0
 
     def hang_up(self, peer: Peer) -> None:
         channel = self.channels.pop(peer, None)

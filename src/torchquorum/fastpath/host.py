@@ -23,7 +23,6 @@ RATES_AT_ONCE, RATES_AHEAD = 512, 4096
 # These change nothing that the fast path relies on: they are answered while it stays open.
 HARMLESS = (
     m.Beat,
-    m.Here,
     m.Probe,
     m.StatusRequest,
     m.Hello,

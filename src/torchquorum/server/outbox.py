@@ -68,6 +68,8 @@ class Outbox:
                     self.send_to_leader()
                 continue
             sent = self._listener.send(reply.peer, frames)
+            if reply.delivery is not None:
+                reply.delivery.sent = sent
             run = self._service.run
             if sent is not None and reply.slot is not None and run is not None:
                 run.shard.versions.sending(reply.slot, sent)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from torchquorum.wire.channel import Peer
+from torchquorum.wire.channel import Peer, Sent
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.messages import Message
 
@@ -20,13 +20,34 @@ _M = TypeVar("_M")
 
 
 @dataclass(slots=True)
+class Delivery:
+    """Where a large answer to a peer is. What sends it fills `sent` in; None says that nothing of it is on its way."""
+
+    peer: Peer
+    sent: Sent | None = None
+
+    def is_under_way_to(self, peer: Peer) -> bool:
+        """Whether some of it has yet to reach a peer, and will."""
+        return self.peer == peer and self.sent is not None and self.sent.on_its_way
+
+
+@dataclass(slots=True)
 class Reply:
-    """A message to a peer; `slot` is the version slot whose bytes are among the frames, uncopied."""
+    """A message to a peer.
+
+    Attributes:
+        peer: Who gets it.
+        message: The message.
+        frames: What follows it.
+        slot: The version slot whose bytes are among the frames, uncopied.
+        delivery: Is told how a large answer is sent.
+    """
 
     peer: Peer
     message: Message
     frames: list[Frame] = field(default_factory=list)
     slot: int | None = None
+    delivery: Delivery | None = None
 
 
 @dataclass(slots=True)

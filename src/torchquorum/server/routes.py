@@ -123,7 +123,6 @@ ROUTES: dict[type[m.Message], Route] = {
     m.Pull: Route(lambda run, got: run.pull(got), joined=True, request=True),
     m.Values: Route(lambda run, got: run.keep_values(got), joined=True),
     m.Assign: Route(lambda run, got: run.assign(got), joined=True, request=True),
-    m.Here: Route(lambda run, got: [], otherwise=_ignore, joined=True, request=True, quiet=True),
     m.MeanRequest: Route(_mean, counted=True),
     # membership
     m.Beat: Route(Leading.beat, Leading, lambda got: [got.reply(m.Alive(0, False))]),

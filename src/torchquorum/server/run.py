@@ -32,6 +32,7 @@ from torchquorum.server.reply import LEADER, Incoming, Reply
 from torchquorum.server.saver import Published, Saver, Written
 from torchquorum.server.shard import Shard
 from torchquorum.server.tally import Tally
+from torchquorum.wire.channel import Peer
 
 NO_BUFFERS = "holds no buffers of the model: only ps task 0 does, once the chief has created them"
 
@@ -451,6 +452,13 @@ class Leading(Run):
                 if self.shard.workers.is_join(worker, answer.request):
                     answer.position = self.checkpoints.restored_position(worker)
         return replies
+
+    def hear_bytes(self, received_bytes: Callable[[Peer], int], now: float) -> None:
+        """Bytes that come are life, also those of a gradient that is long on its way and holds up the beats of its worker."""
+        for worker, incarnation in self.shard.workers.heard_from(received_bytes):
+            known = self.leader.quorum.workers.get(worker)
+            if known is not None and known.alive:
+                self.leader.quorum.seen(worker, incarnation, now)
 
     # -- what other shards send ---------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ from torchquorum.rules.quorum import Key
 from torchquorum.server.decision_log import LogEntry
 from torchquorum.server.mean_gradient import MeanGradient
 from torchquorum.server.pending_gradients import PendingGradients
-from torchquorum.server.reply import Reply
+from torchquorum.server.reply import Delivery, Reply
 from torchquorum.server.snapshot import (
     SavedState,
     ShardSnapshot,
@@ -45,6 +45,7 @@ from torchquorum.wire.messages import (
     Assigned,
     Drop,
     End,
+    Held,
     Join,
     Outcome,
     Plan,
@@ -65,6 +66,7 @@ class Answer:
     version: int
     stop: bool
     outcome: Outcome | None
+    delivery: Delivery | None = None
 
 
 class Shard:
@@ -262,12 +264,17 @@ class Shard:
         return []
 
     def answer(self, worker: int, incarnation: int, request: int) -> list[Reply]:
-        """Returns the answer to a request again, if it has been decided and the worker is known here."""
+        """Returns the answer to a request again, if it has been decided and the worker is known here.
+
+        While it is on its way it is not sent again: over a slow link it would never come.
+        """
         answer, joined = self._answers.get(worker), self.workers.get(worker)
         if answer is None or joined is None or (answer.incarnation, answer.request) != (incarnation, request):
             return []
         if joined.incarnation != incarnation:
             return []
+        if answer.delivery is not None and answer.delivery.is_under_way_to(joined.peer):
+            return [Reply(joined.peer, Held(request, "the rest of the variables", 0, 1, []))]
         slot = self.versions.leased(worker)
         if slot is None or not self.versions.slots.holds(slot, answer.version):
             # The worker counted as dead and its version is gone: it gets the current one.
@@ -297,7 +304,8 @@ class Shard:
         )
         if self.index == 0 and (joining or joined.revision != self.revision):
             message.settings, message.revision = self.update.settings, self.revision
-        return [Reply(joined.peer, message, frames, uncopied)]
+        answer.delivery = Delivery(joined.peer) if not shared else None
+        return [Reply(joined.peer, message, frames, uncopied, answer.delivery)]
 
     def _apply(self, entry: Apply) -> None:
         keys, version = [Key(*k) for k in entry.keys], entry.version

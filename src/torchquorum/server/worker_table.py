@@ -6,6 +6,7 @@ remembered.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchquorum.memory.slots import Slots
@@ -28,6 +29,7 @@ class JoinedWorker:
         gradients: What names its gradient memory to others.
         fastpath: Whether it can use the fast path.
         revision: Which of the run's settings it knows, as it last said.
+        received_bytes: How many bytes had come from that peer at the last look.
     """
 
     incarnation: int
@@ -38,6 +40,7 @@ class JoinedWorker:
     gradients: MemoryRef | None
     fastpath: bool
     revision: int = -1
+    received_bytes: int = 0
 
 
 class WorkerTable:
@@ -128,6 +131,16 @@ class WorkerTable:
     def gradients_of(self, worker: int) -> MemoryRef | None:
         """Returns where a joined worker's gradients lie."""
         return self._joined[worker].gradients
+
+    def heard_from(self, received_bytes: Callable[[Peer], int]) -> list[tuple[int, int]]:
+        """Returns the (worker, incarnation) pairs from which bytes have come since the last look, of messages on their way too."""
+        heard = []
+        for worker, joined in self._joined.items():
+            count = received_bytes(joined.peer)
+            if count != joined.received_bytes:
+                joined.received_bytes = count
+                heard.append((worker, joined.incarnation))
+        return heard
 
     def peer_of(self, worker: int) -> Peer | None:
         """Returns where a worker's last request came from."""

@@ -81,6 +81,7 @@ class WorkerConnection:
                 say=say,
                 clock=self._clock,
                 random_bits=self._task.random_bits,
+                beats=lambda: self._heartbeat.answered if self._heartbeat is not None else 0,
             )
         )
         prepare(link)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import select
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.wire.codec import Frame
@@ -34,12 +34,43 @@ def whole(frames: Sequence[Frame | Pieces]) -> list[Frame]:
     return [b"".join(f) if isinstance(f, Pieces) else f for f in frames]
 
 
+class Progress(NamedTuple):
+    """What has moved on a connection. A transport that cannot know it says `UNKNOWN`.
+
+    Attributes:
+        received: How many bytes have come since the connection was made.
+        delivered: How many bytes of ours have reached the other side's system since then.
+        leaving: How many bytes of ours are on their way.
+        coming: The size of the message that is coming; 0 if none has begun.
+        came: How many bytes of it have come.
+    """
+
+    received: int = 0
+    delivered: int = 0
+    leaving: int = 0
+    coming: int = 0
+    came: int = 0
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a message is on its way, in either direction."""
+        return self.leaving > 0 or self.coming > 0
+
+
+UNKNOWN = Progress()
+
+
 class Sent(Protocol):
     """A message that is being sent: its large frames must not change before it is done."""
 
     @property
     def done(self) -> bool:
         """Whether the frames are free again."""
+        ...
+
+    @property
+    def on_its_way(self) -> bool:
+        """Whether some of it has not reached the other side's system yet, as far as the transport can know."""
         ...
 
 
@@ -54,6 +85,11 @@ class Later:
     def done(self) -> bool:
         """Whether its memory is no longer needed."""
         return self._given_over and (self._sent is None or self._sent.done)
+
+    @property
+    def on_its_way(self) -> bool:
+        """Whether some of it has not reached the other side's system yet."""
+        return not self._given_over or (self._sent is not None and self._sent.on_its_way)
 
     def given_over(self, sent: Sent | None) -> None:
         """It has been sent, or is being sent."""
@@ -110,7 +146,18 @@ class Channel(Pollable, Protocol):
         ...
 
     def send(self, frames: Sequence[Frame | Pieces]) -> None:
-        """Sends a message; never blocks for long, and may lose it. Large frames must not change before the answer has come."""
+        """Sends a message as far as it fits; never blocks, and may lose it. Large frames must not change before the answer has come.
+
+        What does not fit leaves while the channel is flushed or received from.
+        """
+        ...
+
+    def flush(self, timeout_s: float) -> bool:
+        """Sends what did not fit, as far as that goes in this time; returns whether nothing is left."""
+        ...
+
+    def progress(self) -> Progress:
+        """Returns what has moved, so that a slow connection can be told from a lost one."""
         ...
 
     def receive(self, timeout_s: float) -> list[Frame] | None:
@@ -154,8 +201,13 @@ class Receiver(Pollable, Protocol):
         """Sends a message to a sender heard of before; a peer that is gone is no error.
 
         Returns:
-            A handle to ask when the frames are free again, or None if they are already.
+            A handle to ask when the frames are free again, and of a large message whether it is on its way; None if there is nothing
+            to ask.
         """
+        ...
+
+    def received_bytes(self, peer: Peer) -> int:
+        """Returns how many bytes have come from a peer so far, of messages that are not complete too; 0 where that is not known."""
         ...
 
     def hang_up(self, peer: Peer) -> None:

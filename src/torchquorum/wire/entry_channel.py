@@ -18,7 +18,7 @@ from torchquorum.clock import SYSTEM, Clock
 from torchquorum.cluster.secret import OPEN, Access
 from torchquorum.errors import ClusterError, SecretError
 from torchquorum.wire.address import find_place, largest_frame_bytes
-from torchquorum.wire.channel import Channel, Choose, Pieces, whole
+from torchquorum.wire.channel import UNKNOWN, Channel, Choose, Pieces, Progress, whole
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.messages import PROTOCOL
 from torchquorum.wire.opening import ChannelOpening, RefusedConnection
@@ -96,6 +96,16 @@ class EntryChannel:
             self._is_open()
         elif sum(map(len, packed := whole(frames))) < LARGE_BYTES and packed not in self._kept:
             self._kept.append([bytes(frame) for frame in packed])
+
+    def flush(self, timeout_s: float) -> bool:
+        """Sends what did not fit, as far as that goes in this time; returns whether nothing is left."""
+        flushed = self._channel is None or self._channel.flush(timeout_s)
+        self._is_open()
+        return flushed
+
+    def progress(self) -> Progress:
+        """Returns what has moved on the connection that there is now."""
+        return self._channel.progress() if self._channel is not None else UNKNOWN
 
     def receive(self, timeout_s: float) -> list[Frame] | None:
         """Returns the next message, or None when none came in time.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torchquorum.clock import SYSTEM, Clock
-from torchquorum.wire.channel import Channel, Choose, Pieces, whole
+from torchquorum.wire.channel import UNKNOWN, Channel, Choose, Pieces, Progress, whole
 from torchquorum.wire.codec import Frame
 
 
@@ -67,6 +67,14 @@ class FaultyChannel:
                 self._again += self._fate(frames, outgoing=False)
             elif left_s <= 0:
                 return None
+
+    def flush(self, timeout_s: float) -> bool:
+        """Sends what the channel inside has not sent yet."""
+        return self._inner.flush(timeout_s)
+
+    def progress(self) -> Progress:
+        """Returns nothing: what is late or lost here the channel inside does not know of."""
+        return UNKNOWN
 
     def receive_into(self, choose: Choose) -> None:
         """Does nothing: a message that comes twice or late must not write into memory that is used by then."""

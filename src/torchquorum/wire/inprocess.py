@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from torchquorum.clock import SYSTEM, Clock
-from torchquorum.wire.channel import Choose, Peer, Pieces, Pollable, wait_for_any, whole
+from torchquorum.wire.channel import UNKNOWN, Choose, Peer, Pieces, Pollable, Progress, wait_for_any, whole
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.messages import Way
 
@@ -106,6 +106,10 @@ class InProcessListener:
         """Ends a wait in `receive`; may be called on any thread."""
         self._inbox.wake()
 
+    def received_bytes(self, peer: Peer) -> int:
+        """Returns 0: messages come whole."""
+        return 0
+
     def hang_up(self, peer: Peer) -> None:
         """Does nothing: all peers are in this process."""
 
@@ -138,6 +142,14 @@ class InProcessChannel:
     def receive(self, timeout_s: float) -> list[Frame] | None:
         """Returns the next message, or None when none came in time."""
         return self._inbox.get(timeout_s)
+
+    def flush(self, timeout_s: float) -> bool:
+        """Returns True: what was sent is there."""
+        return True
+
+    def progress(self) -> Progress:
+        """Returns nothing: messages come whole."""
+        return UNKNOWN
 
     def receive_into(self, choose: Choose) -> None:
         """Does nothing: what was sent lies in memory of its own already."""

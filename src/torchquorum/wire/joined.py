@@ -94,6 +94,10 @@ class JoinedListener:
         self.wake()
         return later
 
+    def received_bytes(self, peer: Peer) -> int:
+        """Returns how many bytes have come from a peer so far."""
+        return self._part_of(peer).received_bytes(peer)
+
     def hang_up(self, peer: Peer) -> None:
         """Ends the connection of a peer that sends too much; it may connect again."""
         self._part_of(peer).hang_up(peer)

@@ -124,14 +124,6 @@ class Push(Message):
     revision: int = -1
 
 
-class Here(Message):
-    """The worker has changed its connection: what it is told from now on goes where this came from. Not answered."""
-
-    worker: int
-    incarnation: int
-    request: int
-
-
 class Pull(Message):
     """The worker asks for the current version, or for the moving averages at it. Answered by Variables."""
 
@@ -621,7 +613,6 @@ AnyMessage = (
     | Pull
     | Values
     | Assign
-    | Here
     | Probe
     | Beat
     | Leave

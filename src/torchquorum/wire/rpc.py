@@ -2,7 +2,8 @@
 
 Used by workers, by clients of graphs and by the command line; imports no torch. What always holds: a wait ends with the answer, or
 with an error that names who waited, the task with its address, what was waited for and what to do. A channel delivers at most once,
-so a question is repeated every `probe_s`; one that must not be asked twice is followed by a probe, or by nothing.
+so a question is repeated every `probe_s`; one that must not be asked twice is followed by a probe, or by nothing. While a message is
+on its way, in either direction, nothing is repeated: a slow connection is slow, not lost.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torchquorum.wire.messages as m
-from torchquorum.clock import SYSTEM, Clock
+from torchquorum.clock import SYSTEM, Clock, SeenTime
 from torchquorum.errors import (
     ConfigError,
     DeadlineError,
@@ -25,8 +26,9 @@ from torchquorum.errors import (
     UpdateError,
 )
 from torchquorum.wire import codec
-from torchquorum.wire.channel import Channel
+from torchquorum.wire.channel import UNKNOWN, Channel
 from torchquorum.wire.codec import Frame
+from torchquorum.wire.stream import LARGE_BYTES
 
 _Kind = TypeVar("_Kind", bound=m.Message)
 Arrived = tuple[Any, list[Frame]]
@@ -47,6 +49,10 @@ class Patience:
     silence_s: float = 10.0
     probe_s: float = 1.0
     say_s: float = 10.0
+
+    def seen_time(self, clock: Clock) -> SeenTime:
+        """Returns the time for a loop that waits at most `probe_s` at a time: a pause of this task itself does not count."""
+        return SeenTime(clock, max(2 * self.probe_s, self.silence_s / 4))
 
 
 def error_of(fault: m.Fault) -> Exception:
@@ -90,6 +96,58 @@ class Pending:
             return None
 
 
+class Life:
+    """The signs of life on one channel during a wait: messages, bytes that come, bytes of ours that arrive there, answered beats.
+
+    Args:
+        channel: The channel.
+        now: When the wait begins.
+        beats: Counts the other task's answers to a heartbeat, which has a channel of its own.
+
+    Attributes:
+        heard: When there was the last sign.
+        transferred: When a large message last went on, in either direction.
+        progress: What had moved at the last look.
+    """
+
+    def __init__(self, channel: Channel, now: float, beats: Callable[[], int] = lambda: 0) -> None:
+        self._channel, self._beats = channel, beats
+        self.heard = self.transferred = now
+        self.progress = channel.progress()
+        self._answered = beats()
+        self._to_leave = self.progress.leaving
+
+    def look(self, now: float) -> bool:
+        """Looks what has moved since the last look; returns whether a message is on its way, in either direction."""
+        before, self.progress = self.progress, self._channel.progress()
+        answered, self._answered = self._answered, self._beats()
+        moved = before[:2] != self.progress[:2]
+        # A beat says that the task lives. It does not say that this connection does, if nothing that we sent arrives.
+        if moved or (answered != self._answered and not self.progress.leaving):
+            self.heard = now
+        if moved and max(before.leaving, before.coming, self.progress.coming) >= LARGE_BYTES:
+            self.transferred = now
+        self._to_leave = max(self._to_leave, self.progress.leaving) if self.progress.leaving else 0
+        return self.progress.under_way
+
+    @property
+    def left(self) -> tuple[int, int]:
+        """Returns how many bytes of ours have arrived there, of how many that were on their way."""
+        return self._to_leave - self.progress.leaving, self._to_leave
+
+
+def tell_bytes(lives: Sequence[Life]) -> str:
+    """Returns what has moved during a wait, as the end of a line for people; nothing where it is not known."""
+    coming = sum(life.progress.coming for life in lives)
+    if coming:
+        return f", {sum(life.progress.came for life in lives) / 1e6:.1f} of {coming / 1e6:.1f} MB have come"
+    to_leave = sum(life.left[1] for life in lives)
+    if to_leave >= LARGE_BYTES:
+        return f", {sum(life.left[0] for life in lives) / 1e6:.1f} of {to_leave / 1e6:.1f} MB have left"
+    known = any(life.progress != UNKNOWN for life in lives)
+    return ", 0.0 MB have come" if known else ""
+
+
 @dataclass(kw_only=True)
 class Asker:
     """One task's questions to another, over one channel. Owned by the thread that owns the channel.
@@ -104,6 +162,7 @@ class Asker:
         split: Decodes what arrives.
         other: Takes what arrives and is no answer.
         meanwhile: Is called while it waits, at least every `probe_s`; may raise to end the wait.
+        beats: Counts the other task's answers to a heartbeat.
         advice: What to do when the time is up, in a sentence or two.
     """
 
@@ -116,6 +175,7 @@ class Asker:
     split: Callable[[Sequence[Frame]], tuple[Any, list[Frame]]] = codec.split
     other: Callable[[Any, list[Frame]], None] = lambda _message, _frames: None
     meanwhile: Callable[[], None] = lambda: None
+    beats: Callable[[], int] = lambda: 0
     advice: str = ADVICE
 
     def ask(
@@ -172,7 +232,7 @@ class Asker:
         number: int = -1,
         starting: bool = False,
     ) -> tuple[_Kind, list[Frame]]:
-        """Waits for the answer to what was sent already; as `ask`, but calls `repeat` every `probe_s`.
+        """Waits for the answer to what was sent already; as `ask`, but calls `repeat` every `probe_s`, unless something is on its way.
 
         Args:
             kind: The kind of the answer.
@@ -183,27 +243,31 @@ class Asker:
             number: The question's number: a Fault under it is its answer, as one without a number is.
             starting: Whether the other task may be silent.
         """
-        started = heard = reported = asked = self.clock.now()
+        seen = self.patience.seen_time(self.clock)
+        started = reported = asked = seen.now()
+        life = Life(self.channel, started, self.beats)
         while True:
             received = self.channel.receive(self.patience.probe_s)
-            now = self.clock.now()
+            now = seen.turn()
             if received is not None:
                 # Something has arrived: the answer, a refusal, or news for somebody else.
-                heard = now
+                life.heard = now
                 answer, tensors = self.split(received)
                 if isinstance(answer, kind) and accept(answer):
                     return answer, tensors
                 if isinstance(answer, m.Fault) and answer.request in (-1, number):
                     raise error_of(answer)
                 self.other(answer, tensors)
+            under_way = life.look(now)
             if now - asked >= self.patience.probe_s:
                 asked = now
-                repeat()
+                if not under_way:
+                    repeat()
                 self.meanwhile()
-            self.check(now - started, now - heard, limit_s, what, starting=starting)
+            self.check(now - max(started, life.transferred), now - life.heard, limit_s, what, starting=starting)
             if now - reported >= self.patience.say_s:
                 reported = now
-                self.say(f"{self.me}: waiting for {what}: {now - started:.0f} s")
+                self.say(f"{self.me}: waiting for {what}: {now - started:.0f} s{tell_bytes([life])}")
 
     def check(self, waited_s: float, silent_s: float, limit_s: float, what: str, *, starting: bool = False) -> None:
         """Ends a wait that has grown too long, or whose other side is gone.

@@ -9,9 +9,11 @@ where it stays, and stays valid until the next but one message of the same conne
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import socket
 import struct
+import termios
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -26,6 +28,7 @@ LARGE_BYTES = 64 << 10
 STAGE_BYTES = 16 << 10  # read at once; of a large frame that much is copied, the rest is received where it stays
 MOST_PARTS = 512  # pieces of memory in one system call; the system allows 1024
 _COUNT = struct.Struct("<I")
+_QUEUED = struct.Struct("i")
 _HEADS = [struct.Struct(f"<I{count}Q") for count in range(MOST_FRAMES + 1)]
 _NONE = range(0)
 
@@ -64,9 +67,21 @@ class ByteStream(Protocol):
         """Returns how many bytes have been taken from the system and not been read yet; polling does not show them."""
         ...
 
+    def unacknowledged(self) -> int:
+        """Returns how many written bytes have not reached the other side's system yet; 0 where that is not known."""
+        ...
+
     def close(self) -> None:
         """Closes it."""
         ...
+
+
+def unacknowledged(fd: int) -> int:
+    """Returns how many bytes that were written to a socket have not reached the other side's system yet."""
+    try:
+        return _QUEUED.unpack(fcntl.ioctl(fd, termios.TIOCOUTQ, bytes(_QUEUED.size)))[0]
+    except (OSError, ValueError):
+        return 0  # it is closed
 
 
 class SocketStream(socket.socket):
@@ -77,6 +92,10 @@ class SocketStream(socket.socket):
     def pending(self) -> int:
         """Returns 0."""
         return 0
+
+    def unacknowledged(self) -> int:
+        """Returns how many written bytes have not reached the other side's system yet."""
+        return unacknowledged(self.fileno())
 
     @classmethod
     def of(cls, plain: socket.socket) -> SocketStream:
@@ -105,6 +124,9 @@ class StreamReader:
         largest_bytes: The largest frame that may come.
         choose: Given the header and the sizes of the other frames, returns memory for the first of those, in pieces, or None.
         reuse: Whether the memory of a large frame is used again, by the next but one message with such a frame.
+
+    Attributes:
+        received: How many bytes have come so far.
     """
 
     def __init__(self, largest_bytes: int, choose: Choose | None = None, *, reuse: bool = True) -> None:
@@ -118,6 +140,14 @@ class StreamReader:
         self._at = 0
         self._kept: deque[Room] = deque()
         self.more = False
+        self.received = 0
+        self._message_at = 0  # how many bytes had come before the frames of the message that is being read
+
+    @property
+    def coming(self) -> tuple[int, int]:
+        """Returns the size of the message that is being read, and how much of it has come; zeros if there is none yet."""
+        here = self.received - (self._end - self._begin)
+        return (sum(self._sizes), here - self._message_at) if self._sizes else (0, 0)
 
     @property
     def wanted_bytes(self) -> int:
@@ -148,6 +178,7 @@ class StreamReader:
                 count = self._read_on(stream)
             if count == 0:
                 raise ConnectionResetError
+            self.received += count
 
     def _read_on(self, stream: ByteStream) -> int:
         """Reads into the frame that is not complete, or behind what is in the stage."""
@@ -196,6 +227,7 @@ class StreamReader:
             raise StreamError(f"frames of {sizes} bytes")
         self._begin += head.size
         self._sizes = sizes
+        self._message_at = self.received - (self._end - self._begin)
         return sizes
 
     def _begin_frame(self, size: int) -> bool:
@@ -267,14 +299,27 @@ def pack(frames: Sequence[Frame | Pieces]) -> list[Frame]:
 
 
 class Outgoing:
-    """A message that is being sent: its memory must not change before it is done."""
+    """A message that is being sent: its memory must not change before it is done.
 
-    __slots__ = ("done", "large", "parts")
+    Args:
+        parts: Its bytes.
+        size: How many they are.
+        end: How many bytes its writer will have written when it is done.
+        writer: What sends it.
+    """
 
-    def __init__(self, parts: Sequence[Frame]) -> None:
+    __slots__ = ("_end", "_writer", "done", "large", "parts")
+
+    def __init__(self, parts: Sequence[Frame], size: int, end: int, writer: StreamWriter) -> None:
         self.parts = deque(parts)
-        self.large = sum(map(len, parts)) >= LARGE_BYTES
+        self.large = size >= LARGE_BYTES
         self.done = False
+        self._end, self._writer = end, writer
+
+    @property
+    def on_its_way(self) -> bool:
+        """Whether some of it has not reached the other side's system yet; of a connection that is gone nothing is on its way."""
+        return self._writer.delivers(self._end)
 
     def sent(self, count: int) -> int:
         """So many bytes have left, of this message and perhaps of later ones; returns how many were of later ones."""
@@ -300,7 +345,26 @@ class StreamWriter:
         self._stream = stream
         self._lock = threading.Lock()
         self._queue: deque[Outgoing] = deque()
+        self._accepted = self._written = 0  # bytes of messages that were to be sent, and of those the system has taken
+        self._gone = False
         self.wants_read = False
+
+    @property
+    def delivered(self) -> int:
+        """Returns how many bytes have reached the other side's system."""
+        return self._written - self._unacknowledged()
+
+    @property
+    def leaving(self) -> int:
+        """Returns how many bytes have not."""
+        return 0 if self._gone else self._accepted - self._written + self._unacknowledged()
+
+    def delivers(self, end: int) -> bool:
+        """Whether the first `end` bytes have not all reached the other side's system, and still may."""
+        return not self._gone and self._written - self._unacknowledged() < end
+
+    def _unacknowledged(self) -> int:
+        return 0 if self._gone else self._stream.unacknowledged()
 
     @property
     def waiting(self) -> int:
@@ -315,13 +379,16 @@ class StreamWriter:
 
     def put(self, frames: Sequence[Frame | Pieces]) -> Outgoing:
         """Appends a message, to be sent by the next `flush`."""
-        message = Outgoing(pack(frames))
+        parts = pack(frames)
+        size = sum(map(len, parts))
         with self._lock:
+            self._accepted += size
+            message = Outgoing(parts, size, self._accepted, self)
             self._queue.append(message)
         return message
 
     def send(self, frames: Sequence[Frame | Pieces]) -> Outgoing | None:
-        """Sends a message as far as it fits now; returns it if something of it is left.
+        """Sends a message as far as it fits now; returns it if it is large, or if something of it is left.
 
         Raises:
             OSError: The connection is gone.
@@ -330,15 +397,21 @@ class StreamWriter:
             message = self.put(frames)
         else:
             parts = pack(frames)
+            size = sum(map(len, parts))
+            with self._lock:
+                self._accepted += size
+                end = self._accepted
             count = self._write(parts if len(parts) <= MOST_PARTS else parts[:MOST_PARTS])
-            if count == sum(map(len, parts)):
+            if count == size < LARGE_BYTES:
                 return None
-            message = Outgoing(parts)
+            message = Outgoing(parts, size, end, self)
             message.sent(count)
+            if message.done:
+                return message
             with self._lock:
                 self._queue.appendleft(message)  # what another thread has put in meanwhile comes after it
         self.flush()
-        return None if message.done else message
+        return None if message.done and not message.large else message
 
     def flush(self) -> bool:
         """Sends what fits; True when nothing is left.
@@ -368,10 +441,12 @@ class StreamWriter:
             self.wants_read = isinstance(want, WantRead)
             return 0
         self.wants_read = False
+        self._written += count
         return count
 
     def give_up(self) -> None:
         """The connection is gone: what was to be sent is free."""
+        self._gone = True
         with self._lock:
             for message in self._queue:
                 message.done = True

@@ -1,7 +1,7 @@
 """A worker's end of a stream of messages, over a Unix socket, TCP, or whatever else is a `ByteStream`.
 
-Made by a transport (`unix_stream`, `tcp_stream`), owned by the worker's thread. What always holds: a message is sent as a whole or the
-connection is given up; a `receive` without time to wait costs one system call.
+Made by a transport (`unix_stream`, `tcp_stream`), owned by the worker's thread. What always holds: messages leave whole and in order,
+however long the link takes: nothing here gives a slow connection up; a `receive` without time to wait costs one system call.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ import select
 from collections.abc import Sequence
 
 from torchquorum.clock import SYSTEM, Clock
-from torchquorum.wire.channel import FOREVER_S, Choose, Pieces
+from torchquorum.wire.channel import FOREVER_S, Choose, Pieces, Progress
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.stream import ByteStream, StreamError, StreamReader, StreamWriter, WantWrite
 
-SEND_S = 10.0
 CLOSED_NAP_S = 0.05
 
 
@@ -27,7 +26,6 @@ class StreamChannel:
         largest_bytes: The largest frame that may come.
         reuse: Whether the memory of a large frame is used again, by the next but one message.
         spin_s: So long a receiver looks again and again, giving the core to others, before it sleeps.
-        send_s: A message that has not left after this time ends the connection.
         clock: Tells the time.
     """
 
@@ -38,15 +36,15 @@ class StreamChannel:
         *,
         reuse: bool = True,
         spin_s: float = 0.0,
-        send_s: float = SEND_S,
         clock: Clock = SYSTEM,
     ) -> None:
         self._stream, self._clock = stream, clock
-        self._spin_s, self._send_s = spin_s, send_s
+        self._spin_s = spin_s
         self._reader, self._writer = StreamReader(largest_bytes, reuse=reuse), StreamWriter(stream)
-        self._readable, self._writable = select.poll(), select.poll()
+        self._readable, self._writable, self._both = select.poll(), select.poll(), select.poll()
         self._readable.register(stream.fileno(), select.POLLIN)
         self._writable.register(stream.fileno(), select.POLLOUT)
+        self._both.register(stream.fileno(), select.POLLIN | select.POLLOUT)
         self.closed = False
 
     def settled(self) -> StreamChannel:
@@ -67,28 +65,45 @@ class StreamChannel:
         self._reader.choose = choose
 
     def send(self, frames: Sequence[Frame | Pieces]) -> None:
-        """Sends a message; if it does not leave in time the connection is given up."""
+        """Sends a message as far as it fits; the rest leaves while this channel is flushed or received from."""
         if self.closed:
             return
         try:
-            if self._writer.send(frames) is None:
-                return
-            deadline = self._clock.now() + self._send_s
-            while not self._writer.flush():
-                left_s = deadline - self._clock.now()
-                poll = self._readable if self._writer.wants_read else self._writable
-                if left_s <= 0 or not poll.poll(left_s * 1000):
-                    self.closed = True
-                    return
+            self._writer.send(frames)
         except OSError:
             self.closed = True
 
+    def flush(self, timeout_s: float) -> bool:
+        """Sends what did not fit, as far as that goes in this time; returns whether nothing is left."""
+        deadline = None
+        while self._writer.waiting and not self.closed:
+            try:
+                if self._writer.flush():
+                    break
+            except OSError:
+                self.closed = True
+                break
+            now = self._clock.now()
+            deadline = now + timeout_s if deadline is None else deadline
+            poll = self._readable if self._writer.wants_read else self._writable
+            if now >= deadline or not poll.poll((deadline - now) * 1000):
+                return False
+        return True
+
+    def progress(self) -> Progress:
+        """Returns what has moved."""
+        writer, reader = self._writer, self._reader
+        leaving = writer.leaving
+        return Progress(reader.received, writer.delivered, leaving, *reader.coming)
+
     def receive(self, timeout_s: float) -> list[Frame] | None:
-        """Returns the next message, or None when none came in time."""
+        """Returns the next message, or None when none came in time. Sends what did not fit meanwhile."""
         deadline, awake_until = None, 0.0
         while not self.closed:
             poll = self._readable
             try:
+                if self._writer.waiting and not self._writer.flush() and not self._writer.wants_read:
+                    poll = self._both
                 return self._reader.read(self._stream)
             except WantWrite:
                 poll = self._writable
@@ -112,4 +127,5 @@ class StreamChannel:
 
     def close(self) -> None:
         """Closes this end."""
+        self._writer.give_up()
         self._stream.close()

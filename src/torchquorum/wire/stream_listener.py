@@ -165,9 +165,14 @@ class StreamListener:
         except OSError:
             self._forget(connection)
             return None
-        if outgoing is not None:
+        if writer.waiting:
             self._watch(connection)
         return outgoing
+
+    def received_bytes(self, peer: Peer) -> int:
+        """Returns how many bytes have come from a peer so far."""
+        connection = self._peers.get(peer)
+        return connection.reader.received if connection is not None else 0
 
     def any_thread(self, peer: Peer) -> bool:
         """Whether messages to a peer may be sent on any thread: its connection has one of its own."""

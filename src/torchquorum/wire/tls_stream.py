@@ -18,7 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 from torchquorum.wire.codec import Frame
-from torchquorum.wire.stream import WantWrite
+from torchquorum.wire.stream import WantWrite, unacknowledged
 from torchquorum.wire.tls_keys import Side
 
 RECORD_BYTES = 16 << 10
@@ -141,6 +141,10 @@ class TlsStream:
     def pending(self) -> int:
         """Returns how many bytes have been taken from the system and not been read yet."""
         return self._tls.pending() + self._in.pending
+
+    def unacknowledged(self) -> int:
+        """Returns how many bytes have not reached the other side's system yet; of records, so a little more than were written."""
+        return unacknowledged(self._socket.fileno())
 
     def close(self) -> None:
         """Closes it."""

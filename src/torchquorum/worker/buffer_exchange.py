@@ -14,6 +14,8 @@ from torchquorum.worker.local_buffers import CapturedBuffers, LocalBuffers
 from torchquorum.worker.ps_channels import PsChannels
 from torchquorum.worker.run_view import RunView
 
+LEAVE_S = 1.0
+
 
 class BufferExchange:
     """Sends a worker's buffers to ps task 0, and takes the run's.
@@ -33,6 +35,7 @@ class BufferExchange:
         end = self._channels.end
         message = m.Buffers(end.index, end.incarnation, version, number, final)
         self._channels.post(0, message, [tensor_frame(captured.pack())])
+        self._channels.asker(0).channel.flush(LEAVE_S)  # what has not left by then leaves with the next step
 
     def send_wanted(self, message: m.Message) -> None:
         """Sends the buffers as they are, if that is what a ps has asked for."""

@@ -1,7 +1,7 @@
 """A worker's sign of life, from a thread of its own, so that a long batch is not taken for a death.
 
 Started and stopped by the session. Uses a channel that nobody else uses; shares nothing with the worker's thread but a
-flag to stop and two values that only this thread writes.
+flag to stop and three values that only this thread writes.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class Heartbeat:
     Attributes:
         lead: The worker that does what is the chief's to do, as ps task 0 last said; may be read on any thread.
         leave: Whether ps task 0 has asked this worker to go; may be read on any thread.
+        answered: How often ps task 0 has answered; may be read on any thread.
     """
 
     def __init__(
@@ -38,20 +39,22 @@ class Heartbeat:
     ) -> None:
         self._channel, self._interval_s, self._clock = channel, interval_s, clock
         self._message = codec.encode(m.Beat(worker, incarnation))
-        self.lead, self.leave = lead, False
+        self.lead, self.leave, self.answered = lead, False, 0
         self._stop = threading.Event()
         self._thread = thread(target=self._run, name="torchquorum-beat", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while not self._clock.wait(self._stop, self._interval_s):
-            self._channel.send([self._message])
+            if not self._channel.progress().leaving:  # one that is still on its way says the same
+                self._channel.send([self._message])
             wait_s = ANSWER_S  # a connection that is just being made goes on while somebody waits for it
             while (received := self._channel.receive(wait_s)) is not None:
                 wait_s = 0.0
                 answer, _ = codec.split(received)
                 if isinstance(answer, m.Alive):
                     self.lead, self.leave = answer.lead, answer.leave
+                    self.answered += 1
         self._channel.close()
 
     def stop(self) -> None:

@@ -15,11 +15,9 @@ from torchquorum.memory.slots import section_views
 from torchquorum.wire import codec
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import tensor_frame
-from torchquorum.worker.exchange import Exchange
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.local_buffers import CapturedBuffers
 from torchquorum.worker.ps_channels import PsChannels
-from torchquorum.worker.requests import Requests
 from torchquorum.worker.ways import Target, upgrade
 from torchquorum.worker.worker_end import WorkerEnd
 
@@ -72,10 +70,8 @@ def create(channels: PsChannels, message: m.Create, flat: FlatParameters, buffer
     return existing
 
 
-def take_faster_ways(
-    channels: PsChannels, requests: Requests, welcomes: Sequence[m.Welcome], shared: Sequence[bool], exchange: Exchange
-) -> None:
-    """Goes over to the best way that each ps task offers; the ps tasks hear where the worker is now."""
+def take_faster_ways(channels: PsChannels, welcomes: Sequence[m.Welcome], shared: Sequence[bool]) -> None:
+    """Goes over to the best way that each ps task offers, before anything large is sent."""
     end, greeting = channels.end, codec.encode(channels.end.greeting())
     for k, (ps, welcome) in enumerate(zip(end.ps, welcomes, strict=True)):
         target = Target(
@@ -87,5 +83,3 @@ def take_faster_ways(
         )
         asker = channels.asker(k)
         asker.channel = upgrade(asker.channel, welcome.ways, target, say=end.tell, clock=end.clock)
-        asker.channel.receive_into(exchange.chooser(k, requests.awaited))
-        channels.post(k, m.Here(end.index, end.incarnation, requests.number))

@@ -90,6 +90,7 @@ class Link(RunView):
         """
         self._welcomes = joining.greet(self.channels)
         self._shared = joining.shares_memory(self.end, self._welcomes)
+        joining.take_faster_ways(self.channels, self._welcomes, self._shared)
         self._states.set(LinkState.GREETED)
         return [welcome.created for welcome in self._welcomes]
 
@@ -118,25 +119,24 @@ class Link(RunView):
     def join(self, plan: m.Plan, flat: FlatParameters) -> None:
         """Joins the run, once the chief has created the variables, and takes the current version."""
         try:
-            joined = self._join(plan, flat)
+            self._join(plan, flat)
         except SegmentError as error:
             if self.end.transport == "shm":
                 raise
             self.say(f"{error}; using TCP instead")
             self._shared = [False] * len(self._shared)
-            joined = self._join(plan, flat)
-        # RunMember over the first channels: now over to faster ones, where a ps task offers them.
-        joining.take_faster_ways(self.channels, self.requests, self._welcomes, self._shared, joined.exchange)
+            self._join(plan, flat)
 
-    def _join(self, plan: m.Plan, flat: FlatParameters) -> RunMember:
+    def _join(self, plan: m.Plan, flat: FlatParameters) -> None:
         if self.joined is not None:
             self.joined.close()
         self.joined = joined = RunMember(
             plan, flat, self._shared, requests=self.requests, view=self, positions=self._positions
         )
         joined.on_stop = self._buffers.send_final if self._buffers is not None else joined.on_stop
+        for k in range(len(self.end.ps)):
+            self.channels.asker(k).channel.receive_into(joined.exchange.chooser(k, self.requests.awaited))
         joined.join()
-        return joined
 
     def leave(
         self, *, failed: BaseException | None = None, loss: float | None = None, accuracy: float | None = None

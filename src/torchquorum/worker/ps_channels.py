@@ -15,7 +15,7 @@ import torchquorum.wire.messages as m
 from torchquorum.wire import codec
 from torchquorum.wire.channel import Channel
 from torchquorum.wire.codec import Frame
-from torchquorum.wire.rpc import Arrived, Asker, Pending, error_of
+from torchquorum.wire.rpc import Arrived, Asker, Life, Pending, error_of
 from torchquorum.worker.worker_end import WorkerEnd
 
 MOST_PENDING = 64
@@ -56,6 +56,7 @@ class PsChannels:
             say=end.say,
             other=lambda message, frames: self.route(k, message, frames),
             meanwhile=self.meanwhile,
+            beats=end.beats if k == 0 else lambda: 0,
         )
 
     def __len__(self) -> int:
@@ -64,6 +65,11 @@ class PsChannels:
     def asker(self, k: int) -> Asker:
         """Returns what asks ps task k, with its channel."""
         return self._askers[k]
+
+    def life(self, k: int, now: float) -> Life:
+        """Returns the signs of life of ps task k, for a wait that begins now."""
+        asker = self._askers[k]
+        return Life(asker.channel, now, asker.beats)
 
     def closed(self, k: int) -> bool:
         """Whether ps task k is known to have closed the connection."""

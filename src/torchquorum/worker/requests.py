@@ -1,52 +1,54 @@
 """A worker's requests to all ps tasks: sent, asked about until every ps task has answered, and sent again where one is not known.
 
 Owned by the worker's thread, through its link. What always holds: one request is open at a time; a request is asked about every
-`probe_s`, and sent again if the ps does not know it; every wait ends with an answer or with an error that names task, address,
-what was waited for and what to do.
+`probe_s` while nothing is on its way, and sent again if the ps does not know it; every wait ends with an answer or with an error that
+names task, address, what was waited for and what to do.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torchquorum.wire.messages as m
+from torchquorum.clock import SeenTime
 from torchquorum.cluster import TaskId
 from torchquorum.errors import LostCreationError
 from torchquorum.wire import codec
 from torchquorum.wire.codec import Frame
-from torchquorum.wire.rpc import Arrived, error_of
+from torchquorum.wire.rpc import Arrived, Life, error_of, tell_bytes
 from torchquorum.worker.link_states import LinkState, LinkStates
 from torchquorum.worker.ps_channels import PsChannels
 
+FLUSH_S = 0.05
 ABOUT_REQUEST = (m.Variables, m.Held, m.Unknown, m.Fault)
 
 
 @dataclass(slots=True)
 class Waiting:
-    """A wait for the answers to the open request: what the ps tasks have said so far."""
+    """A wait for the answers to the open request, or until it has left: what the ps tasks have said so far, and their signs of life."""
 
-    num_ps: int
-    started: float
+    seen: SeenTime
+    lives: list[Life]
     what: str = "its turn"
     found: dict[int, tuple[m.Variables, list[Frame]]] = field(default_factory=dict)
-    heard: list[float] = field(init=False)
+    started: float = field(init=False)
     asked: float = field(init=False)
     reported: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.heard = [self.started] * self.num_ps
-        self.asked = self.reported = self.started
+        self.started = self.asked = self.reported = self.seen.now()
 
     def missing(self) -> list[int]:
         """Returns the ps tasks that owe an answer."""
-        return [k for k in range(self.num_ps) if k not in self.found]
+        return [k for k in range(len(self.lives)) if k not in self.found]
 
     def next_missing(self) -> int | None:
         """Returns the first of them."""
-        return next((k for k in range(self.num_ps) if k not in self.found), None)
+        return next((k for k in range(len(self.lives)) if k not in self.found), None)
 
 
 class Requests:
@@ -100,6 +102,27 @@ class Requests:
     def _send_open(self) -> None:
         for k, (message, frames) in enumerate(self.open):
             self.channels.post(k, message, frames)
+        self._let_leave()
+
+    def _let_leave(self) -> None:
+        """Waits until all of the open request has left, to every ps task; as long as bytes leave, however slowly."""
+        unsent = self._unsent(range(len(self.channels)), 0.0)
+        if not unsent:
+            return
+        waiting = self._begin_wait("its message to leave")
+        while unsent := self._unsent(unsent, FLUSH_S):
+            now = waiting.seen.turn()
+            if now - waiting.asked >= self._end.patience.probe_s:
+                waiting.asked = now
+                self.channels.meanwhile()
+                self._look_at_lives(waiting, now, unsent, math.inf)
+
+    def _unsent(self, among: Iterable[int], timeout_s: float) -> list[int]:
+        return [k for k in among if not self.channels.asker(k).channel.flush(timeout_s)]
+
+    def _begin_wait(self, what: str) -> Waiting:
+        seen = self._end.patience.seen_time(self._end.clock)
+        return Waiting(seen, [self.channels.life(k, seen.now()) for k in range(len(self.channels))], what)
 
     def answers(self, limit_s: float) -> list[tuple[m.Variables, list[Frame]]]:
         """Waits for the answers of all ps tasks to the open request; probes those that owe one every `probe_s`.
@@ -108,18 +131,18 @@ class Requests:
         """
         self._taking = True
         try:
-            waiting = Waiting(len(self.channels), self._end.clock.now())
+            waiting = self._begin_wait("its turn")
             self._wait_for_all(waiting, limit_s)
             return [waiting.found[k] for k in range(len(self.channels))]
         finally:
             self._taking = False
 
     def _wait_for_all(self, waiting: Waiting, limit_s: float) -> None:
-        patience, clock = self._end.patience, self._end.clock
+        patience = self._end.patience
         while (k := self._owing(waiting)) is not None:
             # Ps k owes an answer: wait for it, at most until it is time to probe.
             self._hear(waiting, k, self._receive(k, patience.probe_s))
-            now = clock.now()
+            now = waiting.seen.turn()
             self.channels.meanwhile()
             if now - waiting.asked < patience.probe_s and not self.channels.closed(k):
                 continue
@@ -132,13 +155,27 @@ class Requests:
                 continue
             # Some still owe an answer: ask what became of the request; one that is gone or silent ends the wait.
             probe = codec.encode(m.Probe(self._end.index, self._end.incarnation, self.number))
-            for owing in sorted({0, *waiting.missing()}):
-                asker = self.channels.asker(owing)
+            self._look_at_lives(waiting, now, sorted({0, *waiting.missing()}), limit_s, probe)
+
+    def _look_at_lives(
+        self, waiting: Waiting, now: float, those: Sequence[int], limit_s: float, probe: Frame | None = None
+    ) -> None:
+        """Looks for signs of life, probes where nothing is on its way, and says every `say_s` how the wait stands.
+
+        Raises:
+            TaskLostError: A ps task is gone or silent.
+            DeadlineError: The wait has grown too long, not counting the time in which large messages went on.
+        """
+        for k in those:
+            asker, life = self.channels.asker(k), waiting.lives[k]
+            if not life.look(now) and probe is not None:
                 asker.channel.send([probe])
-                asker.check(now - waiting.started, now - waiting.heard[owing], limit_s, waiting.what)
-            if now - waiting.reported >= patience.say_s:
-                waiting.reported = now
-                self._end.tell(f"waiting for {waiting.what}: {now - waiting.started:.0f} s")
+            since = max(waiting.started, *(other.transferred for other in waiting.lives))
+            asker.check(now - since, now - life.heard, limit_s, waiting.what)
+        if now - waiting.reported >= self._end.patience.say_s:
+            waiting.reported = now
+            told = tell_bytes([waiting.lives[k] for k in those])
+            self._end.tell(f"waiting for {waiting.what}: {now - waiting.started:.0f} s{told}")
 
     def _owing(self, waiting: Waiting) -> int | None:
         """Returns the first ps that owes an answer. Some of before a restore and some of after it are none: all are asked again."""
@@ -161,7 +198,7 @@ class Requests:
         """Takes what ps k said about the open request; False if it said nothing."""
         if received is None:
             return False
-        waiting.heard[k] = self._end.clock.now()
+        waiting.lives[k].heard = waiting.seen.now()
         answer, tensors = received
         match answer:
             case m.Fault() if answer.request in (-1, self.number):

@@ -34,6 +34,7 @@ class WorkerEnd:
         say: Prints a line for people.
         clock: Tells the time.
         random_bits: Returns a random number of so many bits, for ids.
+        beats: Counts the heartbeats that ps task 0 has answered.
     """
 
     cluster: ClusterSpec
@@ -45,6 +46,7 @@ class WorkerEnd:
     say: Callable[[str], None] = print
     clock: Clock = SYSTEM
     random_bits: Callable[[int], int] = secrets.randbits
+    beats: Callable[[], int] = lambda: 0
 
     @property
     def task(self) -> TaskId:

@@ -16,7 +16,6 @@ OF_WORKERS: list[m.Message] = [
     m.Pull(0, GUESSED, 2),
     m.Values(0, GUESSED, 1, [0]),
     m.Assign(0, GUESSED, 2, 1, 0, False, []),
-    m.Here(0, GUESSED, 2),
     m.Stop(0, GUESSED),
     m.Save(0, GUESSED, 1, "/nowhere", 5),
     m.Position(0, GUESSED, 0, {}),

@@ -17,6 +17,7 @@ class Sending:
     """A message on its way."""
 
     done: bool = False
+    on_its_way: bool = True
 
 
 @pytest.fixture

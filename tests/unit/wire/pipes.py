@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from torchquorum.clock import Clock
-from torchquorum.wire.channel import FOREVER_S, Choose, Peer, Pieces, whole
+from torchquorum.wire.channel import FOREVER_S, UNKNOWN, Choose, Peer, Pieces, Progress, whole
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.messages import Way
 from torchquorum.wire.stream import pack
@@ -51,6 +51,12 @@ class PipeChannel:
 
     def send(self, frames: Sequence[Frame | Pieces]) -> None:
         _send(self._pipe, whole(frames))
+
+    def flush(self, timeout_s: float) -> bool:
+        return True
+
+    def progress(self) -> Progress:
+        return UNKNOWN
 
     def receive(self, timeout_s: float) -> list[Frame] | None:
         try:
@@ -109,6 +115,9 @@ class PipeListener:
         if pipe is not None:
             USED["sent"] += 1
             _send(pipe, frames)
+
+    def received_bytes(self, peer: Peer) -> int:
+        return 0
 
     def hang_up(self, peer: Peer) -> None:
         pass

@@ -59,7 +59,6 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     m.FateOf: st.builds(m.FateOf, numbers, numbers, numbers),
     m.Fate: st.builds(m.Fate, numbers, numbers, numbers, st.text(), st.text(), numbers, st.none() | floats),
     m.Probe: st.builds(m.Probe, numbers, numbers, numbers),
-    m.Here: st.builds(m.Here, numbers, numbers, numbers),
     m.Beat: st.builds(m.Beat, numbers, numbers),
     m.Leave: st.builds(m.Leave, numbers, numbers, st.none() | floats, st.none() | floats, st.booleans()),
     m.StatusRequest: st.just(m.StatusRequest()),

@@ -19,6 +19,7 @@ from torchquorum.errors import (
     TaskLostError,
 )
 from torchquorum.wire import codec
+from torchquorum.wire.channel import Progress
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.rpc import Asker, Patience, Pending, error_of
 
@@ -156,3 +157,95 @@ def test_an_answer_is_taken_on_another_thread_than_the_one_that_hands_it_over() 
     thread.join()
     pending.put(None)
     assert pending.take(10.0) is None
+
+
+def test_while_a_message_comes_nothing_is_asked_again_and_the_line_says_how_much_has_come() -> None:
+    """A download of a minute: longer than the silence that is allowed, and than the limit of the wait."""
+    ps = Ps()
+    size, count = 60_000_000, 0
+    ps.channel.moved = Progress(coming=size)
+
+    def come() -> None:
+        nonlocal count
+        count += 1
+        ps.channel.moved = Progress(received=count * 1_000_000, coming=size, came=count * 1_000_000)
+        if count == 60:
+            ps.channel.moved = Progress(received=size)
+            ps.channel.arrived.append([codec.encode(m.Settled(True))])
+
+    ps.asker.meanwhile = come
+    ps.asker.ask(m.Settle(), kind=m.Settled, what="x", limit_s=20.0)
+    assert ps.sent() == [m.Settle()]
+    assert ps.said[:2] == [
+        "/job:worker/task:1: waiting for x: 5 s, 4.0 of 60.0 MB have come",
+        "/job:worker/task:1: waiting for x: 10 s, 9.0 of 60.0 MB have come",
+    ]
+    assert len(ps.said) == 12
+
+
+def test_while_a_question_leaves_it_is_not_asked_again_and_the_line_says_how_much_has_left() -> None:
+    ps = Ps()
+    size = left = 60_000_000
+    ps.channel.moved = Progress(leaving=left)
+
+    def leave() -> None:
+        nonlocal left
+        left -= 1_000_000
+        ps.channel.moved = Progress(delivered=size - left, leaving=left)
+        if left == 0:
+            ps.channel.arrived.append([codec.encode(m.Settled(True))])
+
+    ps.asker.meanwhile = leave
+    ps.asker.ask(m.Settle(), kind=m.Settled, what="x", limit_s=20.0)
+    assert ps.sent() == [m.Settle()]
+    assert ps.said[0] == "/job:worker/task:1: waiting for x: 5 s, 4.0 of 60.0 MB have left"
+
+
+@pytest.mark.parametrize("stuck", [Progress(leaving=9), Progress(coming=100_000, came=9)])
+def test_a_message_that_does_not_move_is_no_sign_of_life(stuck: Progress) -> None:
+    ps = Ps()
+    ps.channel.moved = stuck
+    with pytest.raises(TaskLostError, match="has not answered for 11 s"):
+        ps.asker.ask(m.Settle(), kind=m.Settled, what="x", limit_s=60.0)
+
+
+def test_answers_to_probes_are_no_transfer_so_a_wait_for_the_right_one_has_its_limit() -> None:
+    count = 0
+
+    def answer(_message: m.Message) -> list[m.Message]:
+        nonlocal count
+        count += 1
+        ps.channel.moved = Progress(received=count * 50, delivered=count * 50)
+        return [m.Alive(0, False)]
+
+    ps = Ps(answer)
+    with pytest.raises(DeadlineError, match="gave up"):
+        ps.asker.ask(m.Settle(), kind=m.Settled, what="x", limit_s=30.0)
+
+
+@pytest.mark.parametrize("leaving", [0, 9])
+def test_an_answered_beat_is_life_unless_nothing_that_was_sent_arrives(leaving: int) -> None:
+    ps = Ps()
+    ps.channel.moved = Progress(leaving=leaving)
+    ps.asker.beats = lambda: int(ps.clock.now())
+    with pytest.raises(TaskLostError if leaving else DeadlineError):
+        ps.asker.ask(m.Settle(), kind=m.Settled, what="x", limit_s=60.0)
+
+
+@pytest.mark.parametrize("pause_s", [40.0, 400.0, 4000.0])
+def test_a_pause_of_the_task_that_waits_is_not_the_silence_of_the_other(pause_s: float) -> None:
+    ps = Ps()
+    turns = 0
+
+    def pause() -> None:
+        nonlocal turns
+        turns += 1
+        if turns == 3:
+            ps.clock.advance(pause_s)
+        if turns == 5:
+            ps.channel.arrived.append([codec.encode(m.Settled(True))])
+
+    ps.asker.meanwhile = pause
+    ps.asker.ask(m.Settle(), kind=m.Settled, what="x", limit_s=20.0)
+    with pytest.raises(TaskLostError):  # awake, it notices as ever
+        ps.asker.ask(m.Settle(), kind=m.Settled, what="x", limit_s=20.0)

@@ -35,12 +35,16 @@ class Pipe:
         self._ahead = bytearray()
         self.arrived = bytearray()
         self.ended = False
+        self.unseen = 0  # of what was sent, by the other side's system
 
     def fileno(self) -> int:
         return -1
 
     def pending(self) -> int:
         return len(self._ahead)
+
+    def unacknowledged(self) -> int:
+        return self.unseen
 
     def close(self) -> None:
         self.ended = True

@@ -7,14 +7,15 @@ import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 
 import pytest
 
 from tests.manual_clock import ManualClock
 from tests.unit.wire.streams import KINDS, WAIT_S, Host
-from torchquorum.wire.channel import FOREVER_S, Pieces
+from torchquorum.wire.channel import FOREVER_S, Pieces, Progress
 from torchquorum.wire.codec import Frame
-from torchquorum.wire.stream import SocketStream, pack
+from torchquorum.wire.stream import SocketStream, StreamReader, pack
 from torchquorum.wire.stream_channel import StreamChannel
 
 LARGEST = 64 << 20
@@ -35,6 +36,7 @@ def test_messages_of_all_sizes_arrive_whole_both_ways(host: Host, size: int) -> 
     reading = threading.Thread(target=lambda: found.append(host.next()))
     reading.start()
     channel.send([b"head", large, b"", b"tail"])
+    assert channel.flush(WAIT_S)
     reading.join(WAIT_S)
     assert found == [(peer, [b"head", large, b"", b"tail"])]
     host.listener.send(peer, [b"answer", large])
@@ -94,9 +96,9 @@ def test_a_ps_that_is_gone_is_noticed_without_waiting_and_costs_no_busy_loop(hos
 class Pair:
     """A channel whose other end is a plain socket of the test's."""
 
-    def __init__(self, send_s: float = WAIT_S) -> None:
+    def __init__(self) -> None:
         mine, self.peer = socket.socketpair()
-        self.channel = StreamChannel(SocketStream.of(mine), LARGEST, send_s=send_s)
+        self.channel = StreamChannel(SocketStream.of(mine), LARGEST)
 
     def close(self) -> None:
         self.channel.close()
@@ -110,13 +112,40 @@ def pair() -> Iterator[Pair]:
     made.close()
 
 
-def test_a_ps_that_does_not_read_is_given_up() -> None:
-    pair = Pair(send_s=0.1)
+def test_a_ps_that_reads_slowly_is_not_given_up_and_what_leaves_is_told(pair: Pair) -> None:
+    """A message leaves while its channel is flushed or received from, in its own time; the one after it waits for its turn."""
+    size = 8 << 20
     started = time.monotonic()
-    pair.channel.send([b"head", bytes(8 << 20)])
-    assert pair.channel.closed and time.monotonic() - started < WAIT_S
+    pair.channel.send([b"head", bytes(size)])
     pair.channel.send([b"more"])
-    pair.close()
+    assert not pair.channel.flush(0.05) and pair.channel.receive(0.05) is None
+    assert time.monotonic() - started < WAIT_S and not pair.channel.closed
+    first = pair.channel.progress()
+    assert first.leaving > size // 2 and first.under_way and first.received == first.coming == 0
+    reader, peer = StreamReader(LARGEST), SocketStream.of(pair.peer)
+    found: list[int] = []
+    moved: list[int] = []
+    while len(found) < 2:
+        pair.channel.flush(0.0) if len(moved) % 2 else pair.channel.receive(0.0)
+        moved.append(pair.channel.progress().leaving)
+        with suppress(BlockingIOError):
+            found.append(sum(map(len, reader.read(peer) or [])))
+    assert found == [size + 4, 4] and moved == sorted(moved, reverse=True)
+    assert pair.channel.flush(0.0) and not pair.channel.progress().under_way
+    peer.close()
+
+
+def test_what_has_come_of_a_message_is_told_before_it_is_complete(pair: Pair) -> None:
+    body = b"".join(pack([b"hello", bytes(70_000)]))
+    for begin in range(0, len(body) - 1, 10_000):
+        pair.peer.sendall(body[begin : min(begin + 10_000, len(body) - 1)])
+        assert pair.channel.receive(0.0) is None
+        progress = pair.channel.progress()
+        assert progress.coming == 70_005 and progress.under_way
+        assert progress.came == progress.received - 20 > begin - 20
+    pair.peer.sendall(body[-1:])
+    assert pair.channel.receive(WAIT_S) is not None
+    assert pair.channel.progress() == Progress(received=len(body))
 
 
 def test_a_ps_that_sends_what_is_no_message_is_given_up(pair: Pair) -> None:

@@ -7,6 +7,7 @@ import pytest
 import torchquorum.wire.messages as m
 from tests.unit.worker.ps_by_hand import PsTasks, variables
 from torchquorum.errors import DeadlineError, LostCreationError, LostPlaceError, TaskLostError
+from torchquorum.wire.channel import Progress
 from torchquorum.worker.link_states import LinkState, LinkStates
 from torchquorum.worker.ps_channels import PsChannels
 from torchquorum.worker.requests import Requests
@@ -193,3 +194,54 @@ def test_a_question_that_another_thread_left_is_sent_with_the_next_request() -> 
     left = requests.channels.leave_question(0, m.StatusRequest())
     number = pull(requests, ps)
     assert m.StatusRequest(left.number) in ps.sent() and left.number != number
+
+
+def test_while_the_answer_comes_from_one_ps_only_the_others_are_probed() -> None:
+    ps = PsTasks(2)
+    count = 0
+
+    def answer(k: int, message: m.Message) -> list[m.Message]:
+        return [m.Held(number_of(message), "the quorum", 1, 2, [0])] if k == 0 else []
+
+    def come() -> None:
+        nonlocal count
+        count += 1
+        ps.channels[1].moved = Progress(received=count, coming=60_000_000, came=count * 1_000_000)
+        if count == 60:
+            ps.channels[1].moved = Progress(received=count)
+            ps.send(0, variables(requests.number))
+            ps.send(1, variables(requests.number))
+
+    ps.answer = answer
+    requests = greeted(ps)
+    number = pull(requests, ps)
+    requests.channels.while_waiting = come
+    requests.answers(20.0)
+    assert ps.sent(1) == [m.Pull(1, 7, number)]
+    assert ps.sent(0)[1:] == [m.Probe(1, 7, number)] * (len(ps.sent(0)) - 1) and len(ps.sent(0)) > 5
+    assert ps.said[0].endswith("): 5 s, 10.0 of 60.0 MB have come")
+
+
+@pytest.mark.parametrize("moves", [True, False])
+def test_a_request_that_leaves_slowly_is_waited_for_as_long_as_bytes_leave(moves: bool) -> None:
+    ps = PsTasks(2)
+    left = 60
+
+    def flush(timeout_s: float) -> bool:
+        nonlocal left
+        ps.clock.advance(max(timeout_s, 1.0))
+        if moves:
+            left -= 1
+            ps.channels[0].moved = Progress(delivered=60 - left, leaving=left * 1_000_000)
+        return left <= 0
+
+    requests = greeted(ps)
+    ps.channels[0].moved = Progress(leaving=60_000_000)
+    ps.channels[0].flush = flush  # pyright: ignore[reportAttributeAccessIssue]
+    if moves:
+        pull(requests, ps)
+        assert "waiting for its message to leave: 5 s, 5.0 of 59.0 MB have left" in ps.said[0]
+        assert len(ps.sent(0)) == len(ps.sent(1)) == 1
+    else:
+        with pytest.raises(TaskLostError, match="has not answered for 1[01] s"):
+            pull(requests, ps)

@@ -196,6 +196,7 @@ class Cluster:
             clock=process.clock,
             random_bits=bits,
             jobs=SimJobs(process, self._slow_s),
+            refuses=self.network.refuses,
         )
         listener = self.network.listen(process, address)
         ps = PsTask(self.spec, index, options, listener=listener, leader=leader)

@@ -72,6 +72,11 @@ class Network:
         """Returns a channel of a process to an address."""
         return SimChannel(self, process, address, identity, self.reconnects if reconnects is None else reconnects)
 
+    def refuses(self, address: str) -> bool:
+        """Whether the host of an address would say that nobody listens there."""
+        listener = self.listeners.get(address)
+        return listener is None or ((listener.ended or not listener.process.alive) and not listener.vanished)
+
     def carry(self, channel: SimChannel, frames: list[Frame], *, outgoing: bool) -> None:
         """Takes a message to the other side, or not."""
         now, draw = self.world.now, self._random.random

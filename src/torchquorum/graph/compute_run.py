@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from torchquorum.clock import SYSTEM, Clock
+from torchquorum.clock import SYSTEM, Clock, SeenTime
 from torchquorum.errors import GraphError, TaskLostError, TorchQuorumError
 from torchquorum.graph import graph_messages as g
 from torchquorum.graph.compute_session import ComputeSession
@@ -24,6 +24,7 @@ from torchquorum.worker.step import Step
 CLIENT_SILENCE_S = 60.0
 SAY_EVERY_S = 15.0
 IDLE_S = 0.2
+PAUSE_S = 2.0
 LEASE_POLL_S = 0.01
 LAST_SAVE_S = 120.0
 CLIENT_ENDED = "the client ended before its run was over"
@@ -65,6 +66,11 @@ class ComputeRun:
 
     def __init__(self, session: ComputeSession, program: Program, inbox: Inbox, clock: Clock = SYSTEM) -> None:
         self._session, self._program, self._inbox, self._clock = session, program, inbox, clock
+        self._seen = SeenTime(clock, PAUSE_S)
+        self._heard = (
+            -1.0,
+            self._seen.now(),
+        )  # when the client was last heard of, by its messages' time and by what this task has seen
         self._name = str(inbox.task)
         self._pushing = False
         self._finish: g.Finish | None = None
@@ -84,7 +90,7 @@ class ComputeRun:
             local_step=session.local_step,
             stop=session.should_stop(),
         )
-        said_at = self._clock.now()
+        said_at = self._seen.turn()
         while self._finish is None and not session.interrupted:
             session.should_stop()  # looks at signals
             work = inbox.take(IDLE_S)
@@ -106,8 +112,10 @@ class ComputeRun:
     def _check_client(self, said_at: float) -> float:
         """Raises if the client has been silent for too long; returns when it last said that it waits."""
         heard_at, client = self._inbox.last_heard()
-        now = self._clock.now()
-        silent_s = now - heard_at
+        now = self._seen.turn()
+        if heard_at != self._heard[0]:
+            self._heard = heard_at, now
+        silent_s = now - self._heard[1]
         if silent_s > CLIENT_SILENCE_S:
             raise TaskLostError(
                 f"{self._name}: its client, {client}, has not been heard of for {silent_s:.0f} s, and no other has come to "
@@ -122,7 +130,7 @@ class ComputeRun:
 
     def _is_wanted(self, number: int) -> bool:
         """Whether the client still wants a batch of this task; after a loss of contact its next message is waited for."""
-        said_at = self._clock.now()
+        said_at = self._seen.turn()
         while (answer := self._inbox.may_begin(number)) is None:
             said_at = self._check_client(said_at)
             if self._session.interrupted:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from torchquorum.clock import SYSTEM, Clock
+from torchquorum.clock import SYSTEM, Clock, SeenTime
 from torchquorum.cluster import ClusterSpec, TaskId
 from torchquorum.errors import TorchQuorumError
 from torchquorum.graph import graph_messages as g
@@ -70,6 +70,9 @@ class Dispatcher:
         clock: Clock = SYSTEM,
     ) -> None:
         self.run, self._client, self._say, self._clock = run, train.client, say, clock
+        self._seen = SeenTime(
+            clock, min(4 * ASK_S, liveness_s / 2)
+        )  # a pause of this client is no silence of the tasks
         self._train = [codec.encode(train), *frames]
         self._leader, self._liveness_s = leader, liveness_s
         self._host = host_id()
@@ -115,7 +118,7 @@ class Dispatcher:
                     for contact in run.contacts:
                         self._receive(contact)
                     self._receive_fates()
-                    now = self._clock.now()
+                    now = self._seen.turn()
                     if now - asked_at >= ASK_S:
                         asked_at = now
                         self._look_after(now)
@@ -170,7 +173,7 @@ class Dispatcher:
 
     def _receive(self, contact: Contact) -> None:
         while (received := contact.channel.receive(0.0)) is not None:
-            contact.heard_at = self._clock.now()
+            contact.heard_at = self._seen.now()
             try:
                 message, frames = g.split(received)
                 self._handle(contact, message, frames)

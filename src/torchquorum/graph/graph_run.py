@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torchquorum.clock import SYSTEM, Clock
+from torchquorum.clock import SYSTEM, Clock, SeenTime
 from torchquorum.errors import DeadlineError, TorchQuorumError
 from torchquorum.graph import graph_messages as g
 from torchquorum.graph.assignments import Assignments, GivenBatch
@@ -135,11 +135,12 @@ class GraphRun:
             limit_s: When to give up.
             check: Is called now and then, with `changed` held; may raise to end the wait.
         """
-        started = said_at = self._clock.now()
+        seen = SeenTime(self._clock, 4 * POLL_S)
+        started = said_at = seen.now()
         with self.changed:
             while not done():
                 self.changed.wait(POLL_S)
-                now = self._clock.now()
+                now = seen.turn()
                 if self.failure is not None:
                     raise self.failure
                 check()

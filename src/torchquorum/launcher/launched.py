@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from torchquorum import env
-from torchquorum.clock import SYSTEM, Clock
+from torchquorum.clock import SYSTEM, Clock, SeenTime
 from torchquorum.cluster import ClusterSpec, TaskId, WorkerRange
 from torchquorum.cluster.secret import Access, read_access
 from torchquorum.errors import ConfigError
@@ -35,6 +35,7 @@ STOP_GRACE_S = 5.0
 STATE_S = 5.0
 STATE_EVERY_S = 0.5
 POLL_S = 0.05
+PAUSE_S = 1.0
 
 TaskOutput = Callable[[TaskId, str], None]
 Note = Callable[[str], None]
@@ -131,6 +132,9 @@ class LaunchedCluster:
         self, options: LaunchOptions, output: TaskOutput, note: Note = ignore, *, clock: Clock = SYSTEM
     ) -> None:
         self.options, self._output, self._note, self._clock = options, output, note, clock
+        self._seen = SeenTime(
+            clock, PAUSE_S
+        )  # a run that was suspended as a whole, by Ctrl-Z or with its container, is not late
         self._reported: set[int] = set()  # lives whose end was reported
         self._ended_at: dict[str, float] = {}  # when each group of tasks was first seen to have ended
         self.started_at = clock.wall()
@@ -292,12 +296,12 @@ class LaunchedCluster:
         """The workers are gone: the ps tasks end by themselves if the run is over; otherwise ps task 0 is told to save and end."""
         told = self._ended_at.get("told")
         if told is not None:
-            late = self._clock.now() - told > PS_SAVE_S
+            late = self._seen.turn() - told > PS_SAVE_S
             alone = all(t.task.index for t in running) and self._waited_s("ps") > WORKER_GRACE_S
             return "ending the ps tasks, which do not end by themselves" if late or alone else None
         unfinished = all(t.code for t in self.tasks if t.task.job == "worker")
         if self._waited_s("worker") > (FAILED_GRACE_S if unfinished else PS_GRACE_S):
-            self._ended_at["told"] = self._clock.now()
+            self._ended_at["told"] = self._seen.turn()
             self.say("the workers are gone before the run was over: telling the ps tasks to save and end")
             for t in running:
                 if t.task.index == 0:  # the others follow it
@@ -321,7 +325,7 @@ class LaunchedCluster:
 
     def _waited_s(self, group: str) -> float:
         """Returns how long ago a group of tasks was first seen to have ended: 0 the first time it is asked."""
-        now = self._clock.now()
+        now = self._seen.turn()
         return now - self._ended_at.setdefault(group, now)
 
     def _end_after_interrupt(self, interrupts: Interrupts) -> None:
@@ -330,8 +334,8 @@ class LaunchedCluster:
         for t in self.tasks:
             if t.task.job == "worker" and t.code is None:
                 t.process.send_signal(signal.SIGINT)
-        deadline = self._clock.now() + INTERRUPT_GRACE_S
-        while any(t.code is None for t in self.tasks) and self._clock.now() < deadline:
+        deadline = self._seen.turn() + INTERRUPT_GRACE_S
+        while any(t.code is None for t in self.tasks) and self._seen.turn() < deadline:
             if len(interrupts.came) > 1:
                 for t in self.tasks:
                     if t.code is None:
@@ -339,7 +343,7 @@ class LaunchedCluster:
                 return
             if all(t.code is not None for t in self.tasks if t.task.job == "worker"):
                 # A chief that was interrupted before its run began has told no ps to end: `stop` does.
-                deadline = min(deadline, self._clock.now() + AFTER_WORKERS_GRACE_S)
+                deadline = min(deadline, self._seen.turn() + AFTER_WORKERS_GRACE_S)
             self._clock.sleep(POLL_S)
 
     def say(self, line: str) -> None:
@@ -355,8 +359,8 @@ class LaunchedCluster:
                 break
             for t in alive:
                 t.process.send_signal(sign)
-            deadline = self._clock.now() + STOP_GRACE_S
-            while any(t.code is None for t in alive) and self._clock.now() < deadline:
+            deadline = self._seen.turn() + STOP_GRACE_S
+            while any(t.code is None for t in alive) and self._seen.turn() < deadline:
                 self._clock.sleep(POLL_S)
         if self._scaling is not None:
             self._scaling.close()

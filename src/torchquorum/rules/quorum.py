@@ -297,7 +297,12 @@ class Quorum:
         return self._came_back or any(w.alive and now - w.last_seen > self.liveness_s for w in self.workers.values())
 
     def expire(self, now: float) -> list[Action]:
-        """Time has passed: workers that were silent for `liveness_s` are declared dead."""
+        """Time has passed: workers that were silent for `liveness_s` are declared dead.
+
+        Who was seen later than now was seen by the clock of another task, which has not missed what this one has: it counts as now.
+        """
+        for worker in self.workers.values():
+            worker.last_seen = min(worker.last_seen, now)
         silent_s = {i: now - w.last_seen for i, w in self.workers.items() if w.alive}
         died = [
             self._bury(i, f"not heard of for {s:.1f} s") for i, s in sorted(silent_s.items()) if s > self.liveness_s

@@ -15,7 +15,7 @@ from torchquorum.server.identity import Identity
 from torchquorum.server.reply import Reply
 from torchquorum.wire.channel import Peer
 
-SILENCE_S = 30.0
+SILENCE_S = 600.0  # it may only be paused: as long as no worker need be alive
 
 
 class Followers:

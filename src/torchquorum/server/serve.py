@@ -2,12 +2,14 @@
 
 Everything that is concurrent or timed about a ps is here. `serve` is called by `tq.join()` in a ps process; `PsTask` also runs on
 a thread of a program that trains alone. What always holds: one thread at a time is in the service, the one that holds the turn;
-that is the ps thread, or, for a connection with a thread of its own, that thread.
+that is the ps thread, or, for a connection with a thread of its own, that thread. Time that the ps thread did not see does not count
+(`SeenTime`): after a pause of this task nobody is taken for lost.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import threading
@@ -16,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchquorum.clock import SYSTEM, Clock
+from torchquorum.clock import SYSTEM, Clock, SeenTime
 from torchquorum.cluster import ClusterSpec, TaskId
 from torchquorum.cluster.secret import OPEN, Access
 from torchquorum.cluster.signals import Signals
@@ -32,6 +34,7 @@ from torchquorum.server.saver import Jobs, Saver
 from torchquorum.server.service import Service
 from torchquorum.update.updater import warm_up
 from torchquorum.wire import transports
+from torchquorum.wire.address import refuses
 from torchquorum.wire.channel import Channel, Listener, Peer
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.messages import End
@@ -43,7 +46,9 @@ FASTPATH_TICK_S = 0.02
 SAY_EVERY_S = 15.0
 WAIT_FOR_CHIEF_S = 3600.0
 FAREWELL_S = 3.0
-LEADER_SILENCE_S = 30.0
+LEADER_SILENCE_S = 30.0  # of one whose host says that nobody listens there
+LEADER_LOST_S = 1800.0  # of one that may only be paused, or cut off
+PAUSE_S = 1.0  # a longer turn of the loop was a pause of this task
 RECEIVED_AT_ONCE = 64
 
 
@@ -60,6 +65,7 @@ class ServeOptions:
         clock: Tells the time.
         random_bits: Returns a random number of so many bits, for ids.
         jobs: Writes checkpoints; by default a thread.
+        refuses: Whether nobody listens at an address, as its host says.
     """
 
     listen_fd: int | None = None
@@ -70,6 +76,7 @@ class ServeOptions:
     clock: Clock = SYSTEM
     random_bits: Callable[[int], int] = secrets.randbits
     jobs: Jobs | None = None
+    refuses: Callable[[str], bool] = refuses
 
 
 class PsTask:
@@ -94,6 +101,8 @@ class PsTask:
     ) -> None:
         self._options = options = options or ServeOptions()
         self._clock, self._say = options.clock, options.say
+        self._seen = SeenTime(options.clock, PAUSE_S)
+        self._leader_asked_at = -math.inf
         incarnation = options.random_bits(62)
         self.task = TaskId("ps", index)
         self._turn = threading.Lock()
@@ -160,10 +169,10 @@ class PsTask:
         self._outbox.begin()
         warm_up()
         self._signals.install()
-        started = said = ticked = counted = self._clock.now()
+        started = said = ticked = counted = self._seen.turn()
         while self.ended is None:
             self._receive()
-            now = self._clock.now()
+            now = self._seen.turn()
             if now - ticked >= self._tick_s:
                 ticked = now
                 with self._turn:
@@ -223,7 +232,7 @@ class PsTask:
 
     def _handle(self, peer: Peer, frames: list[Frame]) -> None:
         with self._turn:
-            self._outbox.send(self.service.handle(peer, frames, self._clock.now(), self._clock.wall()))
+            self._outbox.send(self.service.handle(peer, frames, self._seen.now(), self._clock.wall()))
 
     def _take(self, peer: Peer, frames: list[Frame]) -> None:
         """Handles a message on a connection's own thread; what only the ps thread can do is left to that."""
@@ -249,6 +258,8 @@ class PsTask:
 
     def _tick(self, now: float) -> None:
         wall = self._clock.wall()
+        if self.service.run is not None:
+            self._seen.most_s = min(PAUSE_S, self.service.run.plan.liveness_s / 2)
         self._outbox.send(self.service.tick(now, wall))
         self._send_heartbeat()
         for worker, incarnation in self.processes.ended():
@@ -284,13 +295,18 @@ class PsTask:
         if self.service.refused:
             raise RefusedError(f"{self.task}: {self.service.refused}")
         heard = self.service.leader_heard_at
-        if heard is not None and now - heard > LEADER_SILENCE_S:
-            first = TaskId("ps", 0)
+        if heard is None or now - heard <= LEADER_SILENCE_S or now - self._leader_asked_at < SAY_EVERY_S:
+            return
+        # It is silent. One that is paused or cut off may come back; one whose host says that nobody listens is gone.
+        self._leader_asked_at = now
+        first = TaskId("ps", 0)
+        address = self.service.life.me.cluster.address(first)
+        who = f"{first} ({address}), which decides for all ps tasks, has not answered for {now - heard:.0f} s"
+        if now - heard > LEADER_LOST_S or self._options.refuses(address):
             raise TaskLostError(
-                f"{self.task}: {first} ({self.service.life.me.cluster.address(first)}), which decides for all ps tasks, has "
-                f"not answered for {now - heard:.0f} s. The job cannot go on; look at that task's output and start the job "
-                "again."
+                f"{self.task}: {who}. The job cannot go on; look at that task's output and start the job again."
             )
+        self._announce(f"{who}; waiting for it")
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -302,8 +318,8 @@ class PsTask:
                 self._send_heartbeat()
             return
         self._write_report(run)
-        deadline = self._clock.now() + FAREWELL_S
-        while run.plan.num_shards > 1 and run.leader.log.entries and self._clock.now() < deadline:
+        deadline = self._seen.turn() + FAREWELL_S
+        while run.plan.num_shards > 1 and run.leader.log.entries and self._seen.turn() < deadline:
             received = self._listener.receive(0.05)
             if received is not None:
                 self._handle(*received)

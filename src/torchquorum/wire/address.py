@@ -15,6 +15,7 @@ from torchquorum.errors import ClusterError, SecretError
 from torchquorum.wire.procnet import listening_process
 
 MAX_FRAME_BYTES = 16 << 30
+REFUSE_S = 0.5
 
 
 def largest_frame_bytes() -> int:
@@ -84,6 +85,18 @@ def require_secret(address: str, bound: str, listen_fd: int | None, access: Acce
             f"cannot listen on {address} without a secret: any host that reaches it could read the "
             f"variables and change the run. {ADVICE}"
         )
+
+
+def refuses(address: str) -> bool:
+    """Whether the host of a task answers that nobody listens there: the task's process is gone, not only paused or cut off."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=REFUSE_S).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def explain_in_use(address: str) -> str:

@@ -160,9 +160,10 @@ def _poll(
 ) -> _Answer:
     """Asks every `every_s` until an answer is what was waited for; says every `say_s` how it stands; gives up after `limit_s`."""
     end = channels.end
-    started = reported = end.clock.now()
+    seen = end.patience.seen_time(end.clock)
+    started = reported = seen.now()
     while not ready(answer := ask()):
-        now = end.clock.now()
+        now = seen.turn()
         if now - started > limit_s:
             raise DeadlineError(f"{end.task}: {reason(answer, now - started)}")
         if now - reported >= end.patience.say_s:

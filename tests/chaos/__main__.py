@@ -15,10 +15,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from tests.chaos.cells import CELLS, DIAGONAL, FAULTS, MOMENTS, NAMESPACES, RULES, TASKS, Cell
+from tests.chaos.cells import CELLS, DIAGONAL, MOMENTS, NAMESPACES, RULES, TABLE, Cell
+from tests.chaos.links import CASES, SMALLEST, LinkCase, measure
 from tests.chaos.network import missing
 from tests.chaos.runner import Result, run_cell
 
+Results = dict[Cell | LinkCase, Result]
 SHORT = dict(zip(MOMENTS, ("first", "middle", "saving", "end"), strict=True))
 
 
@@ -31,20 +33,23 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="keep every cell's folder in here")
     args = parser.parse_args()
     cells = [cell for cell in (DIAGONAL if args.diagonal else CELLS) if matches(cell, args.k)]
+    links = [case for case in ([SMALLEST] if args.diagonal else CASES) if matches(case, args.k)]
     if reason := missing():
         skipped = [cell for cell in cells if cell.fault in NAMESPACES]
-        print(f"{len(skipped)} cells between hosts are left out: {reason}")
-        cells = [cell for cell in cells if cell not in skipped]
+        print(f"{len(skipped) + len(links)} cells between hosts are left out: {reason}")
+        cells, links = [cell for cell in cells if cell not in skipped], []
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the table is printed also then
-    results: dict[Cell, Result] = {}
+    results: Results = {}
     began = time.monotonic()
     pool = ThreadPoolExecutor(args.jobs)
     try:
-        for done in as_completed([pool.submit(run_cell, cell, i, args.keep) for i, cell in enumerate(cells)]):
+        jobs = [pool.submit(run_link, case, i) for i, case in enumerate(links)]
+        jobs += [pool.submit(run_cell, cell, i, args.keep) for i, cell in enumerate(cells)]
+        for done in as_completed(jobs):
             result = done.result()
             results[result.cell] = result
             mark = "ok" if not result.problem else "FAILED"
-            print(f"{len(results):4} of {len(cells)}  {mark:6} {result.seconds:5.1f} s  {result.cell}", flush=True)
+            print(f"{len(results):4} of {len(jobs)}  {mark:6} {result.seconds:5.1f} s  {result.cell}", flush=True)
             if result.problem:
                 print("    " + result.problem.replace("\n", "\n    "), flush=True)
     finally:
@@ -54,10 +59,17 @@ def main() -> int:
             args.markdown.write_text(markdown(results))
     failed = sum(bool(r.problem) for r in results.values())
     print(f"{len(results)} cells in {time.monotonic() - began:.0f} s, {failed} failed")
-    return 1 if failed or len(results) < len(cells) else 0
+    return 1 if failed or len(results) < len(cells) + len(links) else 0
 
 
-def matches(cell: Cell, words: str) -> bool:
+def run_link(case: LinkCase, number: int) -> Result:
+    """Measures a slow link as a cell."""
+    began = time.monotonic()
+    found = measure(case, number)
+    return Result(case, time.monotonic() - began, found.problem)
+
+
+def matches(cell: Cell | LinkCase, words: str) -> bool:
     """Whether a cell's name has the words."""
     name = str(cell).lower()
     for word in filter(None, (w.strip() for w in words.lower().split(" and "))):
@@ -67,14 +79,13 @@ def matches(cell: Cell, words: str) -> bool:
     return True
 
 
-def rows(results: dict[Cell, Result]) -> list[tuple[str, list[str]]]:
+def rows(results: Results) -> list[tuple[str, list[str]]]:
     """One row per task and fault, one column per rule and moment."""
     found = []
-    for task in TASKS:
-        for fault in FAULTS:
-            cells = [Cell(task, fault, rule, moment) for rule in RULES for moment in MOMENTS]
-            if any(cell in results for cell in cells):
-                found.append((f"{task}, {fault}", [_mark(results.get(cell)) for cell in cells]))
+    for task, fault in TABLE:
+        cells = [Cell(task, fault, rule, moment) for rule in RULES for moment in MOMENTS]
+        if any(cell in results for cell in cells):
+            found.append((f"{task}, {fault}", [_mark(results.get(cell)) for cell in cells]))
     return found
 
 
@@ -82,7 +93,7 @@ def _mark(result: Result | None) -> str:
     return "-" if result is None else "FAILED" if result.problem else f"{result.seconds:.0f} s"
 
 
-def print_table(results: dict[Cell, Result]) -> None:
+def print_table(results: Results) -> None:
     """Prints what there is, also when the run was stopped midway."""
     width = 7
     print()
@@ -92,7 +103,7 @@ def print_table(results: dict[Cell, Result]) -> None:
         print(name.ljust(22) + "".join(mark.ljust(width) for mark in marks))
 
 
-def markdown(results: dict[Cell, Result]) -> str:
+def markdown(results: Results) -> str:
     """Returns the table as docs/faults.md has it: per rule the seconds at the four moments."""
     lines = [f"| task, fault | {' | '.join(RULES)} |", "| --- |" + " --- |" * len(RULES)]
     for name, marks in rows(results):

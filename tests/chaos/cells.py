@@ -13,6 +13,10 @@ TASKS = ("ps", "chief", "worker")
 FAULTS = ("kill -9", "SIGSTOP", "restart", "network cut", "network slow", "half-open", "stall")
 RULES = {"Async": "async", "Sync": "sync", "Sync, a backup": "sync:2of3", "Bounded": "bounded:2"}
 MOMENTS = ("before the first step", "in the middle", "during a checkpoint", "at the end")
+# Pauses of several tasks at once, longer than every deadline; and of some for 40 s, with the deadlines of a user who sets none.
+PAUSE, LONG_PAUSE = "pause", "pause of 40 s"
+PAUSED = ("ps", "both ps", "all")
+PAUSE_S = {PAUSE: 8.0, LONG_PAUSE: 40.0}
 NAMESPACES = ("network cut", "network slow", "half-open")  # between hosts; a stall is made by a proxy
 
 
@@ -56,6 +60,11 @@ ROLLED_BACK = Outcome(
     "all ps tasks go back to the last checkpoint together; all steps are made",
     says=rf"{SILENT}|{{name}}: holds no variables yet|{{name}} does not know this process",
 )
+BOTH_FOUND_AGAIN = Outcome(
+    "the workers notice the silence, wait, and go on from the very version; neither ps takes anybody for lost",
+    says=r"/job:ps/task:[01] \([^)]*\) has (not answered for \d+ s|closed the connection) while this task waited for",
+)
+UNNOTICED = Outcome("nobody notices, for nobody was awake; all steps are made")
 GIVEN_UP = Outcome(
     "every task ends with an error after `Patience.start_s`, which names the ps, its address, and what to do",
     ends=False,
@@ -98,6 +107,9 @@ TABLE: dict[tuple[str, str], tuple[Outcome, ...]] = {
     ("ps", "network slow"): (UNDISTURBED,),
     ("ps", "half-open"): (NOTHING_TO_RESTORE, ROLLED_BACK, ROLLED_BACK, BACK_BEFORE_THE_END),
     ("ps", "stall"): (FOUND_AGAIN,),
+    **{("ps", fault): (FOUND_AGAIN,) for fault in PAUSE_S},
+    **{("both ps", fault): (BOTH_FOUND_AGAIN,) for fault in PAUSE_S},
+    **{("all", fault): (UNNOTICED,) for fault in PAUSE_S},
     **{
         (task, fault): outcome
         for task in ("chief", "worker")
@@ -140,17 +152,33 @@ class Cell:
     @property
     def num_ps(self) -> int:
         """Returns how many ps tasks it has: two where one of them meets the fault, so that both kinds of ps task do."""
-        return 2 if self.task == "ps" else 1
+        return 2 if self.task in PAUSED else 1
 
     @property
     def victim(self) -> tuple[str, int]:
         """Returns the job and the index of the task that meets the fault: of the ps tasks now the deciding one, now the other."""
-        if self.task == "ps":
+        if self.task in PAUSED:
             return "ps", (list(RULES).index(self.rule) + MOMENTS.index(self.moment)) % 2
         return "worker", 0 if self.task == "chief" else 1
 
+    @property
+    def pause_s(self) -> float | None:
+        """Returns how long tasks are paused, if they are."""
+        return PAUSE_S.get(self.fault)
 
-CELLS = [Cell(*of) for of in itertools.product(TASKS, FAULTS, RULES, MOMENTS)]
+    def is_paused(self, job: str, index: int) -> bool:
+        """Whether a pause is also that of a task."""
+        return self.task == "all" or (job == "ps" and (self.task == "both ps" or (job, index) == self.victim))
+
+
+PAUSES = [
+    *(Cell(*of) for of in itertools.product(PAUSED, (PAUSE,), RULES, MOMENTS)),
+    *(
+        Cell(task, LONG_PAUSE, rule, MOMENTS[1])
+        for task, rule in zip(PAUSED, ("Bounded", "Async", "Sync"), strict=True)
+    ),
+]
+CELLS = [*(Cell(*of) for of in itertools.product(TASKS, FAULTS, RULES, MOMENTS)), *PAUSES]
 # One per row, the rules and moments taking turns: what `make test` runs.
 DIAGONAL = [
     Cell(task, fault, list(RULES)[(r + 1) % 4], MOMENTS[(r + r // 4 + 1) % 4])

@@ -23,6 +23,7 @@ from torchquorum.cluster.secret import make_secret
 
 PROGRAM = Path(__file__).parent / "link_program.py"
 MOST_BYTES, LEAST_STEPS = 1.1, 0.8
+MOST_BYTES_IN_SMALL = 1.2  # beats are more often then, and models smaller
 POLL_S = 0.01
 
 
@@ -48,6 +49,10 @@ class LinkCase:
     divide: float = 1.0
     secret: bool = False
 
+    def __str__(self) -> str:
+        secret = "with a secret" if self.secret else "plain"
+        return f"slow transfer, {self.mbytes:g} MB at {self.mbit:g} Mbit/s, {self.rule}, {secret}"
+
     @property
     def floor(self) -> float:
         """Returns how many steps per second the links would pass if nothing else did."""
@@ -67,6 +72,12 @@ class Measured:
     bytes_of_needed: float = 0.0
     steps_of_floor: float = 0.0
     problem: str = ""
+
+
+# What `make chaos` runs: four seconds each way, where silence of two counts as a loss and of one as a death.
+CASES = [LinkCase(rule=rule, mbytes=1.0, steps=2, divide=5.0) for rule in ("async", "sync", "bounded:2")]
+# What `make test` runs of it.
+SMALLEST = LinkCase(rule="async", workers=1, mbytes=0.5, mbit=1.0, steps=1, divide=5.0)
 
 
 class Cluster:
@@ -165,7 +176,8 @@ def _measure(cluster: Cluster, workers: range, measured: Measured) -> None:
     for lost in ("counts as dead", "has not answered", "trying to go on"):
         assert lost not in said, f"a slow link was taken for a loss: {lost!r}"
     assert re.search(r"waiting for .*: \d+ s, .* MB", said), "no waiting line told of the bytes that have come"
-    assert measured.bytes_of_needed <= MOST_BYTES, f"{measured.bytes_of_needed:.2f} of the bytes that are needed"
+    most = MOST_BYTES if case.divide == 1 else MOST_BYTES_IN_SMALL
+    assert measured.bytes_of_needed <= most, f"{measured.bytes_of_needed:.2f} of the bytes that are needed"
     assert measured.steps_of_floor >= LEAST_STEPS, f"{measured.steps_of_floor:.2f} of the steps that the link passes"
 
 

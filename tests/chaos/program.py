@@ -29,6 +29,7 @@ def parse() -> argparse.ArgumentParser:
     parser.add_argument("--gates", type=Path, required=True)
     parser.add_argument("--gate-at", type=int, required=True)
     parser.add_argument("--size", type=int, default=1000)
+    parser.add_argument("--user-deadlines", action="store_true", help="liveness and silence as of a user who sets none")
     parser.set_defaults(pause=0.005, liveness=1.0, silence=1.0, start=40.0, round=40.0)
     return parser
 
@@ -74,13 +75,16 @@ class Counter(nn.Module):
 
 def main() -> None:
     # A ps task's own deadlines, shortened like those of the session below.
-    serve.LEADER_SILENCE_S, ending.LATE_S, ending.IDLE_S = 5.0, 1.0, 12.0
-    serve.WAIT_FOR_CHIEF_S, serve.SAY_EVERY_S = 20.0, 1.0
-    followers.SILENCE_S = 5.0
     known, _ = parse().parse_known_args()
+    if not known.user_deadlines:
+        serve.LEADER_SILENCE_S, ending.LATE_S, ending.IDLE_S = 5.0, 1.0, 12.0
+        serve.WAIT_FOR_CHIEF_S, serve.SAY_EVERY_S = 20.0, 1.0
+        followers.SILENCE_S = 5.0
     gate_checkpoints(known.gates)
     task = tq.join()
     args = parse().parse_args()
+    if args.user_deadlines:
+        args.liveness, args.silence = 5.0, 10.0
     model = Counter(args.size)
     optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), rule=parse_rule(args.rule))
     with make_session(args, task, model, optimizer) as session:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.chaos.cells import NAMESPACES, RULES, Cell
+from tests.chaos.cells import LONG_PAUSE, NAMESPACES, RULES, Cell
 from tests.chaos.network import Hosts, Proxy
 from tests.ports import free_ports
 from tests.process.zygote import Forked, fork_task
@@ -102,6 +102,9 @@ class Run:
             # off for a moment before it is killed.
             *(("--liveness=20", "--silence=20") if cell.fault == "network slow" else ()),
             *(("--liveness=20",) if (cell.task, cell.fault) == ("ps", "half-open") else ()),
+            # After a pause of all, nobody is late who is up within two seconds.
+            *(("--liveness=3", "--silence=3") if cell.task == "all" else ()),
+            *(("--user-deadlines",) if cell.fault == LONG_PAUSE else ()),
         ]
         host = number if self.hosts is not None else None
         output = self.folder / f"{job}-{index}.txt"
@@ -245,10 +248,23 @@ class Run:
                 self.open_all()
                 self.wait_until_noticed()
                 self.proxy.resume()
+            case _ if self.cell.pause_s is not None:
+                self._pause(self.cell.pause_s)
             case _:
                 assert self.hosts is not None and victim.host is not None
                 self.hosts.slow(victim.host)
                 self.open_all()
+
+    def _pause(self, pause_s: float) -> None:
+        """Freezes tasks for a time; what comes after it nothing holds up."""
+        paused = [task.lives[-1] for task in self.tasks if self.cell.is_paused(task.job, task.index)]
+        for life in paused:
+            life.send_signal(signal.SIGSTOP)
+        self.open_all()
+        until = time.monotonic() + pause_s
+        self.wait("the end of the pause", lambda: time.monotonic() > until)
+        for life in paused:
+            life.send_signal(signal.SIGCONT)
 
     def let_end(self) -> None:
         """Waits until a worker that was away is at work again, if it can be; then the run may come to its end."""
@@ -302,8 +318,10 @@ class Run:
         for task in self.tasks:
             if "Traceback" in task.text:
                 raise Failed(f"{task.name} shows a traceback")
-        if self.cell.fault == "network slow" and "counts as dead" in self.first_ps.text:
-            raise Failed("a slow task was taken for dead")
+        if (self.cell.fault == "network slow" or self.cell.task == "all") and "counts as dead" in self.first_ps.text:
+            raise Failed("a task was taken for dead that was only slow, or paused like all")
+        if self.cell.task == "all" and "has not answered" in "".join(task.text for task in self.tasks):
+            raise Failed("a task was taken for lost that was paused like all")
         check_books(self.logdir, self.cell, outcome.ends)
 
 
@@ -345,7 +363,7 @@ def check_books(logdir: Path, cell: Cell, ends: bool) -> None:
 class Result:
     """How a cell went."""
 
-    cell: Cell
+    cell: object
     seconds: float
     problem: str = ""
 

@@ -20,7 +20,7 @@ from tests.chaos.links import CASES, SMALLEST, LinkCase, measure
 from tests.chaos.network import missing
 from tests.chaos.runner import Result, run_cell
 
-Results = dict[Cell | LinkCase, Result]
+Results = dict[object, Result]
 SHORT = dict(zip(MOMENTS, ("first", "middle", "saving", "end"), strict=True))
 
 

@@ -56,6 +56,11 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         m.Push, numbers, numbers, numbers, numbers, numbers, numbers, st.lists(numbers, max_size=5), st.none() | floats
     ),
     m.Pull: st.builds(m.Pull, numbers, numbers, numbers),
+    m.Values: st.builds(m.Values, numbers, numbers, numbers, st.lists(numbers, max_size=5)),
+    m.ValuesKept: st.builds(m.ValuesKept, numbers),
+    m.Assign: st.builds(
+        m.Assign, numbers, numbers, numbers, numbers, numbers, st.booleans(), st.lists(numbers, max_size=5)
+    ),
     m.FateOf: st.builds(m.FateOf, numbers, numbers, numbers),
     m.Fate: st.builds(m.Fate, numbers, numbers, numbers, st.text(), st.text(), numbers, st.none() | floats),
     m.Probe: st.builds(m.Probe, numbers, numbers, numbers),

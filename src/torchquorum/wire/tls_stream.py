@@ -22,10 +22,9 @@ from torchquorum.wire.stream import WantWrite, unacknowledged
 from torchquorum.wire.tls_keys import Side
 
 RECORD_BYTES = 16 << 10
-PIECE_BYTES = (
-    4 * RECORD_BYTES
-)  # small enough for the processor's cache, and for the allocator to use the same memory again
-_ROOM_BYTES = PIECE_BYTES + 4 * 256
+_RECORDS = 7  # at a time: few calls, and still small enough for the allocator to use the same memory again
+PIECE_BYTES = _RECORDS * RECORD_BYTES
+_ROOM_BYTES = PIECE_BYTES + _RECORDS * 256
 
 
 class TlsStream:

@@ -254,9 +254,9 @@ def _own_address() -> str:
 
 
 def _listen(host: str, before: str | None) -> socket.socket:
-    held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     bound, _ = bind_place(f"{host}:0")
+    held = socket.socket(socket.AF_INET6 if ":" in bound else socket.AF_INET, socket.SOCK_STREAM)
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     old_host, _, old_port = (before or "").rpartition(":")
     try:
         held.bind((bound, int(old_port) if old_host == host else 0))

@@ -57,4 +57,4 @@ def test_a_name_has_one_address() -> None:
 
 
 def test_the_top_level_stays_small() -> None:
-    assert sum(not inspect.ismodule(getattr(torchquorum, name)) for name in PUBLIC["torchquorum"].split()) <= 30
+    assert sum(not inspect.ismodule(getattr(torchquorum, name)) for name in PUBLIC["torchquorum"].split()) <= 35

@@ -424,3 +424,11 @@ def test_gradients_of_a_round_that_never_closed_are_spoken_of(ps: Ps) -> None:
     ps.leave(0)
     ps.leave(1)
     assert any("1 accepted gradients were not used" in line for line in ps.said)
+
+
+def test_a_last_step_that_differs_from_the_chiefs_is_said(ps: Ps) -> None:
+    ps.create(last_step=5)
+    for worker, last_step in ((0, 5), (1, 7)):
+        ps.join(worker, plan=make_plan(last_step=last_step))
+    said = [line for line in ps.said if "last_step" in line]
+    assert said == ["/job:worker/task:1 has last_step=7, which does not count: the run ends at the chief's 5"]

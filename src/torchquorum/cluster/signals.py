@@ -5,11 +5,24 @@ Installed by a session or a ps task on the main thread, and removed when it ends
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
+
+_installed: weakref.WeakSet[Signals] = weakref.WeakSet()
+_watches_forks = False
+
+
+def _restore_in_fork() -> None:
+    """A fork of a task is not the task: signals do to it what they did before."""
+    for signals in list(_installed):
+        with suppress(ValueError):  # forked from another thread, which may not set handlers
+            signals.remove()
 
 
 class Signals:
@@ -23,12 +36,18 @@ class Signals:
 
     def install(self) -> None:
         """Handles SIGINT and SIGTERM from now on; does nothing on other threads than the main one."""
+        global _watches_forks
         if threading.current_thread() is threading.main_thread():
+            if not _watches_forks:
+                _watches_forks = True
+                os.register_at_fork(after_in_child=_restore_in_fork)
+            _installed.add(self)
             for name in (signal.SIGINT, signal.SIGTERM):
                 self._before[name] = signal.signal(name, self._handle)
 
     def remove(self) -> None:
         """Restores the earlier handlers."""
+        _installed.discard(self)
         for name, handler in self._before.items():
             signal.signal(name, handler)
         self._before.clear()

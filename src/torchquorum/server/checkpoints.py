@@ -125,6 +125,8 @@ class Checkpoints:
         One waits at a time, the latest asked for; it will be of the version that there is then.
         """
         state = self.state(number)
+        if state is None and self._leader.quorum.stopped and self.last_good and not self.unsaved:
+            return SaveState(number, "done", self.saved_version, self.last_good, "")  # by ps task 0, in its place
         if state is None and self.busy:
             self._next = (number, folder, keep)
         elif state is None:

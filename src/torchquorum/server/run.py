@@ -357,6 +357,14 @@ class Leading(Run):
         join = got.message
         transport = "shm" if join.gradients is not None else "tcp"
         self.leader.join(join.worker, join.incarnation, join.request, got.now, got.wall, transport)
+        theirs = join.plan.last_step if join.plan is not None else None
+        if theirs is not None and theirs != self.plan.last_step:
+            ends = (
+                f"ends at the chief's {self.plan.last_step}" if self.plan.last_step is not None else "has no last step"
+            )
+            self.life.say(
+                f"/job:worker/task:{join.worker} has last_step={theirs}, which does not count: the run {ends}"
+            )
         return []
 
     def _pushed_again(self, key: Key, request: int) -> None:

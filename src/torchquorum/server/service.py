@@ -14,7 +14,7 @@ from typing import Any
 import torchquorum.wire.messages as m
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.cluster import TaskId
-from torchquorum.errors import LostPlaceError, UpdateError
+from torchquorum.errors import LostPlaceError, TorchQuorumError, UpdateError
 from torchquorum.formats.journal import JournalError
 from torchquorum.server.creation import check_creation, create_run
 from torchquorum.server.followers import Followers
@@ -143,7 +143,9 @@ class Service:
             raise error
         if self.failure is None:
             self.failure = error
-            self.life.say("".join(traceback.format_exception(error.__cause__ or error)).rstrip())
+            cause = error.__cause__
+            if cause is not None and not isinstance(cause, TorchQuorumError):  # a program's own, or torch's
+                self.life.say("".join(traceback.format_exception(cause)).rstrip())
         return self.run.break_off(str(error), now, wall)
 
     def _route(self, got: Incoming[Any]) -> list[Reply]:

@@ -61,7 +61,8 @@ class Initializer:
             tied=tied_names(setup.model),
             min_workers=setup.task.min_workers if setup.task.cluster.elastic else 0,
             must_save=setup.save.required,
-            save_s=setup.patience.save_s if setup.save.required else 0.0,
+            # The ps gives up before those who wait for it do, so that all hear the same.
+            save_s=min(setup.patience.save_s, setup.patience.round_s / 2) if setup.save.required else 0.0,
         )
         layout = plan.layout()
         check_after_update(plan.after_update, layout)

@@ -7,6 +7,8 @@ of the cluster are removed from sys.argv, so that the program's own parser sees 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import secrets
 import sys
 import threading
@@ -23,7 +25,7 @@ from torchquorum.cluster.program import fill_in, own_flags, read_program_flags
 from torchquorum.cluster.secret import OPEN, Access
 from torchquorum.devices.inventory import configure, limit_gpu_memory
 from torchquorum.devices.options import ConfigProto, read_device_options
-from torchquorum.errors import InterruptedRunError, TorchQuorumError
+from torchquorum.errors import ConfigError, InterruptedRunError, TorchQuorumError
 from torchquorum.lines import write_line
 from torchquorum.server.serve import PsTask, ServeOptions, serve
 from torchquorum.session.rendezvous import exchange_addresses
@@ -50,6 +52,7 @@ class Task:
         separate: Whether the tasks are processes of their own.
         access: The cluster's secret, if it has one, and whether this task may do without.
         clock: Tells the time to all that waits in this task's session.
+        pid: The process that is this task; a fork of it is not.
         random_bits: Returns a random number of so many bits, for ids.
         thread: Makes the thread that says that this task is alive.
     """
@@ -64,6 +67,7 @@ class Task:
     alone: Alone | None = field(default=None, repr=False)
     access: Access = field(default=OPEN, repr=False)
     clock: Clock = field(default=SYSTEM, repr=False, compare=False)
+    pid: int = field(default_factory=os.getpid, repr=False, compare=False)
     random_bits: Callable[[int], int] = field(default=secrets.randbits, repr=False, compare=False)
     thread: Callable[..., threading.Thread] = field(default=threading.Thread, repr=False, compare=False)
 
@@ -206,6 +210,7 @@ def join(
         SystemExit: When a ps task has served until the end of the job.
     """
     _show_errors_without_traceback()
+    _check_own_program()
     options = read_device_options(
         config, allow_soft_placement=allow_soft_placement, gpu_memory_fraction=gpu_memory_fraction
     )
@@ -247,6 +252,19 @@ def join(
         separate=True,
         access=found.access,
     )
+
+
+def _check_own_program() -> None:
+    """A child that multiprocessing spawns imports the program again: that must not make it a second process of the same task.
+
+    Raises:
+        ConfigError: It does.
+    """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigError(
+            "tq.join() is called while a child process of multiprocessing (a DataLoader's worker with spawn, for example) imports the "
+            "program. Put what only the task itself does below `if __name__ == '__main__':`"
+        )
 
 
 def _join_alone(report: str | None, flags: argparse.Namespace) -> Task:

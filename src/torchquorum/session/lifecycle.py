@@ -7,6 +7,7 @@ runs on the thread of the training loop. What always holds: after `end` nothing 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TypeVar
@@ -85,6 +86,11 @@ class Lifecycle:
     def begin(self) -> None:
         """Takes this worker's place in the run."""
         task = self._setup.task
+        if (pid := os.getpid()) != task.pid:
+            raise ConfigError(
+                f"tq.Session in process {pid}: it is a fork of {task}, process {task.pid}, which has called tq.join(); only that one "
+                "takes part in the run. Start the session there, or give the child a task of its own: call tq.join() in it"
+            )
         self.states.begin()
         self._hooks.begin()
         if task.alone is not None:
@@ -169,6 +175,8 @@ class Lifecycle:
         Raises:
             InterruptedRunError: A signal has ended the loop, and all is done that was to be done then.
         """
+        if os.getpid() != self._setup.task.pid:
+            return  # a fork of this worker has run out of its block: what is open here belongs to the worker
         finished = error is None or (isinstance(error, SystemExit) and not error.code)
         if isinstance(error, UpdateError) and self._setup.task.alone is not None:
             error.__cause__ = self._setup.task.alone.failure

@@ -92,6 +92,7 @@ class PsChannels:
 
     def post(self, k: int, message: m.Message, frames: Sequence[Any] = ()) -> None:
         """Sends a message to ps task k; nothing waits for an answer."""
+        self.end.check_process()
         self._askers[k].channel.send([codec.encode(message), *frames])
 
     def arrive(self, k: int, timeout_s: float) -> Arrived | None:
@@ -139,6 +140,7 @@ class PsChannels:
         starting: bool = False,
     ) -> _Kind:
         """Sends a message to ps task k until it answers with one of `kind`; see `torchquorum.wire.rpc`."""
+        self.end.check_process()
         asker = self._askers[k]
         return asker.ask(message, frames, kind=kind, what=what, limit_s=limit_s, starting=starting)[0]
 

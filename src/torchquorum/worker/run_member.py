@@ -132,6 +132,7 @@ class RunMember:
             allow_nonfinite: Whether gradients with NaN or infinity are pushed as if they were whole.
         """
         view, requests, exchange = self._view, self._requests, self.exchange
+        self._channels.end.check_process()
         self._look_for_writes()
         # Pipelined, the gradient before this one is still on its way: its answer is taken first.
         computed_at = view.version

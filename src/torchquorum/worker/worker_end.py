@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torchquorum.wire.messages as m
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.cluster import ClusterSpec, TaskId
+from torchquorum.errors import ConfigError
 from torchquorum.memory.segments import host_id
 from torchquorum.wire.channel import Channel
 from torchquorum.wire.rpc import Patience
@@ -33,6 +34,7 @@ class WorkerEnd:
         patience: How long to wait.
         say: Prints a line for people.
         clock: Tells the time.
+        pid: The worker's own process.
         random_bits: Returns a random number of so many bits, for ids.
         beats: Counts the heartbeats that ps task 0 has answered.
     """
@@ -47,6 +49,20 @@ class WorkerEnd:
     clock: Clock = SYSTEM
     random_bits: Callable[[int], int] = secrets.randbits
     beats: Callable[[], int] = lambda: 0
+
+    pid: int = field(default_factory=os.getpid)
+
+    def check_process(self) -> None:
+        """Checks that this is the worker's own process.
+
+        Raises:
+            ConfigError: It is a fork of it, which never speaks for it.
+        """
+        if (pid := os.getpid()) != self.pid:
+            raise ConfigError(
+                f"process {pid} is a fork of {self.task}, process {self.pid}, and only that one takes part in the run: compute "
+                "in the child what you like, and call step(), pull(), save() and the like in the worker itself"
+            )
 
     @property
     def task(self) -> TaskId:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchquorum.clock import SYSTEM, Clock
-from torchquorum.errors import LostVariablesError, TorchQuorumError, UpdateError
+from torchquorum.errors import LostVariablesError, SavedElsewhereError, TorchQuorumError, UpdateError
 from torchquorum.session.config import SaveOptions
 from torchquorum.session.hooks.hook import Hook, HookSession, Ran
 from torchquorum.session.join import say
@@ -48,6 +48,6 @@ class CheckpointHook(Hook):
         except (LostVariablesError, UpdateError):
             raise  # the run is not at its end any more, or its end is nowhere
         except TorchQuorumError as error:
-            if self._required:
+            if self._required and not isinstance(error, SavedElsewhereError):
                 raise
             say(f"{session.task}: {error}")

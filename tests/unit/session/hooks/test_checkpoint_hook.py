@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.manual_clock import ManualClock
-from torchquorum.errors import DeadlineError, LostVariablesError, UpdateError
+from torchquorum.errors import DeadlineError, LostVariablesError, SavedElsewhereError, UpdateError
 from torchquorum.session.config import SaveOptions
 from torchquorum.session.hooks.checkpoint_hook import EVERY_S, CheckpointHook
 from torchquorum.session.hooks.hook import Ran
@@ -73,6 +73,7 @@ def test_a_last_checkpoint_that_fails_fails_the_run(capsys: pytest.CaptureFixtur
         CheckpointHook(SaveOptions()).end(late)
     CheckpointHook(SaveOptions(required=False)).end(late)
     assert "/job:worker/task:0: the disk is slow" in capsys.readouterr().err
+    CheckpointHook(SaveOptions()).end(Pretended(SavedElsewhereError("by ps task 0")))  # type: ignore[arg-type]
     for error in (LostVariablesError("back at step 3"), UpdateError("no such rate")):
         lost: Any = Pretended(error)
         with pytest.raises(type(error)):

@@ -30,6 +30,10 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
+def adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.1)
+
+
 def backward(model: nn.Module, worker: int, step: int) -> None:
     generator = torch.Generator().manual_seed(100 * worker + step)
     model(torch.randn(4, 7, generator=generator)).square().mean().backward()
@@ -89,7 +93,7 @@ def train(make: Any, workers: int = 1, rule: Any = None, **options: Any) -> list
 
 
 @pytest.mark.parametrize("options", [{}, {"transport": "tcp"}, {"ps": 3}, {"ps": 2, "slice_bytes": 40}], ids=str)
-@pytest.mark.parametrize("make", [sgd, momentum])
+@pytest.mark.parametrize("make", [sgd, momentum, adam])
 def test_one_worker_goes_on_as_the_plain_program(make: Any, options: dict[str, Any]) -> None:
     step, ours = train(make, **options)[0]
     assert step == STEPS + 1

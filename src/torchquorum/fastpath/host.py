@@ -34,6 +34,7 @@ HARMLESS = (
     m.UseBatches,
     m.Scale,
     m.Settle,
+    m.Stay,
     m.Values,
     m.Fault,
 )

@@ -137,7 +137,7 @@ class PsTask:
         self.service.received_bytes = self._listener.received_bytes
         self._outbox = Outbox(self.service, self._listener, self._leader)
         self._signals = Signals(self._announce, "stopping the run")
-        self._stopped = False
+        self._stopped = self._between_jobs = False
         self.processes = ProcessWatch(self.service.pids)
 
     def _announce(self, line: str) -> None:
@@ -169,6 +169,16 @@ class PsTask:
         self._outbox.begin()
         warm_up()
         self._signals.install()
+        last, end = None, self._serve_job(None)
+        while end.ok and end is not last and self._end is None and self.service.begin_again(self._clock.now()):
+            last, end = end, self._serve_job(end)  # the workers' programs go on, and may begin another session
+        if not end.ok and self.service.failure is None:
+            self._announce(f"ended: {end.why}")
+        return end.ok
+
+    def _serve_job(self, before: End | None) -> End:
+        """Serves until a job ends; after another one, until no worker's program is left that could begin one."""
+        self._between_jobs = before is not None
         started = said = ticked = counted = self._seen.turn()
         while self.ended is None:
             self._receive()
@@ -182,15 +192,16 @@ class PsTask:
                         self.service.rate_limit.reset()
             self._check_leader(now)
             self._obey_signals()
-            if self.service.run is None and now - said >= SAY_EVERY_S:
+            if self.service.run is None and before is not None:
+                if self._signals.asked or not self.service.somebody_stays(now):
+                    return before
+            elif self.service.run is None and now - said >= SAY_EVERY_S:
                 said = now
                 self._wait_for_chief(now - started)
         end = self.ended
         if self._end is None:
             self._farewell()
-        if not end.ok and self.service.failure is None:
-            self._announce(f"ended: {end.why}")
-        return end.ok
+        return end
 
     def close(self) -> None:
         """Closes sockets and files, and releases memory."""
@@ -286,6 +297,8 @@ class PsTask:
         if self._signals.asked and not self._stopped:
             self._stopped = True
             if not isinstance(self.service.run, Leading):
+                if self._between_jobs:
+                    return
                 raise KeyboardInterrupt
             with self._turn:
                 self._outbox.send(self.service.stop(self._clock.now(), self._clock.wall()))

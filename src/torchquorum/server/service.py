@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torchquorum.wire.messages as m
@@ -17,6 +18,7 @@ from torchquorum.cluster import TaskId
 from torchquorum.errors import LostPlaceError, TorchQuorumError, UpdateError
 from torchquorum.formats.journal import JournalError
 from torchquorum.server.creation import check_creation, create_run
+from torchquorum.server.ending import Ending
 from torchquorum.server.followers import Followers
 from torchquorum.server.identity import Identity
 from torchquorum.server.plan_difference import check_same_plan
@@ -33,6 +35,7 @@ from torchquorum.wire.codec import Frame
 
 MAX_FAULT = 4000
 MOST_WAITING = 1000
+STAY_S = 10.0
 # What a worker or a chief wants of a run: when an update has failed, the answer is why. It may still leave.
 REFUSED_WHEN_BROKEN = frozenset(
     {
@@ -93,6 +96,7 @@ class Service:
         self.failure: UpdateError | JournalError | None = None
         self.received_bytes: Callable[[Peer], int] = lambda _: 0
         self._waiting: dict[Peer, m.Join] = {}
+        self._staying: dict[int, float] = {}  # workers between two sessions, and when that was last said
         self._handlers: dict[type[m.Message], Callable[[Incoming[Any]], list[Reply]]] = {
             m.Hello: self._hello,
             m.Create: self._create,
@@ -102,6 +106,7 @@ class Service:
             m.Have: self._heard_of_shard,
             m.ShardHello: self._heard_of_shard,
             m.Fault: self._fault,
+            m.Stay: self._stay,
         }
 
     # -- messages -----------------------------------------------------------------------------------------------------
@@ -249,6 +254,28 @@ class Service:
             return [got.reply(refused)]
         return self.run.heard_of_shard(got) if isinstance(self.run, Leading) else []
 
+    def _stay(self, got: Incoming[m.Stay]) -> list[Reply]:
+        """A worker's program goes on after its session, or has ended."""
+        if got.message.gone:
+            self._staying.pop(got.message.worker, None)
+        elif 0 <= got.message.worker < self.life.me.cluster.num_tasks("worker"):
+            self._staying[got.message.worker] = got.now
+        return []
+
+    def somebody_stays(self, now: float) -> bool:
+        """Whether a worker's program goes on that may begin another session."""
+        return any(now - heard_at <= STAY_S for heard_at in self._staying.values())
+
+    def begin_again(self, now: float) -> bool:
+        """The job is over: forgets it, if there may be another one; returns whether there may."""
+        if self.run is None or not self.somebody_stays(now):
+            return False
+        run, self.run = self.run, None
+        run.discard()
+        wall = self.life.clock.wall()
+        self.life = replace(self.life, tally=Tally(wall), ending=Ending())
+        return True
+
     def _fault(self, got: Incoming[m.Fault]) -> list[Reply]:
         """A fault is not answered: two ps tasks would answer each other for ever."""
         if got.peer == LEADER and got.message.kind == "protocol":
@@ -275,6 +302,7 @@ class Service:
     def process_ended(self, worker: int, incarnation: int, now: float, wall: float) -> list[Reply]:
         """The process of a worker on this host is gone."""
         self.pids.pop((worker, incarnation), None)
+        self._staying.pop(worker, None)
         return self._guarded(lambda run: run.process_ended(worker, incarnation, now, wall), now, wall)
 
     def stop(self, now: float, wall: float) -> list[Reply]:

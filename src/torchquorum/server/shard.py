@@ -364,7 +364,7 @@ class Shard:
                 if piece.variable in chosen:
                     stop = piece.offset + piece.numel
                     after[piece.offset : stop].copy_(given[piece.offset : stop])
-        self.update.made_elsewhere()
+        self.update.pass_over()
         return slot
 
     def replay(self, record: Record, payload: Frame) -> None:

@@ -28,6 +28,7 @@ from torchquorum.devices.options import ConfigProto, read_device_options
 from torchquorum.errors import ConfigError, InterruptedRunError, TorchQuorumError
 from torchquorum.lines import write_line
 from torchquorum.server.serve import PsTask, ServeOptions, serve
+from torchquorum.session.presence import Presence
 from torchquorum.session.rendezvous import exchange_addresses
 from torchquorum.wire.channel import Channel
 from torchquorum.wire.entry_channel import EntryChannel
@@ -55,6 +56,7 @@ class Task:
         pid: The process that is this task; a fork of it is not.
         random_bits: Returns a random number of so many bits, for ids.
         thread: Makes the thread that says that this task is alive.
+        presence: Says between two sessions that the program goes on; None where nobody has to know.
     """
 
     cluster: ClusterSpec
@@ -70,6 +72,7 @@ class Task:
     pid: int = field(default_factory=os.getpid, repr=False, compare=False)
     random_bits: Callable[[int], int] = field(default=secrets.randbits, repr=False, compare=False)
     thread: Callable[..., threading.Thread] = field(default=threading.Thread, repr=False, compare=False)
+    presence: Presence | None = field(default=None, repr=False, compare=False)
 
     @property
     def job(self) -> str:
@@ -242,15 +245,17 @@ def join(
     _announce(found)
     if found.task.job == "ps":
         _serve(found, report)
+    connect = connector(found.cluster, found.access)
     return Task(
         cluster=found.cluster,
         id=found.task,
         transport=found.transport,
         source=found.source,
         flags=flags,
-        connect=connector(found.cluster, found.access),
+        connect=connect,
         separate=True,
         access=found.access,
+        presence=Presence(found.cluster, found.task.index, connect) if found.task.job == "worker" else None,
     )
 
 

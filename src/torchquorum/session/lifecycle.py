@@ -32,6 +32,7 @@ from torchquorum.session.durable import is_saved
 from torchquorum.session.hooks.device_hook import SessionDevices
 from torchquorum.session.hooks.hook import HookCalls
 from torchquorum.session.join import say
+from torchquorum.session.presence import Presence
 from torchquorum.session.share import Share
 from torchquorum.session.states import SessionState, StateMachine
 from torchquorum.session.stop_condition import StopCondition
@@ -57,6 +58,7 @@ class Lifecycle:
         states: The session's state.
         meanwhile: Is called at every step and while the worker waits; a compute task looks after its inbox there.
         saved_step: The global step of the last checkpoint that was waited for or restored, -1 for none.
+        presence: Says after the session that the program goes on; None where it does not matter.
         confirms: Whether the chief confirms live variables before it continues with them; a client has done so for its compute tasks.
     """
 
@@ -76,6 +78,7 @@ class Lifecycle:
         self.before_run, self.after_run = hooks.before_run, hooks.after_run
         self.meanwhile: Callable[[], None] = lambda: None
         self.confirms = True
+        self.presence: Presence | None = None
         self.saved_step = -1
         self._stop_requested = self._after_loop = False
         self._signal_seen_at: float | None = None
@@ -95,6 +98,8 @@ class Lifecycle:
         self._hooks.begin()
         if task.alone is not None:
             task.alone.start()
+        if self.presence is not None:
+            self.presence.pause()
         try:
             link = self._attachment.attach(
                 AttachRequest(creates=task.is_chief, confirms=self.confirms, on_state=self.states.go)
@@ -189,6 +194,9 @@ class Lifecycle:
                 self._hooks.end()
             if finished and not self._setup.task.is_chief:
                 self._see_that_it_is_saved()
+            if finished and self.presence is not None:
+                self.link.stay()
+                self.presence.begin()
             orderly = finished or isinstance(error, InterruptedRunError)
             self.link.leave(failed=None if orderly else error, **self._recorded)
             if finished:

@@ -149,7 +149,9 @@ class Session:
         if setup.logdir is not None and self.task.is_chief:
             self.hooks.append(CheckpointHook(setup.save, setup.clock))
         self.hooks.append(devices)
-        return Lifecycle(setup, self._stop, calls, devices, self._results.recorded)
+        part = Lifecycle(setup, self._stop, calls, devices, self._results.recorded)
+        part.presence = self.task.presence
+        return part
 
     def __enter__(self) -> Session:
         self._part.begin()

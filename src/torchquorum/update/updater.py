@@ -233,6 +233,10 @@ class Updater:
             span.steps += 1
         self._advance()
 
+    def pass_over(self) -> None:
+        """The next version is no update: the schedule, which goes by version, advances, and nothing else."""
+        self._advance()
+
     def _advance(self) -> None:
         self.used = self._rates[0]
         if len(self._rates) == 1:

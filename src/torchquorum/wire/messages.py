@@ -186,6 +186,13 @@ class Leave(Message):
     why: str = ""
 
 
+class Stay(Message):
+    """A worker's program goes on after its session, and may begin another one; or, if `gone`, it has ended. Not answered."""
+
+    worker: int
+    gone: bool = False
+
+
 class Save(Message):
     """The chief wants a checkpoint, its `number`th; sent again to ask how that goes. Answered by SaveState."""
 
@@ -616,6 +623,7 @@ AnyMessage = (
     | Probe
     | Beat
     | Leave
+    | Stay
     | Save
     | Settle
     | Stop

@@ -138,6 +138,11 @@ class Link(RunView):
             self.channels.asker(k).channel.receive_into(joined.exchange.chooser(k, self.requests.awaited))
         joined.join()
 
+    def stay(self) -> None:
+        """Tells the ps tasks, before it leaves, that the program goes on and may begin another session."""
+        for k in range(len(self.end.ps)):
+            self.channels.post(k, m.Stay(self.end.index))
+
     def leave(
         self, *, failed: BaseException | None = None, loss: float | None = None, accuracy: float | None = None
     ) -> None:

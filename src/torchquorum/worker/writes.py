@@ -20,7 +20,8 @@ from torchquorum.clock import SYSTEM, Clock
 from torchquorum.placement.layout import CONSTANT
 from torchquorum.worker.flat import FlatParameters
 
-SAMPLES = 4  # of each parameter, at one step
+SAMPLES = 4  # elements of each parameter at one step, fewer where that would be more than MOST_SAMPLES
+MOST_SAMPLES = 256
 TABLES = 32  # choices of elements, used in turn
 FULL_AT_FIRST = 3  # steps at which everything is compared, however long that takes
 SHARE = 100  # what is not done at every step waits until this many times its own duration has passed
@@ -54,17 +55,16 @@ class _HostArea:
     ) -> None:
         self._elements: Any = flat.view(_INTEGERS[flat.element_size()]).numpy()
         self._members, self._tables, self._owners = members, tables, owners
-        self._kept = np.empty(len(owners), self._elements.dtype)
-        self._now = np.empty_like(self._kept)
+        self._kept: Any = None
 
     def note(self, table: int) -> None:
-        np.take(self._elements, self._tables[table], out=self._kept, mode="clip")
+        self._kept = self._elements.take(self._tables[table])
 
     def look(self, table: int) -> list[int]:
-        np.take(self._elements, self._tables[table], out=self._now, mode="clip")
-        if self._now.tobytes() == self._kept.tobytes():
+        now = self._elements.take(self._tables[table])
+        if now.tobytes() == self._kept.tobytes():
             return []
-        return [self._owners[k] for k in np.flatnonzero(self._now != self._kept).tolist()]
+        return [self._owners[k] for k in np.flatnonzero(now != self._kept).tolist()]
 
     def confirm(self) -> list[int]:
         return []
@@ -125,6 +125,7 @@ class WriteWatch:
         self._areas = [_area(memory, members) for memory, members in flat.memory()]
         self._on_gpu = any(isinstance(area, _CudaArea) for area in self._areas)
         self._counters: list[int] = []
+        self._counted = False  # by a look, since which the program has not run
         self._table, self._sampled, self._pending = 0, False, False
         self._sums: list[list[Any]] | None = None
         self._steps, self._full_at, self._sample_at = 0, 0.0, 0.0
@@ -132,7 +133,9 @@ class WriteWatch:
 
     def note(self) -> None:
         """The parameters hold a version: what is written from now on is the program's."""
-        self._counters = [p._version for p in self._parameters]
+        if not self._counted:
+            self._counters = [p._version for p in self._parameters]
+        self._counted = False
         self._table = (self._table + 1) % TABLES
         self._pending = False
         now = self._clock.now()
@@ -172,6 +175,7 @@ class WriteWatch:
                 found += [owner for owner, now, before in pairs if now != before]
         if found:
             raise SuspectedWriteError(found)
+        self._counted = True
 
     def confirm(self) -> None:
         """The GPU has been waited for since `look`.
@@ -194,8 +198,9 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def _area(memory: torch.Tensor, members: Sequence[Member]) -> _Area:
     generator = np.random.default_rng(len(members))
-    starts = np.repeat(np.array([start for _, start, _ in members], np.int64), SAMPLES)
-    counts = np.repeat(np.array([count for _, _, count in members], np.int64), SAMPLES)
+    samples = max(1, min(SAMPLES, MOST_SAMPLES // len(members)))
+    starts = np.repeat(np.array([start for _, start, _ in members], np.int64), samples)
+    counts = np.repeat(np.array([count for _, _, count in members], np.int64), samples)
     tables = [starts + (generator.random(len(starts)) * counts).astype(np.int64) for _ in range(TABLES)]
-    owners = [variable for variable, _, _ in members for _ in range(SAMPLES)]
+    owners = [variable for variable, _, _ in members for _ in range(samples)]
     return (_CudaArea if memory.is_cuda else _HostArea)(memory, members, tables, owners)

@@ -11,11 +11,11 @@ from tests.process.tasks import by_hand
 PROGRAM = Path(__file__).parent / "two_sessions.py"
 
 
-@pytest.mark.parametrize("ps", [1, 2])
-def test_another_session_works_in_a_cluster_and_all_end_by_themselves(ps: int) -> None:
+@pytest.mark.parametrize(("ps", "pause_s"), [(1, "1.5"), (2, "0")])
+def test_another_session_works_in_a_cluster_and_all_end_by_themselves(ps: int, pause_s: str) -> None:
     with by_hand(ps=ps, workers=2, program=PROGRAM) as cluster:
         servers = [cluster.start("ps", i) for i in range(ps)]
-        workers = [cluster.start("worker", i, "1.5", "2") for i in range(2)]
+        workers = [cluster.start("worker", i, pause_s, "2") for i in range(2)]
         for task in (*workers, *servers):
             assert task.wait() == 0, task.tail()
         for worker in workers:

@@ -26,10 +26,11 @@ class Identity:
         """Returns the task's name."""
         return TaskId("ps", self.index)
 
-    def welcome(self, *, created: bool) -> Welcome:
-        """Returns the answer to a task's greeting; `created` says whether this ps holds variables."""
-        ways = list(self.ways)
-        return Welcome(PROTOCOL, str(self.task), self.incarnation, self.host, self.pid, created, PACKAGE, ways)
+    def welcome(self, generation: int | None) -> Welcome:
+        """Returns the answer to a task's greeting; `generation` is the creation of the variables, None if there are none."""
+        ways, created = list(self.ways), generation is not None
+        who = PROTOCOL, str(self.task), self.incarnation, self.host, self.pid
+        return Welcome(*who, created, PACKAGE, ways, generation or 0)
 
     def shard_hello(self, generation: int, followed: int, broken: str = "") -> ShardHello:
         """Returns what a shard tells shard 0 now and then: that it lives, and how much of the log it has followed."""

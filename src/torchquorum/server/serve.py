@@ -170,11 +170,16 @@ class PsTask:
         warm_up()
         self._signals.install()
         last, end = None, self._serve_job(None)
-        while end.ok and end is not last and self._end is None and self.service.begin_again(self._clock.now()):
-            last, end = end, self._serve_job(end)  # the workers' programs go on, and may begin another session
+        while end.ok and end is not last and self._end is None and self._begin_again():
+            last, end = end, self._serve_job(end)
         if not end.ok and self.service.failure is None:
             self._announce(f"ended: {end.why}")
         return end.ok
+
+    def _begin_again(self) -> bool:
+        """The job is over: whether there may be another, as the programs of workers go on."""
+        with self._turn:
+            return self.service.begin_again(self._clock.now())
 
     def _serve_job(self, before: End | None) -> End:
         """Serves until a job ends; after another one, until no worker's program is left that could begin one."""

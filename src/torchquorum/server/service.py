@@ -196,7 +196,7 @@ class Service:
         me.cluster.check_task(task)
         if hello.host == me.host and me.host and task.job == "worker" and 0 < hello.pid < 1 << 31:
             note_process(self.pids, task.index, hello.incarnation, hello.pid)
-        return [got.reply(me.welcome(created=self.run is not None))]
+        return [got.reply(me.welcome(self.run.generation if self.run is not None else None))]
 
     def _create(self, got: Incoming[m.Create]) -> list[Reply]:
         """The chief creates the variables, or has them created again because a ps has lost its own."""

@@ -114,7 +114,7 @@ class Attachment:
     def _try(self, link: Link, request: AttachRequest) -> AttachResult:
         before, first = request.before, request.before is None
         plan, flat = self.initializer.plan()
-        created = link.hello()
+        created = self._greet(link, first=first)
         # Every ps task answers. The chief makes sure that all of them hold variables of one creation.
         if request.creates and (not all(created) or (first and request.confirms)):
             request.on_state(SessionState.CREATING)
@@ -135,6 +135,26 @@ class Attachment:
         resumed = self._resume(link, request) if not steps_back else None
         self._take_position(link, restore=first or steps_back > 0)
         return AttachResult(link=link, plan=plan, version=version, steps_back=steps_back, resumed=resumed)
+
+    def _greet(self, link: Link, *, first: bool) -> list[bool]:
+        """Greets the ps tasks; if this program had a session before, when that is over on all of them, for all workers."""
+        presence, patience, clock = self._setup.task.presence, self._setup.patience, self._setup.clock
+        created, started, said = link.hello(), clock.now(), 0.0
+        while first and presence is not None and presence.generation is not None:
+            if not link.waits_for_another_run(presence.generation):
+                break
+            waited_s = clock.now() - started
+            if waited_s > patience.start_s:
+                raise DeadlineError(
+                    f"{self._setup.task}: waited {waited_s:.0f} s for the session before this one to end on all workers"
+                )
+            if waited_s - said >= patience.say_s:
+                said = waited_s
+                self._setup.say(f"waiting for the session before this one to end on all workers: {waited_s:.0f} s")
+            clock.sleep(RETRY_EVERY_S)
+            self._while_waiting()
+            created = link.hello()
+        return created
 
     def _resume(self, link: Link, request: AttachRequest) -> Step | None:
         """Learns what became of the gradient that was being pushed when the link was lost."""

@@ -98,8 +98,6 @@ class Lifecycle:
         self._hooks.begin()
         if task.alone is not None:
             task.alone.start()
-        if self.presence is not None:
-            self.presence.pause()
         try:
             link = self._attachment.attach(
                 AttachRequest(creates=task.is_chief, confirms=self.confirms, on_state=self.states.go)
@@ -108,6 +106,8 @@ class Lifecycle:
             self.states.go(SessionState.FAILED)
             self._close()
             raise
+        if self.presence is not None:
+            self.presence.pause()
         self.saved_step = link.version if link.version > 0 else -1
         self._setup.optimizer.attach(link, self)
         self.signals.install()
@@ -196,7 +196,7 @@ class Lifecycle:
                 self._see_that_it_is_saved()
             if finished and self.presence is not None:
                 self.link.stay()
-                self.presence.begin()
+                self.presence.begin(self.link.generation)
             orderly = finished or isinstance(error, InterruptedRunError)
             self.link.leave(failed=None if orderly else error, **self._recorded)
             if finished:

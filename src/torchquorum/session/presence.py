@@ -29,18 +29,23 @@ class Presence:
         worker: Which worker this is.
         connect: Makes a channel to a ps task.
         clock: Tells the time.
+
+    Attributes:
+        generation: Which creation of the variables the last session was of; None before the first has ended.
     """
 
     def __init__(
         self, cluster: ClusterSpec, worker: int, connect: Callable[[str, bytes], Channel], clock: Clock = SYSTEM
     ) -> None:
         self._cluster, self._worker, self._connect, self._clock = cluster, worker, connect, clock
+        self.generation: int | None = None
         self._stop = threading.Event()
         self._over = False
         self._thread: threading.Thread | None = None
 
-    def begin(self) -> None:
-        """A session has ended, and the program goes on."""
+    def begin(self, generation: int) -> None:
+        """A session has ended, whose variables were of this creation, and the program goes on."""
+        self.generation = generation
         if self._thread is None:
             self._stop.clear()
             self._thread = threading.Thread(target=self._run, name="torchquorum-stay", daemon=True)
@@ -48,7 +53,7 @@ class Presence:
             atexit.register(self._end)
 
     def pause(self) -> None:
-        """A session begins."""
+        """A session has begun."""
         if self._thread is not None:
             atexit.unregister(self._end)
             self._stop.set()

@@ -314,7 +314,10 @@ class Way(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Welcome(Message):
-    """The ps task introduces itself; `created` says whether it holds variables, `ways` lists faster transports, best first."""
+    """The ps task introduces itself; `created` says whether it holds variables, `ways` lists faster transports, best first.
+
+    `generation` is the creation of these variables.
+    """
 
     protocol: int
     task: str
@@ -324,6 +327,7 @@ class Welcome(Message):
     created: bool
     package: str = ""
     ways: list[Way] = []
+    generation: int = 0
 
 
 class Created(Message):

@@ -94,6 +94,10 @@ class Link(RunView):
         self._states.set(LinkState.GREETED)
         return [welcome.created for welcome in self._welcomes]
 
+    def waits_for_another_run(self, generation: int) -> bool:
+        """Whether a ps task, when it was last greeted, still held the variables of this creation."""
+        return any(welcome.created and welcome.generation == generation for welcome in self._welcomes)
+
     def create(
         self,
         plan: m.Plan,

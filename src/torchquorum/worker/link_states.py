@@ -17,7 +17,8 @@ class LinkState(StrEnum):
 
 NEXT: dict[LinkState, frozenset[LinkState]] = {
     LinkState.NEW: frozenset({LinkState.GREETED, LinkState.CLOSED}),
-    LinkState.GREETED: frozenset({LinkState.AWAITING, LinkState.CLOSED}),
+    # To itself: the ps tasks still have the run of a session before, which is waited for.
+    LinkState.GREETED: frozenset({LinkState.GREETED, LinkState.AWAITING, LinkState.CLOSED}),
     # To itself: shared memory could not be opened, and the worker joins again over TCP.
     LinkState.AWAITING: frozenset({LinkState.IDLE, LinkState.AWAITING, LinkState.CLOSED}),
     LinkState.IDLE: frozenset({LinkState.AWAITING, LinkState.CLOSED}),

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.process.tasks import DEADLINE_S, FORKING, PROGRAM, TORCHQUORUM, Started, by_hand, run
 from tests.process.zygote import run_python
-from torchquorum.formats.ledger import read_ledger
+from torchquorum.formats.ledger import Event, read_ledger, read_records
 from torchquorum.jobs.models import make_model
 
 REPORT = {
@@ -224,3 +224,18 @@ def test_a_chief_that_fails_before_it_has_made_the_variables_ends_the_run(tmp_pa
         ), started.tail()
     finally:
         started.end()
+
+
+def test_under_auto_a_slow_worker_is_left_out_and_the_ledger_says_so(tmp_path: Path) -> None:
+    """On two ps tasks, which must agree on what each update was made of."""
+    report = tmp_path / "report.json"
+    options = ["--rule=sync:auto:2", "--ps=2", "--workers=3", "--slow=worker1:30x", "--steps=60", f"--report={report}"]
+    done = run("train", *options, f"--logdir={tmp_path / 'run'}", forked=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = list(read_records(tmp_path / "run"))
+    chosen = [r.values["aggregate"] for r in records if isinstance(r, Event) and r.event == "chose"]
+    assert chosen[:1] == [2], chosen
+    assert "an update takes 2 gradients of 3 workers from now on" in done.stdout
+    body = json.loads(report.read_text())
+    assert (body["rule"], body["updates"]) == ("Sync(aggregate='auto', floor=2)", 60)
+    assert body["per_worker"]["1"]["updates"] < 30 <= body["per_worker"]["0"]["updates"]

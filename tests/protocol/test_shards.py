@@ -327,7 +327,11 @@ def test_a_worker_whose_join_a_shard_missed_gets_its_answer_when_it_joins_there_
 
 
 @pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("rule", [tq.Sync(), tq.Sync(aggregate=1), tq.Async(), tq.Buffered(3), tq.Bounded(1)], ids=str)
+@pytest.mark.parametrize(
+    "rule",
+    [tq.Sync(), tq.Sync(aggregate=1), tq.Async(), tq.Buffered(3), tq.Bounded(1), tq.Sync("auto", floor=1)],
+    ids=str,
+)
 def test_lost_doubled_and_reordered_messages_between_shards_change_no_outcome(
     make: Callable[..., Shards], rule: tq.Rule, seed: int
 ) -> None:

@@ -26,6 +26,7 @@ COMMANDS = {
     "scale": ("torchquorum.cli.scale", "Change the number of workers of a running job."),
     "report": ("torchquorum.cli.report", "Write an HTML page with the charts of a run."),
     "compare": ("torchquorum.cli.compare", "Train MNIST with several rules and compare them."),
+    "simulate": ("torchquorum.cli.simulate", "Simulate rules: what they would do with these workers."),
     "board": ("torchquorum.cli.tensorboard", "Show a run in TensorBoard."),
     "checkpoints": ("torchquorum.cli.checkpoints", "List the checkpoints of a run."),
     "export": ("torchquorum.cli.checkpoints", "Export a plain state_dict from a checkpoint."),

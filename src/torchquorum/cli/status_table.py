@@ -212,7 +212,8 @@ def clock(seconds: float) -> str:
 def headline(status: Mapping[str, Any]) -> str:
     """Returns the run in one line."""
     live, workers = len(status["live"]), status["workers"]
-    words = [status["rule"], f"{live} of {workers} workers live", f"{status['batches_per_s']:.0f} batches/s"]
+    rule = status["rule"] + (f" waits for {status['aggregate']}" if "aggregate" in status else "")
+    words = [rule, f"{live} of {workers} workers live", f"{status['batches_per_s']:.0f} batches/s"]
     words += [f"staleness {status['staleness_mean']:.2f}", f"{status['refused']:,} refused"]
     for data in (status.get("data") or {}).values():
         of = f" of {data['epochs']}" if data["epochs"] else ""

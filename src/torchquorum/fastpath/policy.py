@@ -32,6 +32,8 @@ def mode_of(plan: Plan) -> str | None:
     if rule.pipeline or rule.max_lead is not None:
         return None
     needed = rule.needed(plan.num_workers)
+    if rule.least(plan.num_workers) != needed:
+        return None  # the ps chooses how many are waited for
     if needed == 1 and (plan.num_workers == 1 or rule.max_staleness is None):
         return "turns"
     # In a round each worker updates a slice of the vector.

@@ -56,12 +56,14 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
     """An event of the run or of one of its workers.
 
     Attributes:
-        event: began (also after a restore), joined, came back, died, left, assigned, saved, ended or gap (what could not be written).
+        event: began (also after a restore), joined, came back, died, left, assigned, chose (another number of gradients for an
+            update), saved, ended or gap (what could not be written).
         at: When, in seconds since the epoch.
         version: The version then.
         worker: Which worker; -1 for an event of the run.
         text: Why, or what was written.
-        values: For `began` the configuration, for `left` the worker's results, for `gap` the numbers that are missing.
+        values: For `began` the configuration, for `left` the worker's results, for `chose` the number, for `gap` the numbers that
+            are missing.
     """
 
     event: str

@@ -186,7 +186,7 @@ class GraphSession:
         def tell(line: str) -> None:
             say(f"client: {line}")
 
-        in_turn = plan.rule.once_per_round and plan.rule.needed(plan.num_workers) >= plan.num_workers
+        in_turn = plan.rule.once_per_round and plan.rule.least(plan.num_workers) >= plan.num_workers
         connect = connector(self.cluster, self._access)
         run = GraphRun(
             secrets.token_hex(8),

@@ -7,22 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from torchquorum.report import html_page as p
-from torchquorum.report.charts import HEIGHT, WIDTH, Axis, ChartBar, LegendEntry, Series, bar_chart, line_chart, wrap
+from torchquorum.report.charts import HEIGHT, Axis, ChartBar, LegendEntry, Series, bar_chart, line_chart
 from torchquorum.report.comparison import ComparedRun, describe_comparison
 from torchquorum.report.figures import smooth
+from torchquorum.report.picture import picture
 from torchquorum.report.run_page import SECONDS, accuracy_axis, loss_axis
 from torchquorum.report.scales import number
-from torchquorum.report.scene import Area, Dot, Item, Polyline, Rect, Scene, Text
+from torchquorum.report.scene import Scene
 
 UPDATES = Axis(name="updates", from_zero=True)
 CURVE_POINTS = 60
-GAP = 14.0
 GREY = "line"  # waste and waiting, in every chart; a run's colour stands for useful work
 
 
@@ -142,38 +141,9 @@ def _staleness(runs: Sequence[ComparedRun]) -> Scene:
     return bar_chart("Staleness", bars, axis, empty="no gradient was stale")
 
 
-def compare_picture(runs: Sequence[ComparedRun], title: str, below: str, *, columns: int = 3) -> Scene:
+def compare_picture(runs: Sequence[ComparedRun], title: str, below: str) -> Scene:
     """Returns all charts of a comparison as one scene, for the PNG."""
-    scenes = charts(runs)
-    width = columns * WIDTH + (columns + 1) * GAP
-    scene = Scene(width, 0.0, title)
-    scene.add(Text(GAP + 2, 34, title, 20, bold=True), Text(GAP + 2, 55, below, 12.5, colour="dim"))
-    y = 70.0
-    for sentence in describe_comparison(runs):
-        for i, line in enumerate(wrap(sentence, width - 60, 13)):
-            scene.add(Text(GAP + 16, y + 8, line, 13))
-            if i == 0:
-                scene.add(Dot(GAP + 6, y + 4, 2, "ink"))
-            y += 19
-    y += 6
-    for start in range(0, len(scenes), columns):
-        row = scenes[start : start + columns]
-        height = max(s.height for s in row)
-        for i, chart in enumerate(row):
-            x = GAP + i * (WIDTH + GAP)
-            scene.add(Rect(x, y, WIDTH, height, "surface"))
-            scene.add(Polyline([(x, y), (x + WIDTH, y), (x + WIDTH, y + height), (x, y + height), (x, y)], "grid"))
-            scene.add(*(moved(item, x, y) for item in chart.items))
-        y += height + GAP
-    scene.height = y
-    return scene
-
-
-def moved(item: Item, x: float, y: float) -> Item:
-    """Returns an item, shifted."""
-    if isinstance(item, Polyline | Area):
-        return replace(item, points=[(px + x, py + y) for px, py in item.points])
-    return replace(item, x=item.x + x, y=item.y + y)
+    return picture(charts(runs), title, below, describe_comparison(runs))
 
 
 def as_json(runs: Sequence[ComparedRun]) -> list[dict[str, Any]]:

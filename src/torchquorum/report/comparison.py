@@ -54,12 +54,17 @@ def compare_runs(histories: Sequence[tuple[str, History]]) -> list[ComparedRun]:
     """Computes the figures of each run and gives it the colour of its rule, or another colour if that is taken."""
     runs: list[ComparedRun] = []
     for name, history in histories:
-        wanted = next((c for family, c in _FAMILIES if _rule_of(name, history).startswith(family)), "c4")
         taken = [r.colour for r in runs]
-        colour = wanted if wanted not in taken else next((c for c in _SPARE if c not in taken), wanted)
+        colour = pick_colour(_rule_of(name, history), taken)
         dash = DASHES[min(taken.count(colour), len(DASHES) - 1)]
         runs.append(ComparedRun(name=name, history=history, figures=figure(history), colour=colour, dash=dash))
     return runs
+
+
+def pick_colour(rule: str, taken: Sequence[str]) -> str:
+    """Returns the colour of a rule, such as sync:2, or another one if that is taken."""
+    wanted = next((c for family, c in _FAMILIES if rule.startswith(family)), "c4")
+    return wanted if wanted not in taken else next((c for c in _SPARE if c not in taken), wanted)
 
 
 def _rule_of(name: str, history: History) -> str:

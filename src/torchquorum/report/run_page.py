@@ -125,6 +125,12 @@ def describe(history: History, figures: Figures) -> list[str]:
     back = [e for e in history.events if e.event == "came back"]
     if died:
         lines.append(f"Workers died {len(died)} time(s) and came back {len(back)} time(s).")
+    chosen = [int(e.values["aggregate"]) for e in history.events if e.event == "chose"]
+    if chosen:
+        lines.append(
+            f"The rule chose {len(chosen)} time(s) how many gradients make an update: {min(chosen)} at least, "
+            f"{max(chosen)} at most, {chosen[-1]} at the end."
+        )
     if history.restarts:
         lines.append(f"The run was started again {history.restarts} time(s); the time axis skips the time in between.")
     lost = int((history.accepted & ~history.kept).sum())
@@ -148,6 +154,20 @@ def loss_charts(history: History) -> list[Scene]:
             lines.append(Series(name="validation", x=list(at), y=list(losses), colour="c1", dash=(5, 3)))
         found.append(line_chart(title, lines, x, axis, empty="no loss recorded: call optimizer.step(loss=loss)"))
     return found
+
+
+def chosen_charts(history: History) -> list[Scene]:
+    """Returns how many gradients an update took over time, where the rule chose that while the run went on."""
+    chosen = [e for e in history.events if e.event == "chose"]
+    if not chosen:
+        return []
+    clock = history.clock_of(np.array([e.at for e in chosen]))
+    x, y = [0.0], [float(history.config.get("num_workers") or chosen[0].values["aggregate"])]
+    for at, event in zip(clock, chosen, strict=True):
+        x += [float(at), float(at)]
+        y += [y[-1], float(event.values["aggregate"])]
+    line = Series(name="", x=[*x, max(history.seconds, x[-1])], y=[*y, y[-1]], colour="c5")
+    return [line_chart("Gradients waited for", [line], SECONDS, Axis(name="gradients per update", from_zero=True))]
 
 
 def loss_axis(losses: np.ndarray) -> Axis:
@@ -233,7 +253,7 @@ def _course_charts(history: History, figures: Figures) -> list[Scene]:
         empty="too few updates for a curve",
     )
     loss, accuracy = loss_charts(history), accuracy_charts(history)
-    return [loss[0], accuracy[0], rate, loss[1], accuracy[1], staleness_chart(figures)]
+    return [loss[0], accuracy[0], rate, loss[1], accuracy[1], staleness_chart(figures), *chosen_charts(history)]
 
 
 def _time_chart(workers: Sequence[WorkerFigures], more: str) -> Scene:

@@ -7,7 +7,10 @@ Owned by nobody and shared by all: a `Rule` is a frozen value that travels from 
 from __future__ import annotations
 
 import difflib
+import math
+import re
 from dataclasses import dataclass
+from typing import Literal
 
 from torchquorum.errors import ConfigError
 
@@ -18,21 +21,34 @@ class Rule:
 
     Attributes:
         name: The preset it came from; only shown to people.
-        aggregate: How many gradients make one update; None means as many as the cluster has workers.
+        aggregate: How many gradients make one update; None means as many as the cluster has workers, and "auto" that the number
+            is chosen from the workers' times while the run goes on (`torchquorum.rules.backup`).
         max_staleness: A gradient older than this many versions is refused; None means no bound. With a bound each live
             worker counts once per round and waits for the round to close.
         max_lead: A worker more local steps than this ahead of the slowest live worker waits; None means no bound.
         pipeline: A worker does not wait for its own push before it goes on: staleness grows by one, latency is hidden.
+        floor: With "auto", the least number that is chosen; None means half of the workers, rounded up.
+        noise: With "auto", how many gradients it takes until the mean of more of them helps little; None means that every
+            gradient helps as much as every other.
     """
 
     name: str = "Rule"
-    aggregate: int | None = 1
+    aggregate: int | Literal["auto"] | None = 1
     max_staleness: int | None = None
     max_lead: int | None = None
     pipeline: bool = False
+    floor: int | None = None
+    noise: float | None = None
 
     def __post_init__(self) -> None:
-        _check("aggregate", self.aggregate, 1, "leave it out for all workers")
+        if self.auto:
+            self._check_auto()
+        else:
+            _check("aggregate", self.aggregate, 1, "leave it out for all workers")
+            if self.floor is not None or self.noise is not None:
+                raise ConfigError(
+                    f"floor={self.floor}, noise={self.noise}: only aggregate='auto' chooses a number; leave them out"
+                )
         _check("max_staleness", self.max_staleness, 0, "leave it out for no bound")
         _check("max_lead", self.max_lead, 0, "leave it out for no bound")
         if self.pipeline and self.max_staleness is not None:
@@ -41,21 +57,60 @@ class Rule:
                 "use Async(pipeline=True), or leave pipeline out"
             )
 
+    def _check_auto(self) -> None:
+        _check("floor", self.floor, 1, "leave it out for half of the workers")
+        if self.max_staleness != 0 or self.max_lead is not None:
+            raise ConfigError("aggregate='auto' chooses for rounds of one version: use Sync(aggregate='auto')")
+        noise = self.noise
+        if noise is not None and (isinstance(noise, bool) or not 0 <= noise < math.inf):
+            raise ConfigError(
+                f"noise={noise}: must be a number of gradients, 0 or more; leave it out if it is not known"
+            )
+
     def needed(self, num_workers: int) -> int:
-        """Returns how many gradients make one update in a cluster of `num_workers` workers."""
-        return self.aggregate if self.aggregate is not None else max(1, num_workers)
+        """Returns how many gradients make one update in a cluster of `num_workers` workers; with "auto", at the beginning."""
+        if isinstance(self.aggregate, int):
+            return self.aggregate
+        return max(1, num_workers, self.least(num_workers) if self.auto else 1)
+
+    def least(self, num_workers: int) -> int:
+        """Returns how many gradients make one update at least."""
+        if not self.auto:
+            return self.needed(num_workers)
+        return self.floor if self.floor is not None else max(1, (num_workers + 1) // 2)
+
+    @property
+    def auto(self) -> bool:
+        """Whether the number of gradients is chosen while the run goes on."""
+        return self.aggregate == "auto"
 
     @property
     def once_per_round(self) -> bool:
         """Whether each live worker counts once per round; true wherever staleness is bounded."""
         return self.max_staleness is not None
 
+    @property
+    def text(self) -> str:
+        """Returns a preset in the notation of the command line, such as sync:2; `noise` is not part of it."""
+        match self.name:
+            case "Async":
+                return "async:pipeline" if self.pipeline else "async"
+            case "Sync":
+                floor = f":{self.floor}" if self.floor is not None else ""
+                return "sync" if self.aggregate is None else f"sync:{self.aggregate}{floor}"
+            case "Bounded":
+                return f"bounded:{self.max_lead}"
+            case "Buffered":
+                return f"buffered:{self.aggregate}"
+        return str(self)
+
     def __str__(self) -> str:
         match self.name:
             case "Async":
                 return "Async(pipeline=True)" if self.pipeline else "Async()"
             case "Sync":
-                return "Sync()" if self.aggregate is None else f"Sync(aggregate={self.aggregate})"
+                given = {"aggregate": self.aggregate, "floor": self.floor, "noise": self.noise}
+                return f"Sync({', '.join(f'{name}={value!r}' for name, value in given.items() if value is not None)})"
             case "Bounded":
                 return f"Bounded({self.max_lead})"
             case "Buffered":
@@ -80,13 +135,27 @@ def Async(*, pipeline: bool = False) -> Rule:
     return Rule(name="Async", aggregate=1, pipeline=pipeline)
 
 
-def Sync(aggregate: int | None = None) -> Rule:
+def Sync(
+    aggregate: int | Literal["auto"] | None = None, *, floor: int | None = None, noise: float | None = None
+) -> Rule:
     """One update per round: the mean of `aggregate` gradients, all computed at the same version.
 
     With `aggregate` below the number of workers the slowest are not waited for: backup workers (Chen et al. 2016,
     Revisiting Distributed Synchronous SGD).
+
+    With `aggregate="auto"` the ps chooses the number from the times it sees, again and again: the one with the most progress per
+    second, after Xu, Neglia and Sebastianelli 2020, Dynamic backup workers for parallel machine learning. Progress is what an
+    update is worth, k / (k + noise), over the expected time of a round; see `torchquorum.rules.backup`.
+
+    Args:
+        aggregate: How many gradients make an update; None for all workers, "auto" to choose while the run goes on.
+        floor: With "auto", the least number; None for half of the workers, rounded up. Workers that are always too slow for it
+            contribute nothing, so a low floor can leave out their data.
+        noise: With "auto", how many gradients it takes until the mean of more of them helps little: the gradient noise scale of
+            McCandlish et al. 2018, in gradients. 0 makes as many updates as possible; None (not known) uses as many gradients
+            as possible.
     """
-    return Rule(name="Sync", aggregate=aggregate, max_staleness=0)
+    return Rule(name="Sync", aggregate=aggregate, max_staleness=0, floor=floor, noise=noise)
 
 
 def Bounded(max_lead: int) -> Rule:
@@ -102,14 +171,15 @@ def Buffered(aggregate: int) -> Rule:
 
 
 _NUMBERS = {"bounded": 3, "buffered": 2}
-_FORMS = "async, async:pipeline, sync, sync:K, sync:KofN, bounded:S, buffered:K"
+_FORMS = "async, async:pipeline, sync, sync:K, sync:KofN, sync:auto, sync:auto:FLOOR, bounded:S, buffered:K"
 
 
 def parse_rule(text: str, num_workers: int | None = None) -> Rule:
     """Reads a rule in the notation of the command line.
 
     Args:
-        text: One of async, async:pipeline, sync, sync:2, sync:2of3, bounded:3, buffered:4 (case and spaces do not matter).
+        text: One of async, async:pipeline, sync, sync:2, sync:2of3, sync:auto, sync:auto:2, bounded:3, buffered:4 (case and
+            spaces do not matter).
         num_workers: How many workers there are, where that is known; then sync:2of3 is for three of them.
 
     Raises:
@@ -123,6 +193,9 @@ def parse_rule(text: str, num_workers: int | None = None) -> Rule:
         )
     if name == "async" and argument in ("", "pipeline"):
         return Async(pipeline=argument == "pipeline")
+    if name == "sync" and argument.partition(":")[0] == "auto":
+        floor = argument.partition(":")[2]
+        return Sync("auto", floor=_number(text, floor) if ":" in argument else None)
     if name == "sync":
         return Sync(_backup(text, argument) if argument else None)
     if name == "bounded" and argument:
@@ -150,3 +223,28 @@ def _number(text: str, digits: str) -> int:
         return int(digits)
     except ValueError:
         raise ConfigError(f"rule {text!r}: {digits!r} is not a whole number; allowed are {_FORMS}") from None
+
+
+_SHOWN = re.compile(r"(Async|Sync|Bounded|Buffered)\((.*)\)")
+
+
+def read_rule(shown: str) -> Rule:
+    """Reads a rule as `str` shows it, such as Sync(aggregate=2): what a run's ledger has.
+
+    Raises:
+        ConfigError: It is not a preset.
+    """
+    match = _SHOWN.fullmatch(shown)
+    if match is None:
+        raise ConfigError(f"rule {shown!r}: is no preset; name a rule, such as {_FORMS}")
+    given = dict(part.rpartition("=")[::2] for part in match[2].replace(" ", "").split(",") if part)
+    values = {name: _read_value(value) for name, value in given.items()}
+    first = values.pop("", None)
+    presets = {"Async": Async, "Sync": Sync, "Bounded": Bounded, "Buffered": Buffered}
+    return presets[match[1]](*([] if first is None else [first]), **values)
+
+
+def _read_value(text: str) -> object:
+    if text in ("True", "False"):
+        return text == "True"
+    return text.strip("'\"") if text[:1] in "'\"" else float(text) if "." in text or "e" in text else int(text)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NamedTuple
 
+from torchquorum.rules.backup import BackupChooser
 from torchquorum.rules.presets import Rule
 
 LIVENESS_S = 5.0
@@ -116,7 +117,17 @@ class Died:
     why: str
 
 
-Action = Accepted | Refused | Repeated | Applied | Discarded | Released | Died
+@dataclass(frozen=True, slots=True)
+class Chose:
+    """From here on an update takes `aggregate` gradients, of `live` workers, and a round is expected to take `round_s`."""
+
+    aggregate: int
+    live: int
+    round_s: float
+    now: float
+
+
+Action = Accepted | Refused | Repeated | Applied | Discarded | Released | Died | Chose
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +195,8 @@ class Quorum:
         live: How many workers are alive and not paused.
         idle: How many of these are held; the others compute.
         replaced: Earlier incarnations, as (worker, incarnation), and the last local step of each that was decided on.
+        chooser: Chooses `needed`, where the rule says "auto".
+        needed: How many gradients make one update.
     """
 
     rule: Rule
@@ -198,6 +211,10 @@ class Quorum:
     live: int = 0
     idle: int = 0
     replaced: dict[tuple[int, int], int] = field(default_factory=dict)
+    chooser: BackupChooser | None = field(init=False, default=None)
+    needed: int = field(init=False)
+    _now: float = 0.0  # of the last event that had a time
+    _round_began: float = 0.0
     _clocks: Counter[int] = field(default_factory=Counter)  # how many live workers are at each clock
     _low: int = 0  # the slowest clock when it was last asked for
     _slowest: int = 0  # the slowest clock when waiting workers were last checked
@@ -205,6 +222,8 @@ class Quorum:
 
     def __post_init__(self) -> None:
         self.stopped = self.stopped or self._finished()
+        self.needed = self.rule.needed(self.num_workers)
+        self.chooser = BackupChooser(self.rule.noise) if self.rule.auto else None
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -231,6 +250,9 @@ class Quorum:
             incarnation=incarnation, last_seen=now, clock=self._level(), gave_at=known.gave_at if known else -1
         )
         self._mark(worker, alive=True, held=False)
+        self._now = now
+        if self.chooser is not None:
+            self.chooser.times.joins(worker)
         return [self._release(worker), *self._settle()]
 
     def seen(self, worker: int, incarnation: int, now: float) -> None:
@@ -241,7 +263,7 @@ class Quorum:
         known = self.workers.get(worker)
         if known is None or known.incarnation != incarnation or known.left:
             return
-        known.last_seen = max(known.last_seen, now)
+        known.last_seen, self._now = max(known.last_seen, now), now
         if not known.alive:
             known.clock = max(known.clock, self._level())
             self._mark(worker, alive=True, held=known.held)
@@ -267,6 +289,8 @@ class Quorum:
         if known is None or known.incarnation != incarnation or not known.counted or known.held:
             return []
         self._mark(worker, alive=True, held=False, paused=True)
+        if self.chooser is not None:
+            self.chooser.times.pauses(worker)
         return self._settle()
 
     def resume(self, worker: int, incarnation: int, now: float) -> list[Action]:
@@ -277,6 +301,8 @@ class Quorum:
             return []
         known.clock = max(known.clock, self._level())
         self._mark(worker, alive=known.alive, held=known.held)
+        if self.chooser is not None:
+            self.chooser.times.begins(worker, now)
         return self._settle()
 
     def fence(self, worker: int, incarnation: int) -> None:
@@ -297,17 +323,20 @@ class Quorum:
         return self._came_back or any(w.alive and now - w.last_seen > self.liveness_s for w in self.workers.values())
 
     def expire(self, now: float) -> list[Action]:
-        """Time has passed: workers that were silent for `liveness_s` are declared dead.
+        """Time has passed: workers that were silent for `liveness_s` are declared dead, and a late round is looked at.
 
         Who was seen later than now was seen by the clock of another task, which has not missed what this one has: it counts as now.
         """
+        self._now = now
         for worker in self.workers.values():
             worker.last_seen = min(worker.last_seen, now)
         silent_s = {i: now - w.last_seen for i, w in self.workers.items() if w.alive}
         died = [
             self._bury(i, f"not heard of for {s:.1f} s") for i, s in sorted(silent_s.items()) if s > self.liveness_s
         ]
-        return [*died, *self._settle(*(d.worker for d in died))] if died or self._came_back else []
+        late = self._choose() if self.chooser is not None and self.chooser.is_late(self._round_began, now) else []
+        changed = died or late or self._came_back
+        return [*died, *late, *self._settle(*(d.worker for d in died))] if changed else []
 
     def push(self, key: Key, version: int, now: float, *, finite: bool = True) -> list[Action]:
         """A gradient, computed at `version`, has arrived completely."""
@@ -323,6 +352,8 @@ class Quorum:
         if worker.paused:
             worker.clock = max(worker.clock, self._level())
             self._mark(key.worker, alive=True, held=worker.held)
+        if self.chooser is not None:
+            self.chooser.times.ends(key.worker, now)
         self._tick(worker)
         reason = self._verdict(worker, version, finite)
         worker.fenced = False
@@ -358,11 +389,6 @@ class Quorum:
     def alive(self) -> list[int]:
         """Returns the live workers, in order, including paused ones."""
         return sorted(i for i, w in self.workers.items() if w.alive)
-
-    @property
-    def needed(self) -> int:
-        """Returns how many gradients make one update."""
-        return self.rule.needed(self.num_workers)
 
     def waits_for(self, worker: int) -> Wait | None:
         """Returns what a held worker waits for, or None if it does not wait."""
@@ -417,20 +443,39 @@ class Quorum:
         Only the workers that `changed` are checked, unless the event changed what others wait for: so the cost of a round is
         linear in its gradients, not quadratic.
         """
-        actions: list[Action] = []
-        while len(self.round) >= self.needed and not self.stopped:
-            keys = tuple(sorted(self.round[: self.needed]))
-            self.round = self.round[self.needed :]
+        actions, before = list[Action](), self.version
+        if self.chooser is not None and self.chooser.round_s is not None and self.needed > self.live:
+            actions += self._choose()
+        if len(self.round) >= self.needed and not self.stopped:
+            keys, self.round = tuple(sorted(self.round)), []
             self.version += 1
+            self._round_began = self._now
             actions.append(Applied(keys, self.version))
             self.stopped = self._finished()
+            if self.chooser is not None and self.chooser.is_due(self.version, self._counted()):
+                actions += self._choose()
         slowest = self._slowest_clock() if self.rule.max_lead is not None else 0
-        closed = bool(actions) and self.rule.once_per_round
+        closed = self.version != before and self.rule.once_per_round
         for_all = closed or self.stopped or slowest != self._slowest
         looked_at = sorted(self.held if for_all else self.held.intersection(changed))
         self._slowest, self._came_back = slowest, False
         actions += [self._release(i) for i in looked_at if not self._must_wait(self.workers[i], slowest)]
         return actions + self._ask_for_more()
+
+    def _counted(self) -> list[int]:
+        return [i for i, worker in self.workers.items() if worker.counted]
+
+    def _choose(self) -> list[Action]:
+        """Chooses how many gradients make an update, if the rule leaves that open; says so if the number changes."""
+        assert self.chooser is not None
+        live, before = self._counted(), self.needed
+        if not live or self.stopped:
+            return []
+        floor = self.rule.least(self.num_workers)
+        self.needed = self.chooser.choose(live, floor, before, self.version, self._now)
+        if self.needed == before or self.chooser.round_s is None:
+            return []
+        return [Chose(self.needed, len(live), self.chooser.round_s, self._now)]
 
     def _must_wait(self, worker: Worker, slowest: int) -> bool:
         lead = worker.clock - slowest
@@ -478,6 +523,8 @@ class Quorum:
     def _release(self, index: int) -> Released:
         worker = self.workers[index]
         self._mark(index, alive=worker.alive, held=False)
+        if self.chooser is not None:
+            self.chooser.times.begins(index, self._now)
         return Released(index, worker.incarnation, worker.local_step, self.version, self.stopped)
 
     def _tick(self, worker: Worker) -> None:

@@ -370,6 +370,7 @@ class Leader:
             "live": quorum.alive,
             "stopped": quorum.stopped,
             "transport": "+".join(transports),
+            **({"aggregate": quorum.needed} if quorum.rule.auto else {}),
             **self.membership.status(),
             **({"data": self.data.status()} if self.data else {}),
             **counts.snapshot(),
@@ -391,6 +392,8 @@ class Leader:
                 case quorum.Released(worker, incarnation, _, version, stop):
                     counts.worker(worker).release(wall)
                     self.log.append(Release(worker, incarnation, self._requests[worker][1], version, stop))
+                case quorum.Chose():
+                    self._chose(action, wall)
                 case quorum.Died(worker, incarnation, why):
                     counts.worker(worker).release(wall)
                     self._died(worker, incarnation, why, wall)
@@ -405,6 +408,13 @@ class Leader:
         self.history.decided(action, loss, wall, batches)
         if not accepted:
             self.log.append(Drop([(key.worker, key.incarnation, key.local_step)]))
+
+    def _chose(self, action: quorum.Chose, wall: float) -> None:
+        """The rule waits for another number of gradients: in the ledger, so that the run can be followed."""
+        chosen = {"aggregate": action.aggregate, "live": action.live, "round_s": round(action.round_s, 6)}
+        self.history.wall = wall
+        self.history.note("chose", values=chosen)
+        self.notes.append(f"an update takes {action.aggregate} gradients of {action.live} workers from now on")
 
     def _died(self, worker: int, incarnation: int, why: str, wall: float) -> None:
         self.data.gone(worker, incarnation, for_good=False)

@@ -33,6 +33,9 @@ class Membership:
         if not plan.elastic:
             return None
         needed = plan.rule.needed(plan.num_workers)
+        if plan.rule.auto:
+            least = plan.rule.least(plan.num_workers)
+            return f"{plan.min_workers} to {needed} workers may come and go: an update takes at least {least} gradients"
         what = f"{needed} gradients make one update" if needed > 1 else "every gradient is an update"
         if needed > 1 and plan.rule.once_per_round:
             what += f"; while fewer than {needed} workers are alive, some give several"

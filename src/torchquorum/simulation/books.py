@@ -11,7 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from torchquorum.rules.quorum import Accepted, Action, Applied, Refused
+from torchquorum.rules.quorum import Accepted, Action, Applied, Chose, Refused
 from torchquorum.simulation.scenario import Scenario
 
 
@@ -108,6 +108,8 @@ class Books:
             self.update_times.append(now)
             self.sizes.append(len(action.keys))
             self._in_round, self._round_began = 0, now
+        elif type(action) is Chose:
+            self.chosen.append((now, len(self.update_times), action.aggregate))
 
     def close(self, now: float) -> None:
         """The simulation is over."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torchquorum.errors import ConfigError
 from torchquorum.rules import Rule, parse_rule
@@ -86,6 +86,8 @@ class Scenario:
                 last = self.workers - 1
                 raise ConfigError(f"slow: worker {worker}, {factor} times: must be worker 0 to {last}, above 0 times")
         rule = parse_rule(self.rule, self.workers) if isinstance(self.rule, str) else self.rule
+        if rule.auto and rule.noise is None and self.noise is not None:
+            rule = replace(rule, noise=self.noise)
         object.__setattr__(self, "chosen_rule", rule)
         times = str(self.times) if isinstance(self.times, int | float) else self.times
         object.__setattr__(self, "step_times", parse_times(times) if isinstance(times, str) else times)

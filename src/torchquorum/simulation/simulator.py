@@ -12,12 +12,13 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-
 from torchquorum.rules.quorum import Action, Key, Quorum, Released
 from torchquorum.simulation.books import Books
 from torchquorum.simulation.network import Link
 from torchquorum.simulation.scenario import Scenario
+from torchquorum.simulation.step_times import random_of
+
+TICK_S = 0.25  # how often a ps looks at its clock, at most
 
 
 @dataclass(slots=True)
@@ -54,7 +55,7 @@ class Simulator:
         self.now = 0.0
         times = s.step_times
         self._processes = [Process(times.draws(i, s.seed)) for i in range(s.workers)]
-        self._random = np.random.default_rng((s.seed, s.workers, 1))
+        self._random = random_of(s.seed, -1)
         self._up, self._down = Link(s.network), Link(s.network)
         self._pipeline, self._instant = self.quorum.rule.pipeline, s.network.instant
         self._pushed = self._count = 0
@@ -70,6 +71,8 @@ class Simulator:
             self._at(0.0, Simulator._start, worker, 1)
         if s.arrive_s is not None:
             self._expect_arrival()
+        if self.quorum.chooser is not None:
+            self._at(TICK_S, Simulator._tick)
         end, most = s.seconds or math.inf, s.gradients or math.inf
         events, pop, books = self._events, heapq.heappop, self.books
         while events and self._pushed < most and not self.quorum.stopped:
@@ -156,7 +159,7 @@ class Simulator:
         process.unanswered = process.computed = False
         self.books.starts(worker, self.now)
         if self.scenario.fail_s is not None:
-            self._at(self.now + self._random.exponential(self.scenario.fail_s), Simulator._fail, worker, life)
+            self._at(self.now + self._random.expovariate(1.0 / self.scenario.fail_s), Simulator._fail, worker, life)
         self._follow(self.quorum.join(worker, life, self.now))
 
     def _fail(self, worker: int, life: int) -> None:
@@ -176,7 +179,7 @@ class Simulator:
 
     def _expect_arrival(self) -> None:
         assert self.scenario.arrive_s is not None
-        self._at(self.now + self._random.exponential(self.scenario.arrive_s), Simulator._come)
+        self._at(self.now + self._random.expovariate(1.0 / self.scenario.arrive_s), Simulator._come)
 
     def _come(self, _worker: int, _life: int) -> None:
         """One more worker arrives; it takes the first free place, if there is one."""
@@ -189,6 +192,13 @@ class Simulator:
         """From now on some workers need more or less time for a step."""
         for worker, factor in self.scenario.slow_downs[number].factors.items():
             self._processes[worker].factor = factor
+
+    def _tick(self, _worker: int, _life: int) -> None:
+        """Time has passed, as the ps's own clock says: a round may be late."""
+        chooser = self.quorum.chooser
+        assert chooser is not None
+        self._follow(self.quorum.expire(self.now))
+        self._at(self.now + max(TICK_S, chooser.round_s or 0.0), Simulator._tick)
 
     # -- what follows -------------------------------------------------------------------------------------------------
 

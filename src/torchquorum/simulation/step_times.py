@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-import numpy as np
-
 from torchquorum.errors import ConfigError
 
-_CHUNK = 64
 _FORMS = "0.1, exponential:0.1, exponential:0.1:0.05, lognormal:0.1:0.5, pareto:0.1:2.5, trace:FILE"
 
 
@@ -27,6 +25,11 @@ class StepTimes(Protocol):
     def draws(self, worker: int, seed: int) -> Iterator[float]:
         """Yields the seconds of each step of one worker, without end."""
         ...
+
+
+def random_of(seed: int, worker: int) -> random.Random:
+    """Returns the source of everything random about one worker."""
+    return random.Random(f"{seed}/{worker}")
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,9 @@ class Exponential:
 
     def draws(self, worker: int, seed: int) -> Iterator[float]:
         """Yields the seconds of each step of one worker, without end."""
-        random = np.random.default_rng((seed, worker))
+        source, rate = random_of(seed, worker), 1.0 / self.mean
         while True:
-            yield from (self.least + random.exponential(self.mean, _CHUNK)).tolist()
+            yield self.least + source.expovariate(rate)
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,9 @@ class Lognormal:
 
     def draws(self, worker: int, seed: int) -> Iterator[float]:
         """Yields the seconds of each step of one worker, without end."""
-        random = np.random.default_rng((seed, worker))
+        source, mu = random_of(seed, worker), math.log(self.median)
         while True:
-            yield from random.lognormal(math.log(self.median), self.sigma, _CHUNK).tolist()
+            yield source.lognormvariate(mu, self.sigma)
 
 
 @dataclass(frozen=True)
@@ -78,9 +81,9 @@ class Pareto:
 
     def draws(self, worker: int, seed: int) -> Iterator[float]:
         """Yields the seconds of each step of one worker, without end."""
-        random = np.random.default_rng((seed, worker))
+        source = random_of(seed, worker)
         while True:
-            yield from (self.least * (1.0 + random.pareto(self.shape, _CHUNK))).tolist()
+            yield self.least * source.paretovariate(self.shape)
 
 
 @dataclass(frozen=True)
@@ -91,9 +94,9 @@ class Pool:
 
     def draws(self, worker: int, seed: int) -> Iterator[float]:
         """Yields the seconds of each step of one worker, without end."""
-        random, known = np.random.default_rng((seed, worker)), np.array(self.seconds)
+        source = random_of(seed, worker)
         while True:
-            yield from random.choice(known, _CHUNK).tolist()
+            yield source.choice(self.seconds)
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ class Recorded:
             return itertools.cycle(self.by_worker[worker])
         known = sorted(self.by_worker)
         own = self.by_worker[known[worker % len(known)]]
-        start = int(np.random.default_rng((seed, worker)).integers(len(own)))
+        start = random_of(seed, worker).randrange(len(own))
         return itertools.cycle([*own[start:], *own[:start]])
 
 

@@ -15,7 +15,9 @@ def test_the_options_of_the_command_line_are_the_frozen_ones() -> None:
     assert describe_options() == OPTIONS.read_text(), REFRESH
 
 
-@pytest.mark.parametrize("arguments", [[], ["train"], ["compare"], ["report"], ["doctor"], ["status"], ["run"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["train"], ["compare"], ["report"], ["doctor"], ["status"], ["run"], ["simulate"]]
+)
 def test_help_does_not_import_torch(arguments: list[str]) -> None:
     program = (
         "import sys\n"

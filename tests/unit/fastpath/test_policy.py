@@ -30,6 +30,8 @@ def plan(rule: Any, workers: int = 3, **options: Any) -> Plan:
         (tq.Sync(), 3, "rounds"),
         (tq.Sync(), 1, "turns"),
         (tq.Sync(2), 3, None),
+        (tq.Sync("auto"), 3, None),
+        (tq.Sync("auto", floor=3), 3, "rounds"),  # all are waited for
         (tq.Bounded(2), 3, None),
         (tq.Buffered(2), 3, None),
         (tq.Async(pipeline=True), 3, None),

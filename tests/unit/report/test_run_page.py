@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from tests.unit.report.runs import write_sync
+from torchquorum.formats.ledger import Event
+from torchquorum.formats.ledger_write import LedgerWriter
 from torchquorum.report.history import read_history
 from torchquorum.report.run_page import run_page
 
@@ -26,3 +28,14 @@ def test_a_folder_with_an_odd_name_does_no_harm(tmp_path: Path, name: str) -> No
     folder = tmp_path / name.replace("/", "_")
     write_sync(folder)
     assert "<script>alert" not in run_page(read_history(folder))
+
+
+def test_the_numbers_that_auto_chose_are_drawn(tmp_path: Path) -> None:
+    end = write_sync(tmp_path, ended=False)
+    writer = LedgerWriter(tmp_path)
+    for at, number in ((end - 1.0, 2), (end - 0.5, 3)):
+        writer.write(Event("chose", at, 20, values={"aggregate": number, "live": 3, "round_s": 0.01}))
+    writer.close()
+    text = run_page(read_history(tmp_path))
+    assert "Gradients waited for" in text
+    assert "The rule chose 2 time(s) how many gradients make an update: 2 at least, 3 at most, 3 at the end." in text

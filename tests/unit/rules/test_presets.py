@@ -41,6 +41,8 @@ def test_a_preset_has_the_options_of_the_table(rule, aggregate, max_staleness, m
         (Sync(aggregate=2), "Sync(aggregate=2)"),
         (Bounded(3), "Bounded(3)"),
         (Buffered(4), "Buffered(4)"),
+        (Sync("auto"), "Sync(aggregate='auto')"),
+        (Sync("auto", floor=3, noise=2.5), "Sync(aggregate='auto', floor=3, noise=2.5)"),
         (Rule(aggregate=2, max_staleness=1, max_lead=3), "Rule(aggregate=2, max_staleness=1, max_lead=3)"),
     ],
 )
@@ -126,6 +128,8 @@ def test_a_pipeline_with_bounded_staleness_is_an_error():
         ("sync", Sync()),
         ("sync:2", Sync(2)),
         ("sync:2of3", Sync(2)),
+        ("sync:auto", Sync("auto")),
+        (" Sync : Auto : 3 ", Sync("auto", floor=3)),
         ("sync:3of3", Sync(3)),
         ("bounded:0", Bounded(0)),
         ("bounded:3", Bounded(3)),
@@ -210,3 +214,63 @@ def test_a_rule_without_options_is_async_under_another_name():
 def test_the_package_offers_the_rules_by_name():
     names = {name: getattr(rules, name) for name in rules.__all__}
     assert names.keys() == {"Async", "Bounded", "Buffered", "Quorum", "Rule", "Sync", "parse_rule"}
+
+
+# -- auto -------------------------------------------------------------------------------------------------------------
+
+
+def test_auto_begins_with_all_and_never_goes_below_its_floor():
+    assert Sync("auto").needed(7) == 7 and Sync("auto", floor=9).needed(7) == 9
+    assert [Sync("auto").least(n) for n in (0, 1, 2, 3, 8)] == [1, 1, 1, 2, 4]
+    assert Sync("auto", floor=3).least(8) == 3
+    assert Sync(2).least(8) == 2 and Sync().least(8) == 8
+    assert Sync("auto").auto and Sync("auto").once_per_round and not Sync().auto and not Sync(2).auto
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"aggregate": 2, "floor": 1}, "floor=1, noise=None: only aggregate='auto' chooses a number; leave them out"),
+        ({"noise": 0.0}, "floor=None, noise=0.0: only aggregate='auto' chooses a number; leave them out"),
+        ({"aggregate": "auto", "floor": 0}, "floor=0: must be 1 or more; leave it out for half of the workers"),
+        ({"aggregate": "auto", "noise": -1.0}, "noise=-1.0: must be a number of gradients, 0 or more"),
+        ({"aggregate": "auto", "noise": float("inf")}, "noise=inf: must be a number of gradients, 0 or more"),
+        ({"aggregate": "auto", "noise": True}, "noise=True: must be a number of gradients, 0 or more"),
+        ({"aggregate": "best"}, "aggregate='best': must be a whole number, 1 or more"),
+    ],
+)
+def test_what_auto_cannot_mean_is_an_error(arguments: dict[str, Any], message):
+    with pytest.raises(ConfigError) as error:
+        Sync(**arguments)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("more", [{}, {"max_staleness": 1}, {"max_staleness": 0, "max_lead": 2}])
+def test_auto_is_for_rounds_of_one_version(more: dict[str, Any]):
+    with pytest.raises(ConfigError, match=r"use Sync\(aggregate='auto'\)"):
+        Rule(aggregate="auto", **more)
+    Rule(aggregate="auto", max_staleness=0)
+
+
+SHOWN = [Async(), Async(pipeline=True), Sync(), Sync(2), Sync("auto", floor=3), Bounded(0), Buffered(4)]
+
+
+@pytest.mark.parametrize("rule", [*SHOWN, Sync("auto", noise=2.5), Sync("auto", noise=4)], ids=str)
+def test_a_rule_is_read_as_it_is_shown(rule: Rule):
+    assert rules.presets.read_rule(str(rule)) == rule
+
+
+@pytest.mark.parametrize("rule", SHOWN, ids=str)
+def test_a_preset_has_a_text_for_the_command_line(rule: Rule):
+    assert parse_rule(rule.text) == rule
+
+
+def test_what_is_no_preset_has_no_text_and_is_not_read():
+    rule = Rule(aggregate=2, max_staleness=1)
+    assert rule.text == str(rule)
+    with pytest.raises(ConfigError, match="is no preset"):
+        rules.presets.read_rule(str(rule))
+    with pytest.raises(ConfigError, match="'x' is not a whole number"):
+        parse_rule("sync:auto:x")
+    with pytest.raises(ConfigError, match="'' is not a whole number"):
+        parse_rule("sync:auto:")

@@ -45,6 +45,7 @@ PRESETS = st.one_of(
     st.builds(Sync, st.none() | st.integers(1, 5)),
     st.builds(Bounded, st.integers(0, 3)),
     st.builds(Buffered, st.integers(1, 5)),
+    st.builds(Sync, st.just("auto"), floor=st.none() | st.integers(1, 5), noise=st.none() | st.floats(0, 10)),
 )
 CUSTOM = st.builds(Rule, aggregate=st.integers(1, 5), max_staleness=BOUNDS, max_lead=BOUNDS)
 
@@ -214,6 +215,7 @@ class World(RuleBasedStateMachine):
         if self.is_current(process.worker, process.incarnation):
             self.alive.add(process.worker)
             self.unsettled = False
+        self.needed = self.quorum.needed  # "auto" may choose another number in the course of the call
         actions = self.quorum.push(key, process.version, self.now, finite=finite)
         verdict = actions[0]
         assert isinstance(verdict, Accepted | Refused) and verdict.key == key
@@ -236,7 +238,8 @@ class World(RuleBasedStateMachine):
                     self.updates += 1
                     self.applied.update(keys)
                     assert version == self.start_version + self.updates
-                    assert len(keys) == self.quorum.needed
+                    assert len(keys) >= self.quorum.rule.least(self.quorum.num_workers)
+                    assert len(keys) == self.quorum.needed or self.quorum.rule.auto
                     assert list(keys) == sorted(keys)
                     assert all(key in self.accepted for key in keys)
                 case Released(worker, incarnation, local_step, version, stop):
@@ -253,7 +256,7 @@ class World(RuleBasedStateMachine):
         if rule.max_staleness is not None:
             assert accepted.met - accepted.version <= rule.max_staleness
             twice = any(k.worker == key.worker and a.met == accepted.met for k, a in self.accepted.items())
-            assert not (twice and len(self.alive) >= self.quorum.needed)
+            assert not (twice and len(self.alive) >= self.needed)
 
     # -- what always holds ----------------------------------------------------------------------------------------
 

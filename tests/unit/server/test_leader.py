@@ -1,9 +1,15 @@
 """The leader: what happens becomes decisions of the quorum, and these become entries of the log."""
 
+from pathlib import Path
+
 import torchquorum as tq
+from tests.protocol.by_hand import make_plan
 from tests.unit.server.parts import WALL, leader, push
+from torchquorum.formats.ledger import Event, read_records
+from torchquorum.formats.ledger_write import LedgerWriter
 from torchquorum.rules.quorum import Key
-from torchquorum.server.leader import REMEMBERED_ARRIVALS, Arrivals
+from torchquorum.server.leader import REMEMBERED_ARRIVALS, Arrivals, Leader
+from torchquorum.server.tally import Tally
 from torchquorum.wire.messages import Apply, Drop, End, Outcome, Release, Snapshot
 
 FIRST, SECOND = Key(0, 1, 1), Key(1, 1, 1)
@@ -104,3 +110,26 @@ def test_arrivals_forget_the_oldest_that_never_became_complete() -> None:
         assert arrivals.add(0, Key(0, 1, step), push(0)) is None
     assert arrivals.add(1, Key(0, 1, 0), None) is None
     assert arrivals.add(1, Key(0, 1, REMEMBERED_ARRIVALS), None) is not None
+
+
+def test_the_number_that_auto_chooses_is_said_in_ledger_status_and_output(tmp_path: Path) -> None:
+    writer = LedgerWriter(tmp_path)
+    run = Leader(make_plan(rule=tq.Sync("auto", floor=1)), Tally(0.0), writer)
+    for worker in (0, 1):
+        run.join(worker, 1, 1, 0.0, WALL, "tcp")
+    assert run.status()["aggregate"] == 2
+    now, ends, versions, steps = 0.0, {0: 1.0, 1: 9.0}, {0: 0, 1: 0}, {0: 0, 1: 0}
+    while run.quorum.needed == 2:  # worker 0 takes one second, worker 1 nine
+        worker = min(ends, key=lambda w: ends[w])
+        now, steps[worker] = ends.pop(worker), steps[worker] + 1
+        run.arrived(0, Key(worker, 1, steps[worker]), 1 + steps[worker], now, WALL + now, push=push(versions[worker]))
+        for entry in run.log.entries:
+            if isinstance(entry, Release):
+                ends[entry.worker], versions[entry.worker] = now + (1.0, 9.0)[entry.worker], entry.version
+        run.log.entries.clear()
+        assert now < 100
+    writer.close()
+    (chose,) = [e for e in read_records(tmp_path) if isinstance(e, Event) and e.event == "chose"]
+    assert chose.values == {"aggregate": 1, "live": 2, "round_s": 1.0} and chose.at == WALL + now
+    assert "an update takes 1 gradients of 2 workers from now on" in run.notes
+    assert run.status()["aggregate"] == 1 and "aggregate" not in leader(rule=tq.Sync()).status()

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from torchquorum.update.constraints import Clamp as Clamp
     from torchquorum.update.constraints import MaxNorm as MaxNorm
     from torchquorum.update.constraints import UnitNorm as UnitNorm
+    from torchquorum.update.optimizers import register_optimizer as register_optimizer
     from torchquorum.worker.capture import capture as capture
     from torchquorum.worker.optimizer import ExponentialDecay as ExponentialDecay
     from torchquorum.worker.optimizer import ExponentialMovingAverage as ExponentialMovingAverage

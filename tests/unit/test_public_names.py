@@ -12,7 +12,7 @@ PUBLIC = {
     "torchquorum": """
         Async Batches Bounded Buffered Clamp ClusterSpec EvaluateHook ExponentialDecay ExponentialMovingAverage Hook LaunchError
         LogHook MaxNorm NanLossError Optimizer Ray Rule Session StopAtStepHook SummaryHook Sync Task TorchQuorumError Towers
-        UnitNorm capture data devices errors graph hooks join launch schedule simulate tensorflow types
+        UnitNorm capture data devices errors graph hooks join launch register_optimizer schedule simulate tensorflow types
     """,
     "torchquorum.data": """
         Example Feature FixedLenFeature Mnist Prefetcher RawFeature RecordError Split TFRecordDataset TFRecordWriter

@@ -36,6 +36,7 @@ class Entry(msgspec.Struct, frozen=True):
         took_s: Seconds since its worker was last released, to compute and to send it. The worker waited for the rest of the
             time since its previous gradient.
         batches: The batches of shared data that it was computed from, by share.
+        lr: If it made a round full: the learning rate of each parameter group in that update.
     """
 
     worker: int
@@ -50,6 +51,7 @@ class Entry(msgspec.Struct, frozen=True):
     loss: float | None = None
     took_s: float | None = None
     batches: dict[str, list[int]] | msgspec.UnsetType = msgspec.UNSET
+    lr: list[float] | msgspec.UnsetType = msgspec.UNSET
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):

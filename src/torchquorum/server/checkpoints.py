@@ -21,6 +21,7 @@ from torchquorum.server.buffer_home import BufferHome
 from torchquorum.server.leader import Leader
 from torchquorum.server.saver import Published, Saver, Written
 from torchquorum.wire.messages import Part, SaveState
+from torchquorum.wire.settings import Settings
 
 POSITIONS_S = 5.0
 STAND_IN_S = 60.0
@@ -42,6 +43,7 @@ class Saving:
     keep: int
     begun_at: float
     data: dict[str, dict[str, Any]] = field(default_factory=dict)
+    settings: Settings = field(default_factory=list)
     parts: dict[int, Part] = field(default_factory=dict)
     positions_from: set[int] = field(default_factory=set)
     buffers_from: set[int] = field(default_factory=set)
@@ -109,6 +111,7 @@ class Checkpoints:
         self._failures = 0
         self._closed = False
         self._positions: dict[int, dict[int, dict[str, Any]]] = {}
+        self._unfinished: dict[int, int] = {}  # of each worker, the version whose position is not final
         self._stood_in_at: float | None = None
         self._next: tuple[int, str, int] | None = None
         self.first_is_due = False
@@ -140,7 +143,9 @@ class Checkpoints:
         except CheckpointError as error:
             self._failed(number, folder, keep, str(error), now)
             return
-        self.saving = Saving(number, version, folder, partial, keep, now, self._leader.data.state())
+        self.saving = Saving(
+            number, version, folder, partial, keep, now, self._leader.data.state(), self._leader.settings.now
+        )
         self._leader.snapshot(number, str(partial))
 
     def state(self, number: int) -> SaveState | None:
@@ -192,10 +197,11 @@ class Checkpoints:
         """Whether the run has a folder, and no checkpoint of its current version."""
         return self._plan.logdir is not None and self._leader.quorum.version != self.saved_version
 
-    def position(self, worker: int, version: int, body: dict[str, Any]) -> None:
-        """Notes where a worker stood when it first held a version."""
+    def position(self, worker: int, version: int, body: dict[str, Any], *, final: bool = True) -> None:
+        """Notes where a worker stood when it first held a version; unless `final`, its schedulers are still to come."""
         known = self._positions.setdefault(worker, {})
         known[version] = {**body, "version": version}
+        self._unfinished[worker] = -1 if final else version
         if self.saving is not None:
             self.saving.positions_from.add(worker)
         while len(known) > REMEMBERED_POSITIONS:
@@ -223,6 +229,8 @@ class Checkpoints:
         """Whether a worker's position, or its buffers, are still to come: of the very version, or, without rounds, recent."""
         exact = self._plan.rule.once_per_round
         if saving.version not in self._positions.get(worker, {}) and (exact or worker not in saving.positions_from):
+            return True
+        if self._unfinished.get(worker) == saving.version:
             return True
         if self._buffers is None or self._buffers.has(worker, saving.version):
             return False
@@ -395,7 +403,7 @@ class Checkpoints:
             num_ps=self._plan.num_shards,
             generation=self._generation,
             plan=msgspec.to_builtins(self._plan),
-            scalars={"optimizer": scalars},
+            scalars={"optimizer": scalars, "settings": saving.settings},
             pieces=pieces,
             workers=workers,
             data=saving.data,

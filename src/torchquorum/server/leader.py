@@ -9,6 +9,7 @@ same version.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +92,7 @@ class Leader:
 
     Attributes:
         settings: The options of the optimizer's parameter groups.
+        scheduled_rates: Returns the rates with which a schedule makes a version.
         outcomes: What became of each worker's last gradient, until it asks for something else.
         notes: Lines for people, printed and cleared by the owner.
     """
@@ -109,6 +111,7 @@ class Leader:
         self.plan = plan
         self.log = DecisionLog(plan.num_shards)
         self.history = RunHistory(self.quorum, tally, ledger)
+        self.scheduled_rates: Callable[[int], list[float]] = lambda _version: []
         self.settings = RunSettings(plan.optimizer.groups if settings is None else settings)
         self.membership = Membership(plan, self.quorum)
         self.assignments = Assignments()
@@ -380,10 +383,11 @@ class Leader:
 
     def _follow(self, actions: list[quorum.Action], wall: float, loss: float | None = None) -> None:
         counts = self.history.tally
+        made = next((action.version for action in actions if isinstance(action, quorum.Applied)), None)
         for action in actions:
             match action:
                 case quorum.Accepted() | quorum.Refused():
-                    self._decided(action, wall, loss)
+                    self._decided(action, wall, loss, self._rates(made) if made is not None else [])
                 case quorum.Applied(keys, version):
                     batches = self.data.applied(keys) if self.data else {}
                     named = [(k.worker, k.incarnation, k.local_step) for k in keys]
@@ -400,12 +404,18 @@ class Leader:
                 case _:
                     pass
 
-    def _decided(self, action: quorum.Accepted | quorum.Refused, wall: float, loss: float | None) -> None:
+    def _rates(self, version: int) -> list[float]:
+        """Returns the learning rates with which a version is about to be made."""
+        return self.settings.rates if self.plan.schedule is None else self.scheduled_rates(version)
+
+    def _decided(
+        self, action: quorum.Accepted | quorum.Refused, wall: float, loss: float | None, rates: list[float]
+    ) -> None:
         accepted, key = isinstance(action, quorum.Accepted), action.key
         if action.reason is not quorum.Reason.OLD_INCARNATION:
             self.outcomes[key.worker] = Outcome(accepted, action.reason.value, action.met)
         batches = self.data.decided(key, action.reason, accepted=accepted) if self.data else {}
-        self.history.decided(action, loss, wall, batches)
+        self.history.decided(action, loss, wall, batches, rates)
         if not accepted:
             self.log.append(Drop([(key.worker, key.incarnation, key.local_step)]))
 

@@ -76,7 +76,8 @@ def _save(run: Leading, got: Incoming[m.Save]) -> list[Reply]:
 
 
 def _position(run: Leading, got: Incoming[m.Position]) -> list[Reply]:
-    run.checkpoints.position(got.message.worker, got.message.version, got.message.body)
+    position = got.message
+    run.checkpoints.position(position.worker, position.version, position.body, final=position.final)
     return []
 
 

@@ -302,6 +302,7 @@ class Leading(Run):
         super().__init__(life, shard)
         ledger = open_ledger(self.plan.logdir, life.announce, life.clock)
         self.leader = Leader(self.plan, life.tally, ledger, shard.version, shard.update.settings)
+        self.leader.scheduled_rates = lambda version: shard.update.rates_ahead(version - 1 - shard.version) or []
         self.buffers = buffers
         self.checkpoints = Checkpoints(
             self.leader, life.saver, life.announce, buffers=buffers, positions=positions, generation=self.generation

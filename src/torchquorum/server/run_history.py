@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -52,9 +53,14 @@ class RunHistory:
                 self._keep_fate(Fate(*key, "accepted", Reason.WITHIN_BOUND.value, record.version - 1))
 
     def decided(
-        self, action: Accepted | Refused, loss: float | None, wall: float, batches: dict[str, list[int]]
+        self,
+        action: Accepted | Refused,
+        loss: float | None,
+        wall: float,
+        batches: dict[str, list[int]],
+        rates: Sequence[float] = (),
     ) -> None:
-        """A gradient was accepted or refused; `batches` are those it was computed from."""
+        """A gradient was accepted or refused; `batches` are those it was computed from, `rates` those of an update that it made full."""
         accepted = isinstance(action, Accepted)
         key, reason, staleness = action.key, action.reason.value, action.met - action.version
         counts = self.tally.worker(key.worker)
@@ -76,6 +82,7 @@ class RunHistory:
                 loss=loss,
                 took_s=round(wall - counts.released_at, 6) if counts.released_at is not None else None,
                 batches=batches or msgspec.UNSET,
+                lr=list(rates) or msgspec.UNSET,
             )
         )
 

@@ -6,12 +6,13 @@ pushes. What always holds: a change that has arrived is in the next `Apply` of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from torchquorum.wire.settings import Settings, changes, with_rates
+from torchquorum.wire.messages import Plan
+from torchquorum.wire.settings import RATE, Settings, changes, decode, with_rates
 
 
 class RunSettings:
@@ -44,6 +45,11 @@ class RunSettings:
         self._wanted = with_rates(self._wanted, rates)
 
     @property
+    def rates(self) -> list[float]:
+        """Returns the learning rate of each parameter group in the next update."""
+        return [float(decode(group.get(RATE, 0.0))) for group in self._wanted]
+
+    @property
     def pending(self) -> bool:
         """Whether the next update brings a change."""
         return self._wanted is not self.now and self._wanted != self.now
@@ -54,6 +60,25 @@ class RunSettings:
             return []
         change, self.now = changes(self.now, self._wanted), self._wanted
         return change
+
+
+def resumed(plan: Plan, saved_plan: Mapping[str, Any], saved: Settings | None) -> Settings:
+    """Returns the settings with which a run goes on from a checkpoint: as saved, but where the program now gives others than it did then.
+
+    Args:
+        plan: The run's plan, as the program gives it now.
+        saved_plan: The plan that is in the checkpoint.
+        saved: The settings that are in the checkpoint; None in one of before they were saved.
+    """
+    scheduled = (RATE,) if plan.schedule is not None else ()  # a schedule's rates follow from the step
+    given = [{k: v for k, v in group.items() if k not in scheduled} for group in plan.optimizer.groups]
+    before = saved_plan.get("optimizer", {}).get("groups", [])
+    if saved is None or not len(saved) == len(before) == len(given):
+        return given
+    return [
+        {name: there[name] if name in there and was.get(name) == value else value for name, value in now.items()}
+        for now, was, there in zip(given, before, saved, strict=True)
+    ]
 
 
 def _fits(value: Any, before: Any) -> bool:

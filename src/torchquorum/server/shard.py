@@ -24,6 +24,7 @@ from torchquorum.server.decision_log import LogEntry
 from torchquorum.server.mean_gradient import MeanGradient
 from torchquorum.server.pending_gradients import PendingGradients
 from torchquorum.server.reply import Delivery, Reply
+from torchquorum.server.run_settings import resumed
 from torchquorum.server.snapshot import (
     SavedState,
     ShardSnapshot,
@@ -54,7 +55,7 @@ from torchquorum.wire.messages import (
     Snapshot,
     Variables,
 )
-from torchquorum.wire.settings import Settings
+from torchquorum.wire.settings import Settings, changes
 
 
 @dataclass(slots=True)
@@ -129,6 +130,8 @@ class Shard:
             check_same_model(manifest, reader, plan)
             shard = cls(index, plan, *frames_of(reader, plan, index), manifest.step, generation)
             try:
+                settings = resumed(plan, manifest.plan, manifest.scalars.get("settings"))
+                shard.update.change(changes(shard.update.settings, settings))
                 shard.update.restore(SavedState(reader), manifest.scalars.get("optimizer", {}), manifest.step)
                 if shard.averages is not None and reader.averages():
                     memory = read_region(reader, "average", shard.region, shard.layout.variables)

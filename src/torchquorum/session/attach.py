@@ -8,11 +8,12 @@ was being pushed is pushed again only where the variables are as they were.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torchquorum.errors import DeadlineError, LostCreationError, LostPlaceError, TaskLostError
-from torchquorum.session import position
+from torchquorum.session import late_state, position
 from torchquorum.session.buffers import SessionBuffers
 from torchquorum.session.config import Setup
 from torchquorum.session.connection import WorkerConnection
@@ -167,11 +168,37 @@ class Attachment:
         """Restores the position that came with a checkpoint, if there is one, and captures positions from now on."""
         data, local = self._setup.data, self.buffers.local
         if restore:
-            self._setup.optimizer.take_settings(link.settings)
+            self._take_settings(link)
         if restore and link.position is not None:
             position.restore(link.position, data, self._setup.say)
         if self._setup.logdir is not None:
-            link.begin_positions(lambda: position.capture(data, local))
+            optimizer = self._setup.optimizer
+            link.begin_positions(lambda: position.capture(data, local, optimizer.look_at_settings))
+
+    def _take_settings(self, link: Link) -> None:
+        """Writes the run's settings into the optimizer's groups, or this worker's own, where they were saved with its schedulers."""
+        optimizer, saved = self._setup.optimizer, link.position or {}
+        if saved.get("version") != link.version:
+            saved = {}
+        own = late_state.unpack(saved["settings"]) if "settings" in saved else None
+        optimizer.take_settings(own or link.settings)
+        if self._setup.task.is_chief and link.version > 0:
+            self._tell_of_schedulers(link, late_state.unpack(saved["schedulers"]) if "schedulers" in saved else {})
+
+    def _tell_of_schedulers(self, link: Link, restored: Mapping[str, Any]) -> None:
+        """Says that a scheduler object of a run that goes on begins anew, if one does."""
+        schedulers = [name for name, source in self._setup.data.items() if late_state.is_scheduler(source)]
+        if all(name in restored for name in schedulers) and (schedulers or not self._setup.optimizer.has_scheduler):
+            return
+        why = (
+            "was not saved at this step"
+            if schedulers
+            else "is not in tq.Session(data=...), which saves and restores it"
+        )
+        rates = ", ".join(f"{rate:g}" for rate in link.lr)
+        self._setup.say(
+            f"the run goes on at global step {link.version} with lr={rates}, and a scheduler object begins anew: it {why}"
+        )
 
 
 def create_variables(setup: Setup) -> Plan:

@@ -26,6 +26,7 @@ from torchquorum.session.states import SessionState, StateMachine
 from torchquorum.session.stop_condition import StopCondition
 from torchquorum.worker.link import Link
 from torchquorum.worker.step import Step
+from torchquorum.worker.variable_names import plain_names
 
 LOOK_EVERY_S = 1.0
 SAY_EVERY_S = 30.0
@@ -145,6 +146,9 @@ class Evaluator:
 
     def _load(self, values: dict[str, Any]) -> None:
         model = self._setup.model
+        plain = plain_names(model)
+        own = {plain(name): name for name in model.state_dict()}
+        values = {own.get(name, name): value for name, value in values.items()}
         missing, unexpected = model.load_state_dict(values, strict=False)
         known = dict(model.named_parameters(remove_duplicate=False))
         lacking = [name for name in missing if name in known]

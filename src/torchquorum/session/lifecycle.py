@@ -303,7 +303,10 @@ class Lifecycle:
     def should_stop(self) -> bool:
         """Whether the run is over for this worker."""
         self.check_requests()
-        return self._stop_requested or self.running_link.stopped
+        over = self._stop_requested or self.running_link.stopped
+        if over:
+            self.running_link.finish_position()
+        return over
 
     def request_stop(self) -> None:
         """Ends this worker's loop."""
@@ -370,7 +373,7 @@ class Lifecycle:
         if folder is None:
             raise ConfigError("session.save(): the session has no logdir to save into")
         self._attachment.initializer.has_saved = True
-        self.running_link.send_position()
+        self.running_link.send_position(final=wait_s > 0)
         draw, retries = self._setup.task.random_bits, self._check_retries
         state = self.surviving(lambda: self.running_link.save(draw(48), folder, keep, wait_s=wait_s, retries=retries))
         if state is None:

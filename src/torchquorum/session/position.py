@@ -9,13 +9,14 @@ from __future__ import annotations
 import base64
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 
 from torchquorum.errors import ConfigError
+from torchquorum.session import late_state
 from torchquorum.worker.local_buffers import CapturedBuffers, LocalBuffers
 
 
@@ -41,7 +42,11 @@ def _tensor(text: str) -> torch.Tensor:
 
 @dataclass(slots=True)
 class Captured:
-    """A position as captured at every step, which has to be cheap; `encode` turns it into JSON values when one is needed."""
+    """A position as captured at every step, which has to be cheap; `encode` turns it into JSON values when one is needed.
+
+    `late` are the schedulers, by name, whose state is captured when the program has asked them; `settings` returns what stands in the
+    optimizer's parameter groups then.
+    """
 
     data: dict[str, dict[str, Any]]
     torch: torch.Tensor
@@ -49,6 +54,19 @@ class Captured:
     python: tuple[Any, ...]
     numpy: tuple[Any, ...]
     buffers: CapturedBuffers | None = None
+    late: Mapping[str, Resumable] = field(default_factory=dict)
+    settings: Callable[[], Any] = lambda: None
+    late_states: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether there are schedulers."""
+        return bool(self.late)
+
+    def capture_late(self) -> None:
+        """Captures the state of the schedulers, and the settings that they have made."""
+        states = {name: source.state_dict() for name, source in self.late.items()}
+        self.late_states = {"schedulers": states, "settings": self.settings()}
 
     def encode(self) -> dict[str, Any]:
         """Returns the position as JSON values."""
@@ -56,6 +74,7 @@ class Captured:
         kind, keys, at, has_gauss, cached = self.numpy
         return {
             "data": self.data,
+            **({name: late_state.pack(state) for name, state in self.late_states.items()}),
             "torch": _text(self.torch),
             "cuda": [_text(state) for state in self.cuda],
             "python": [version, base64.b64encode(np.asarray(internal, np.uint32).tobytes()).decode(), gauss],
@@ -63,10 +82,21 @@ class Captured:
         }
 
 
-def capture(data: Mapping[str, Resumable], buffers: LocalBuffers | None = None) -> Captured:
-    """Captures the position of the data, the generators of torch, Python and NumPy in this process, and the buffers."""
+def capture(
+    data: Mapping[str, Resumable], buffers: LocalBuffers | None = None, settings: Callable[[], Any] = lambda: None
+) -> Captured:
+    """Captures the position of the data, the generators of torch, Python and NumPy in this process, and the buffers.
+
+    Args:
+        data: The sources; schedulers among them are captured later.
+        buffers: The model's buffers.
+        settings: Returns what stands in the optimizer's parameter groups.
+    """
+    late = {name: source for name, source in data.items() if late_state.is_late(source)}
     return Captured(
-        data={name: source.state_dict() for name, source in data.items()},
+        late=late,
+        settings=settings,
+        data={name: source.state_dict() for name, source in data.items() if name not in late},
         torch=torch.get_rng_state(),
         cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         python=random.getstate(),
@@ -77,10 +107,11 @@ def capture(data: Mapping[str, Resumable], buffers: LocalBuffers | None = None) 
 
 def restore(body: Mapping[str, Any], data: Mapping[str, Resumable], say: Callable[[str], None]) -> None:
     """Restores a position; what it does not contain stays as it is, and so does data that cannot be moved there."""
+    saved = {**body.get("data", {}), **(late_state.unpack(body["schedulers"]) if "schedulers" in body else {})}
     for name, source in data.items():
-        if name in body.get("data", {}):
+        if name in saved:
             try:
-                source.load_state_dict(body["data"][name])
+                source.load_state_dict(saved[name])
             except (ConfigError, ValueError, KeyError, TypeError) as error:
                 say(f"the saved position in the data cannot be taken up, so it starts from its beginning: {error}")
     if "torch" in body:

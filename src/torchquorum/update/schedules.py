@@ -6,6 +6,7 @@ that take other schedules (SequentialLR, ChainedScheduler) nest. Update k, count
 
 from __future__ import annotations
 
+import difflib
 import warnings
 from math import floor
 from typing import Any
@@ -21,6 +22,7 @@ IMPOSSIBLE = {
     "MultiplicativeLR": "a function cannot travel to a ps",
     "ReduceLROnPlateau": "it follows a metric, not the global step",
 }
+OBJECT = "make a scheduler object of the tq.Optimizer instead and call its step(), or use another class of torch.optim.lr_scheduler"
 
 
 class ExponentialDecay(lr_scheduler.LRScheduler):
@@ -51,15 +53,26 @@ def schedule_class(name: str) -> type[Any]:
     if name == "ExponentialDecay":
         return ExponentialDecay
     if name in IMPOSSIBLE:
-        raise ConfigError(
-            f"{name} cannot run on a ps: {IMPOSSIBLE[name]}; use another class of torch.optim.lr_scheduler"
-        )
+        raise ConfigError(f"{name} cannot run on a ps: {IMPOSSIBLE[name]}; {OBJECT}")
     found = getattr(lr_scheduler, name, None)
     if not (isinstance(found, type) and issubclass(found, lr_scheduler.LRScheduler)) or name == "LRScheduler":
+        classes = [
+            n
+            for n, k in vars(lr_scheduler).items()
+            if isinstance(k, type) and n.endswith(("LR", "Scheduler", "Restarts"))
+        ]
+        near = difflib.get_close_matches(name, [*classes, "ExponentialDecay"], 1, 0.5)
         raise ConfigError(
             f"schedule {name!r}: allowed are ExponentialDecay and the classes of torch.optim.lr_scheduler"
+            + (f"; did you mean {near[0]}?" if near else "")
         )
     return found
+
+
+def check_name(name: str) -> None:
+    """Raises ConfigError if no schedule has this name."""
+    if name not in IMPOSSIBLE:  # of those it is said, first, that their functions cannot travel
+        schedule_class(name)
 
 
 def build(spec: ScheduleSpec, optimizer: torch.optim.Optimizer) -> Any:

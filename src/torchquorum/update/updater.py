@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 
 from torchquorum.errors import ConfigError
 from torchquorum.memory.slots import Sections
 from torchquorum.placement.layout import Piece, Region, Variable
-from torchquorum.update import schedules
+from torchquorum.update import optimizers, schedules
 from torchquorum.update.kernel_state import KernelState
 from torchquorum.update.kernels import SLICED_IN, Kernel, Moment, kernels_for, mean, states_of
 from torchquorum.wire.messages import OptimizerSpec, ScheduleSpec
@@ -30,8 +30,6 @@ from torchquorum.wire.settings import RATE, Settings, changed, changes, decode
 ELEMENTWISE = frozenset(
     ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
 )
-# These need a closure or sparse gradients, which a ps does not have.
-IMPOSSIBLE = {"LBFGS": "it evaluates the loss again during a step", "SparseAdam": "it takes sparse gradients only"}
 
 
 class ReadState(Protocol):
@@ -64,16 +62,6 @@ class Span:
         if self.start == 0 and self.shape == (self.stop,) == tuple(values.shape):
             return values
         return values[self.start : self.stop].view(self.shape)
-
-
-def optimizer_class(name: str) -> Callable[[list[dict[str, Any]]], torch.optim.Optimizer]:
-    """Returns a class of torch.optim by name, and nothing else."""
-    if name in IMPOSSIBLE:
-        raise ConfigError(f"torch.optim.{name} cannot run on a ps: {IMPOSSIBLE[name]}; use SGD, Adam or another")
-    found = getattr(torch.optim, name, None)
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)) or name == "Optimizer":
-        raise ConfigError(f"optimizer {name!r}: only the classes of torch.optim can run on a ps")
-    return cast(Any, found)
 
 
 def warm_up() -> None:
@@ -114,12 +102,12 @@ class Updater:
         for span in self.spans:
             span.parameter.data = span.view(values)
         groups = [
-            {"params": [s.parameter for s in spans], **{k: decode(v) for k, v in given.items()}}
+            {"params": [s.parameter for s in spans], **given}
             for spans, given in zip(self._groups, optimizer.groups, strict=True)
         ]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a shard may hold no variable of some group
-            self._optimizer = optimizer_class(optimizer.name)(groups)
+            self._optimizer = optimizers.build(optimizer.name, groups)
         for (
             group
         ) in self._optimizer.param_groups:  # torch's Adagrad begins with its own argument, whatever a group says
@@ -455,6 +443,7 @@ class Updater:
                 for _ in range(version):
                     self._schedule.step()
         self._rates = [self._current_rates()]
+        self.used = self._rates[0]
 
     def _restored(
         self, span: Span, name: str, shape: tuple[int, ...], dtype: torch.dtype, read: ReadState

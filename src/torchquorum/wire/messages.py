@@ -215,12 +215,16 @@ class Stop(Message):
 
 
 class Position(Message):
-    """Where a worker stood in its data, and its random state, when it first held `version`. Not answered."""
+    """Where a worker stood in its data, and its random state, when it first held `version`. Not answered.
+
+    Its schedulers are asked after that: what they are at the next push follows, unless this is `final`.
+    """
 
     worker: int
     incarnation: int
     version: int
     body: dict[str, Any]
+    final: bool = True
 
 
 class Buffers(Message):

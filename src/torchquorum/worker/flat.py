@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from torchquorum.errors import ConfigError
 from torchquorum.placement.layout import CONSTANT, Layout, Region, Variable, padded
 from torchquorum.wire.channel import Pieces
+from torchquorum.worker.variable_names import plain_names
 
 MOST_PIECES = 16  # a frame that would go to more places is received in one piece and copied
 Place = dict[int, tuple[torch.Tensor, int]]  # of each parameter: the buffer that it is a part of, and where
@@ -36,14 +37,17 @@ def describe(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[
     parameters are one variable.
     """
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    variables, parameters = [], []
-    for name, parameter in module.named_parameters():
+    variables, parameters, plain = [], [], plain_names(module)
+    for own_name, parameter in module.named_parameters():
+        name = plain(own_name)
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ConfigError(
                 f"parameter {name} of a lazy module has no shape yet; run one batch through the model before"
             )
         group = group_of.pop(id(parameter), CONSTANT)
         dtype = str(parameter.dtype).removeprefix("torch.")
+        if group != CONSTANT and not parameter.is_floating_point():
+            raise ConfigError(f"parameter {name} is {dtype}: {_not_trained(parameter)}")
         variables.append(Variable(name=name, shape=tuple(parameter.shape), dtype=dtype, group=group))
         parameters.append(parameter)
     if group_of:
@@ -54,6 +58,16 @@ def describe(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[
     if not any(v.group != CONSTANT for v in variables):
         raise ConfigError("the optimizer has none of the model's parameters, so there is nothing to train")
     return variables, parameters
+
+
+def _not_trained(parameter: nn.Parameter) -> str:
+    """Returns why a parameter cannot be trained on a ps, and what to do."""
+    if parameter.is_complex():
+        return (
+            "the ps tasks hold real numbers only; make it a real parameter with one more dimension of 2 and use torch.view_as_complex() "
+            "of it in forward()"
+        )
+    return "no gradient can train it; leave it out of the optimizer, or make it a buffer with register_buffer()"
 
 
 class FlatParameters:

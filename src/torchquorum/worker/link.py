@@ -301,9 +301,13 @@ class Link(RunView):
         """From now on this worker's position is noted whenever it takes a new version; now for the first time."""
         self._positions.begin(capture, self.version)
 
-    def send_position(self) -> None:
-        """Tells shard 0 where this worker stood when it first held its current version."""
-        self._positions.send(self.version)
+    def send_position(self, *, final: bool = True) -> None:
+        """Tells shard 0 where this worker stood when it first held its current version; `final` if there may be no push after this."""
+        self._positions.send(self.version, final=final)
+
+    def finish_position(self) -> None:
+        """The loop is over, and the program has asked its schedulers for the last time: their state follows, if it is wanted."""
+        self._positions.before_push()
 
     def use_buffers(self, local: LocalBuffers) -> None:
         """Shares the model's buffers with the run; called before the link joins."""

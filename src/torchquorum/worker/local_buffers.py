@@ -15,6 +15,7 @@ from torchquorum.errors import ConfigError
 from torchquorum.formats.checkpoint_manifest import DTYPES, torch_dtype
 from torchquorum.wire.messages import BufferSpec
 from torchquorum.wire.packing import Packing
+from torchquorum.worker.variable_names import plain_names
 
 # Captured at every step, so that a run resumes bit for bit; larger ones, which hardly ever change, when they are wanted.
 CAPTURED_BYTES = 16 << 20
@@ -23,10 +24,11 @@ CAPTURED_BYTES = 16 << 20
 def tied_names(model: nn.Module) -> dict[str, str]:
     """Returns the further names of parameters that have several, each with the first."""
     first: dict[int, str] = {}
+    plain = plain_names(model)
     return {
-        name: first[id(parameter)]
+        plain(name): first[id(parameter)]
         for name, parameter in model.named_parameters(remove_duplicate=False)
-        if first.setdefault(id(parameter), name) != name
+        if first.setdefault(id(parameter), plain(name)) != plain(name)
     }
 
 
@@ -45,11 +47,12 @@ class LocalBuffers:
         self._where: dict[str, tuple[nn.Module, str]] = {}
         self.aside: dict[str, torch.Tensor] | None = None
         specs: list[BufferSpec] = []
+        plain = plain_names(model)
         for prefix, module in model.named_modules(remove_duplicate=False):
             for short, buffer in module._buffers.items():
                 if buffer is None or short in module._non_persistent_buffers_set:
                     continue
-                name = f"{prefix}.{short}" if prefix else short
+                name = plain(f"{prefix}.{short}" if prefix else short)
                 if isinstance(buffer, nn.parameter.UninitializedBuffer):
                     raise ConfigError(
                         f"buffer {name} of a lazy module has no shape yet; run one batch through it before"

@@ -17,6 +17,8 @@ import torch
 from torchquorum.errors import ConfigError, LostPlaceError, TaskLostError
 from torchquorum.rules import Rule, Sync
 from torchquorum.update.constraints import read_after_update
+from torchquorum.update.optimizers import is_own, name_of
+from torchquorum.update.schedules import check_name
 from torchquorum.wire.messages import AverageSpec, OptimizerSpec, ScheduleSpec
 from torchquorum.wire.settings import RATE, Settings, changes, describe, encode
 from torchquorum.worker.flat import FlatParameters
@@ -57,6 +59,7 @@ def schedule(name: str | type[Any], **arguments: Any) -> Schedule:
         What `tq.Optimizer(..., schedule=)` takes.
     """
     called = name if isinstance(name, str) else name.__name__
+    check_name(called)
     for key, value in arguments.items():
         if callable(value) and not isinstance(value, ScheduleSpec):
             raise ConfigError(f"{called}({key}=...): a function cannot travel to a ps; use a schedule without one")
@@ -140,6 +143,7 @@ class Optimizer(torch.optim.Optimizer):
             raise ConfigError(
                 f"rule={rule!r}: give tq.Sync(), tq.Async(), tq.Bounded(s) or tq.Buffered(k), with parentheses"
             )
+        name_of(type(optimizer))
         self._link: Link | None = None
         self._observer: StepObserver | None = None
         with warnings.catch_warnings():
@@ -154,12 +158,15 @@ class Optimizer(torch.optim.Optimizer):
         self.allow_nonfinite = allow_nonfinite
         self._nonfinite = Nonfinite()
         self._last: Step | None = None
+        self._last_lr = self._given_rates()
         self._program: ProgramSettings | None = ProgramSettings(optimizer)
         self._spec: OptimizerSpec | None = None
-        self._last_lr = self._given_rates()
         self._apart = 0
 
     def _given_rates(self) -> list[float]:
+        for number, group in enumerate(self.param_groups):
+            if group.get(RATE, 0.0) is None:
+                raise ConfigError(f"param_groups[{number}]: lr=None; give the optimizer a number, such as lr=0.01")
         return [float(group.get(RATE, 0.0)) for group in self.param_groups]
 
     @property
@@ -198,20 +205,27 @@ class Optimizer(torch.optim.Optimizer):
 
     def spec(self) -> OptimizerSpec:
         """Returns the optimizer as it travels to the ps tasks: as it was when the session began."""
-        kind = type(self.inner)
-        if getattr(torch.optim, kind.__name__, None) is not kind:
-            raise ConfigError(f"{kind.__module__}.{kind.__qualname__}: only the classes of torch.optim can run on a ps")
         if self._spec is None:
-            program = self._program = ProgramSettings(self.inner)
-            self._spec = OptimizerSpec(kind.__name__, program.now)
+            name = name_of(type(self.inner))
+            program = self._program = ProgramSettings(self.inner, more=is_own(name))
+            self._spec = OptimizerSpec(name, program.now)
             if self.schedule is not None:
                 self._check_scheduler_object()
                 self._last_lr = self._given_rates()
                 program.begin(without=(RATE,))
         return self._spec
 
+    @property
+    def has_scheduler(self) -> bool:
+        """Whether a scheduler object of torch.optim.lr_scheduler was made for this optimizer, or for the one that it wraps."""
+        return any(hasattr(optimizer.step, "_wrapped_by_lr_sched") for optimizer in (self, self.inner))
+
+    def look_at_settings(self) -> Settings:
+        """Returns what stands in the parameter groups now, as it travels."""
+        return self._program.look() if self._program is not None else []
+
     def _check_scheduler_object(self) -> None:
-        if any(hasattr(optimizer.step, "_wrapped_by_lr_sched") for optimizer in (self, self.inner)):
+        if self.has_scheduler:
             raise ConfigError(
                 "schedule= and a scheduler object of torch.optim.lr_scheduler: both would set the learning rate. Leave one of them out; "
                 "schedule= follows the global step, a scheduler object the chief's own calls of scheduler.step()"

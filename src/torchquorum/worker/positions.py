@@ -1,7 +1,8 @@
 """Where a worker stood when it first held each of its last versions; sent to shard 0 for a checkpoint.
 
 Owned by the worker's thread, through its link. What always holds: a position is captured once per version, before anything
-is computed at it, and encoded only when it is wanted; before `begin` nothing is captured and nothing sent.
+is computed at it, and encoded only when it is wanted; before `begin` nothing is captured and nothing sent. What is `late` in it, the
+schedulers and the settings, is captured at the next push: a position that was sent before that is sent once more.
 """
 
 from __future__ import annotations
@@ -21,6 +22,15 @@ class CapturedPosition(Protocol):
 
     buffers: CapturedBuffers | None
 
+    @property
+    def is_late(self) -> bool:
+        """Whether some of it is captured later."""
+        ...
+
+    def capture_late(self) -> None:
+        """Captures that now."""
+        ...
+
     def encode(self) -> dict[str, Any]:
         """Returns the position in JSON's types."""
         ...
@@ -38,23 +48,47 @@ class Positions:
         self.send_buffers: Callable[[int, CapturedBuffers], None] = lambda _version, _buffers: None
         self._capture: Callable[[], CapturedPosition] | None = None
         self._kept: dict[int, CapturedPosition] = {}
+        self._holds, self._sent_early = -1, -1
 
     def begin(self, capture: Callable[[], CapturedPosition], version: int) -> None:
         """From now on captures the position at every new version; now for the first time."""
-        self._capture, self._kept = capture, {version: capture()}
+        self._capture, self._kept, self._holds = capture, {version: capture()}, version
 
     def note(self, version: int) -> None:
         """Captures the position at a version, if it is new."""
         if self._capture is not None and version not in self._kept:
-            self._kept[version] = self._capture()
+            self._kept[version], self._holds = self._capture(), version
             while len(self._kept) > REMEMBERED:
                 del self._kept[min(self._kept)]
 
-    def send(self, wanted: int) -> None:
-        """Sends the newest position that is no newer than a version, if there is one."""
+    def before_push(self) -> None:
+        """The program has done what it does between two steps: what was left open is captured, and sent if it is wanted."""
+        position = self._kept.get(self._holds)
+        if position is not None and position.is_late:
+            position.capture_late()
+            wanted, self._sent_early = self._sent_early, -1
+            if wanted == self._holds:
+                self._post(wanted, position, final=True)
+            self._holds = -1
+
+    def send(self, wanted: int, *, final: bool = False) -> None:
+        """Sends the newest position that is no newer than a version, if there is one.
+
+        Args:
+            wanted: The version.
+            final: Whether there may be no push after this: the schedulers are as they are now.
+        """
         found = max((version for version in self._kept if version <= wanted), default=None)
         if found is not None:
-            position, end = self._kept[found], self._channels.end
-            self._channels.post(0, m.Position(end.index, end.incarnation, found, position.encode()))
+            position = self._kept[found]
+            early = position.is_late and found == self._holds
+            if early:
+                position.capture_late()
+                self._sent_early = found
+            self._post(found, position, final=final or not early)
             if position.buffers is not None:
                 self.send_buffers(found, position.buffers)
+
+    def _post(self, version: int, position: CapturedPosition, *, final: bool) -> None:
+        end = self._channels.end
+        self._channels.post(0, m.Position(end.index, end.incarnation, version, position.encode(), final))

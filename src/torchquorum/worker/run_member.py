@@ -140,6 +140,7 @@ class RunMember:
         before = self._pushed_at
         if view.stopped:
             return self._step(previous, before)
+        self._positions.before_push()
         # Nothing is open: this gradient gets its numbers, which hold on the fast path and by message.
         self._pushed_at = computed_at
         view.local_step += 1

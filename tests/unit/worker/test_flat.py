@@ -236,3 +236,20 @@ def test_slices_of_a_gradient_go_to_their_shards() -> None:
         [piece] = region.sections[0].pieces
         found += memory[0][piece.offset :][: piece.numel].tolist()
     assert found == list(range(15))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "said"),
+    [
+        (torch.complex64, "parameter w is complex64: .*torch.view_as_complex"),
+        (
+            torch.int64,
+            "parameter w is int64: no gradient can train it; leave it out of the optimizer, or make it a buffer",
+        ),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_with_what_to_do(dtype: torch.dtype, said: str) -> None:
+    module = nn.Module()
+    module.w = nn.Parameter(torch.zeros(2, dtype=dtype), requires_grad=dtype.is_complex)
+    with pytest.raises(ConfigError, match=said):
+        describe(module, torch.optim.SGD(module.parameters(), lr=0.1))

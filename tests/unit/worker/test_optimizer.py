@@ -47,12 +47,30 @@ def test_the_learning_rate_is_known_before_the_session_begins_also_as_a_tensor()
     assert tq.Optimizer(sgd(torch.tensor(0.5))).lr == [0.5]
 
 
-def test_an_optimizer_of_ones_own_is_refused() -> None:
+def test_an_optimizer_of_ones_own_that_is_not_registered_is_refused_with_the_line_to_write() -> None:
     class Mine(torch.optim.SGD):
         pass
 
-    with pytest.raises(ConfigError, match=r"Mine: only the classes of torch\.optim can run on a ps"):
-        tq.Optimizer(Mine(nn.Linear(1, 1).parameters(), lr=0.1)).spec()
+    with pytest.raises(
+        ConfigError, match=r"Mine is no class of torch\.optim: write tq\.register_optimizer\(Mine\) before"
+    ):
+        tq.Optimizer(Mine(nn.Linear(1, 1).parameters(), lr=0.1))
+
+
+def test_what_cannot_run_on_a_ps_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="LBFGS cannot run on a ps: it evaluates the loss again"):
+        tq.Optimizer(torch.optim.LBFGS(nn.Linear(1, 1).parameters()))
+    inner = sgd()
+    inner.param_groups[0]["lr"] = None
+    with pytest.raises(ConfigError, match=r"param_groups\[0\]: lr=None; give the optimizer a number"):
+        tq.Optimizer(inner)
+
+
+def test_a_schedule_that_is_not_there_is_refused_at_once_with_a_suggestion() -> None:
+    with pytest.raises(ConfigError, match=r"schedule 'CosineAnealingLR': .*did you mean CosineAnnealingLR\?"):
+        tq.schedule("CosineAnealingLR", T_max=3)
+    with pytest.raises(ConfigError, match=r"schedule 'ReduceLR'"):
+        tq.schedule("ReduceLR")
 
 
 def test_an_option_that_cannot_travel_is_refused() -> None:

@@ -170,7 +170,7 @@ class SummaryHook(Hook):
             scalars["loss"] = self._loss
         if version > step and now > at:
             scalars["global_steps_per_s"] = (version - step) / (now - at)
-        rates = session.optimizer.lr
+        rates = session.optimizer.used_lr
         scalars |= {f"learning_rate/group_{i}" if len(rates) > 1 else "learning_rate": lr for i, lr in enumerate(rates)}
         arrays: dict[str, np.ndarray] = {}
         rested = now - self._histograms_at >= self._thread.histogram_s / HISTOGRAM_SHARE

@@ -1,0 +1,101 @@
+"""The classes of optimizers that a ps can run: those of torch.optim, and those that the program has registered.
+
+Asked by the worker before an optimizer travels, and by the ps that gets its name. The ps tasks run the same program up to `tq.join()`, so a
+class that is registered before is there, too; nothing travels but its name. What always holds: a name means one class.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from torchquorum.errors import ConfigError
+from torchquorum.wire.settings import decode
+
+_Kind = TypeVar("_Kind", bound=type[torch.optim.Optimizer])
+# These need a closure or sparse gradients, which a ps does not have.
+IMPOSSIBLE = {"LBFGS": "it evaluates the loss again during a step", "SparseAdam": "it takes sparse gradients only"}
+_registered: dict[str, type[torch.optim.Optimizer]] = {}
+
+
+def register_optimizer(kind: _Kind) -> _Kind:
+    """Lets ps tasks run an optimizer class of your own; call it before `tq.join()`, in the program that all tasks run.
+
+    The class gets whole variables, as it would in plain PyTorch, and keeps its state on the ps tasks. May be used as a decorator.
+
+    Args:
+        kind: A subclass of torch.optim.Optimizer.
+
+    Returns:
+        The class.
+
+    Raises:
+        ConfigError: It is no such class, or its name means another one.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise ConfigError(
+            f"tq.register_optimizer({kind!r}): give it a subclass of torch.optim.Optimizer, not an object"
+        )
+    name = kind.__name__
+    known = _registered.get(name) or _of_torch(name)
+    if (
+        known is not None
+        and known is not kind
+        and known.__qualname__ + known.__module__ != kind.__qualname__ + kind.__module__
+    ):
+        raise ConfigError(f"tq.register_optimizer({name}): that name means {known.__module__}.{name}; rename the class")
+    _registered[name] = kind
+    return kind
+
+
+def name_of(kind: type[torch.optim.Optimizer]) -> str:
+    """Returns the name by which a class travels.
+
+    Raises:
+        ConfigError: A ps cannot run it, or would not know it.
+    """
+    name = kind.__name__
+    if _of_torch(name) is kind and name in IMPOSSIBLE:
+        raise ConfigError(f"torch.optim.{name} cannot run on a ps: {IMPOSSIBLE[name]}; use SGD, Adam or another")
+    if _of_torch(name) is not kind and _registered.get(name) is not kind:
+        raise ConfigError(
+            f"{kind.__module__}.{kind.__qualname__} is no class of torch.optim: write tq.register_optimizer({name}) before "
+            "tq.join(), so that the ps tasks, which run the same program, have it too"
+        )
+    return name
+
+
+def is_own(name: str) -> bool:
+    """Whether a name means a class that was registered."""
+    return name in _registered
+
+
+def build(name: str, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Makes an optimizer from its class's name and its parameter groups, whose options may be as they travel.
+
+    Raises:
+        ConfigError: The name means nothing here.
+    """
+    if name in IMPOSSIBLE:
+        raise ConfigError(f"torch.optim.{name} cannot run on a ps: {IMPOSSIBLE[name]}; use SGD, Adam or another")
+    kind = _registered.get(name) or _of_torch(name)
+    if kind is None:
+        near = difflib.get_close_matches(name, [*_registered, *dir(torch.optim)], 1)
+        more = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(
+            f"optimizer {name!r}: not a class of torch.optim, and this task has registered none of that name{more} A class of your "
+            f"own needs tq.register_optimizer({name}) before tq.join(), in the program that every task runs"
+        )
+    given = [{k: v if k == "params" else decode(v) for k, v in group.items()} for group in groups]
+    needed = inspect.signature(kind).parameters if name in _registered else {}
+    return kind(given, **{k: v for k, v in given[0].items() if k in needed and k != "params"})  # type: ignore[call-arg]
+
+
+def _of_torch(name: str) -> type[torch.optim.Optimizer] | None:
+    found = getattr(torch.optim, name, None)
+    known = isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and name != "Optimizer"
+    return found if known else None

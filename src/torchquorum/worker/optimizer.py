@@ -336,5 +336,22 @@ class Optimizer(torch.optim.Optimizer):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Is not here: the state lives on the ps tasks."""
-        raise ConfigError("the optimizer's state lives on the ps tasks; it is saved with the run, not from a worker")
+        """Is not here: the state lives on the ps tasks.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "optimizer.state_dict(): the optimizer's state lives on the ps tasks; it is saved and restored with the run, in its logdir"
+        )
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Is not here: a state that was loaded into this process would have no effect on the ps tasks.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(
+            "optimizer.load_state_dict(): the optimizer runs on the ps tasks, which take its state from the checkpoints in the run's "
+            "logdir; a state that is loaded here would have no effect"
+        )

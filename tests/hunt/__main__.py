@@ -13,6 +13,7 @@ import argparse
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tests.hunt.run import Result, play
@@ -45,10 +46,17 @@ class Hunt:
         self.found = self.found or (result if result.broken else None)
 
 
-def hunt(first: int, *, seconds: float, runs: int = 1 << 60, steps: int = FULL_STEPS) -> Hunt:
-    """Plays runs from a seed on until the time is over, so many were played, or something was found."""
-    so_far, begun, used = Hunt(), time.monotonic(), time.process_time()
-    while so_far.runs < runs and time.monotonic() - begun < seconds and so_far.found is None:
+def hunt(
+    first: int,
+    *,
+    seconds: float,
+    runs: int = 1 << 60,
+    steps: int = FULL_STEPS,
+    clock: Callable[[], float] = time.monotonic,
+) -> Hunt:
+    """Plays runs from a seed on until the time is over by a clock, so many were played, or something was found."""
+    so_far, begun, used = Hunt(), clock(), time.process_time()
+    while so_far.runs < runs and clock() - begun < seconds and so_far.found is None:
         so_far.add(play(draw(first + so_far.runs, steps=steps)))
     so_far.seconds = time.process_time() - used
     return so_far

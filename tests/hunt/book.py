@@ -7,30 +7,32 @@ noted with the time, and ends the run.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from tests.hunt.schedule import Config
 from tests.hunt.world import World
+from torchquorum.formats.checkpoint import CheckpointReader, verify
+from torchquorum.formats.checkpoint_manifest import Manifest
 from torchquorum.rules.quorum import Key
 from torchquorum.server.run import Leading
 from torchquorum.server.shard import Shard
-from torchquorum.wire.messages import Apply, Create
+from torchquorum.wire.messages import Apply, Create, End, Release
 
 SHAPES = {"a": 3, "b": 2, "c": 2}
 NUMEL = sum(SHAPES.values())
-START = np.arange(NUMEL, dtype=np.float64) * 8.0
-Values = np.ndarray[Any, np.dtype[np.float64]]
+Values = list[float]
+START: Values = [8.0 * i for i in range(NUMEL)]
 
 
 def gradient(worker: int, position: int) -> Values:
     """Returns the gradient of a worker's batch: whole numbers, so that sums are exact; others of other batches."""
     step = worker * 7919 + position * 31
-    return np.array([6.0 * ((step + 17 * i) % 61 + 1) for i in range(NUMEL)])
+    return [6.0 * ((step + 17 * i) % 61 + 1) for i in range(NUMEL)]
 
 
 @dataclass
@@ -46,6 +48,7 @@ class Generation:
         version: The latest version.
         given: The latest version that a worker was given, as it said.
         saved: The latest version of which a checkpoint was published.
+        failed: Whether a shard could not follow the log, which ends the job.
     """
 
     number: int
@@ -57,6 +60,7 @@ class Generation:
     version: int = 0
     given: int = 0
     saved: int = -1
+    failed: bool = False
 
     def at(self, version: int) -> Values | None:
         """Returns the variables at a version, of this generation or of one before it."""
@@ -84,6 +88,7 @@ class Book:
         broken: What is not as it must be; the first one counts.
         checks: How often each invariant was checked.
         round: Returns the gradients that wait for their round to be full.
+        accepts_loss: Whether people let a durable run go back, as they must after more was lost than it can bear.
         excuse: Why what was saved may be worse than promised, such as a flipped bit; empty if it may not.
     """
 
@@ -95,13 +100,29 @@ class Book:
         self.generations: dict[int, Generation] = {}
         self.current: Generation | None = None
         self.excuse = ""
-        self.round: Callable[[], Sequence[Key]] = tuple
+        self.was_full = self.accepts_loss = False
+        self.ended_at = 0.0
+        self.heir: Book | None = None
+        self.drawn: dict[int, int] = {}
+        self._computing: set[tuple[int, int]] = set()
+        self._late: set[tuple[int, int]] = set()
+        self.positions: dict[tuple[int, int, int], int] = {}
+        self.round: Callable[[], Sequence[Key] | None] = lambda: None
         self._places: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
 
-    def check(self, invariant: str, holds: Any, what: str) -> None:
-        """Counts a check, and notes the first that fails."""
+    def continued(self, world: World, config: Config) -> Book:
+        """Returns the book of a run that goes on from this one's folder."""
+        book = Book(world, config)
+        book.gradients, book.generations, book.current = self.gradients, self.generations, self.current
+        book.excuse, book.positions, book.was_full = self.excuse, self.positions, self.was_full
+        book.accepts_loss = self.accepts_loss
+        return book
+
+    def check(self, invariant: str, holds: Any, what: str, *parts: Any) -> None:
+        """Counts a check, and notes the first that fails; `parts` go into the text then."""
         self.checks[invariant] += 1
         if not holds and not self.broken:
+            what = what.format(*parts) if parts else what
             self.broken.append(f"{invariant}: {what}")
             self.world.say(f"BROKEN: {invariant}: {what}")
 
@@ -155,37 +176,51 @@ class Book:
         generation, number = self.generations.get(shard.generation), shard.followed - 1
         if generation is None:
             return
+        if isinstance(entry, End):
+            self.ended_at = self.world.now
+        generation.failed |= shard.broken
+        if generation.failed:  # of the log only its end is followed
+            return
         if number < len(generation.entries):
             same = generation.entries[number] == entry
             self.check(
-                "shards agree", same, f"entry {number} is {generation.entries[number]} on one, {entry} on another"
+                "shards agree", same, "entry {} is {} on one, {} on another", number, generation.entries[number], entry
             )
         else:
             self.check(
-                "shards agree", number == len(generation.entries), f"entry {number} before {len(generation.entries)}"
+                "shards agree", number == len(generation.entries), "entry {} before {}", number, len(generation.entries)
             )
             generation.entries.append(entry)
             if isinstance(entry, Apply):
                 self._apply(generation, entry)
+        if isinstance(entry, Release) and shard.index == 0:
+            self._computing.add((entry.worker, entry.incarnation))
         if isinstance(entry, Apply):
-            self.check("versions follow", shard.version == entry.version, f"{shard.version} after {entry}")
+            self.check("versions follow", shard.version == entry.version, "{} after {}", shard.version, entry)
             self._check_values(shard, generation, entry.version, "no update is lost or applied twice")
+
+    def could_not_follow(self, shard: Shard, entry: Any) -> None:
+        """An entry of the log was an error on a shard, which ends the job; what it asked for has not been made."""
+        generation = self.generations.get(shard.generation)
+        if generation is not None:
+            generation.failed = True
+            self.world.say(f"ps/{shard.index} cannot follow {type(entry).__name__}")
 
     def _apply(self, generation: Generation, entry: Apply) -> None:
         keys = [Key(*key) for key in entry.keys]
-        self.check("versions follow", entry.version == generation.version + 1, f"{generation.version}, then {entry}")
+        self.check("versions follow", entry.version == generation.version + 1, "{}, then {}", generation.version, entry)
         twice = [key for key in keys if key in generation.where]
-        self.check("no update is lost or applied twice", not twice, f"{twice} are in version {entry.version} again")
+        self.check("no update is lost or applied twice", not twice, "{} are in version {} again", twice, entry.version)
         unknown = [key for key in keys if key not in self.gradients]
-        self.check("no update is lost or applied twice", not unknown, f"{unknown} were never computed")
+        self.check("no update is lost or applied twice", not unknown, "{} were never computed", unknown)
         before = generation.at(generation.version)
         if unknown or before is None:
             return
-        total = sum(
-            (self.gradients[key] for key in sorted(keys, key=lambda k: (k.worker, k.local_step))), np.zeros(NUMEL)
-        )
+        given = [self.gradients[key] for key in sorted(keys, key=lambda k: (k.worker, k.local_step))]
         generation.where.update(dict.fromkeys(keys, entry.version))
-        generation.values[entry.version] = before - total / len(keys)
+        generation.values[entry.version] = [
+            value - sum(parts) / len(keys) for value, parts in zip(before, zip(*given, strict=True), strict=True)
+        ]
         generation.version = entry.version
 
     def _check_values(self, shard: Shard, generation: Generation, version: int, invariant: str) -> None:
@@ -194,28 +229,69 @@ class Book:
             return
         sections = shard.versions.slots.sections[shard.versions.current]
         for section, offset, at, numel in self._places_of(shard):
-            found = sections[section][offset : offset + numel].numpy()
-            same = np.array_equal(found, expected[at : at + numel])
+            found, due = sections[section][offset : offset + numel].tolist(), expected[at : at + numel]
             self.check(
-                invariant, same, f"ps/{shard.index} holds {found} at version {version}, not {expected[at : at + numel]}"
+                invariant, found == due, "ps/{} holds {} at version {}, not {}", shard.index, found, version, due
             )
 
     def _places_of(self, shard: Shard) -> list[tuple[int, int, int, int]]:
         """Returns where a shard's pieces lie in its memory and in the vector of all variables."""
         key = shard.index, shard.plan.num_shards
         if key not in self._places:
-            starts = np.cumsum([0, *SHAPES.values()])
+            starts = [0, *itertools.accumulate(SHAPES.values())]
             self._places[key] = [
-                (k, piece.offset, int(starts[piece.variable]) + piece.start, piece.numel)
+                (k, piece.offset, starts[piece.variable] + piece.start, piece.numel)
                 for k, section in enumerate(shard.region.sections)
                 for piece in section.pieces
             ]
         return self._places[key]
 
-    def published(self, generation: int, step: int) -> None:
+    def published(self, manifest: Manifest, path: Path) -> None:
         """A checkpoint is complete."""
-        if (found := self.generations.get(generation)) is not None:
-            found.saved = max(found.saved, step)
+        found = self.generations.get(manifest.generation)
+        if found is None:
+            return
+        if self.excuse and verify(path) is not None:
+            return
+        found.saved = max(found.saved, manifest.step)
+        expected = found.at(manifest.step)
+        with CheckpointReader(path) as reader:
+            values = [value for name in SHAPES for value in reader.read("variable", name).tolist()]
+        same = values == expected
+        self.check("checkpoints and variables agree", same, f"{path.name} holds {values}, not {expected}")
+        for worker, body in manifest.workers.items() if self.config.rule == "sync" else ():
+            stood = self.positions.get((int(worker), manifest.generation, manifest.step))
+            if stood is not None and body.get("version") == manifest.step:
+                saved = body["data"]["data"]["position"]
+                self.check(
+                    "positions are saved as they were", saved == stood, f"worker/{worker} stood at {stood}, not {saved}"
+                )
+
+    def joined(self, worker: int, incarnation: int) -> None:
+        """A worker has joined, anew or again: it holds the current version."""
+        self._late.discard((worker, incarnation))
+
+    def died(self, worker: int, incarnation: int) -> None:
+        """A worker counts as dead: what it is computing will be out of date."""
+        if (worker, incarnation) in self._computing:
+            self._late.add((worker, incarnation))
+
+    def decided(self, key: Key, *, accepted: bool) -> None:
+        """A gradient was accepted or refused."""
+        who = key.worker, key.incarnation
+        late = who in self._late
+        self.check(
+            "the dead are fenced", not (late and accepted), f"{key} was computed while its worker counted as dead"
+        )
+        self._late.discard(who)
+        self._computing.discard(who)
+
+    def lost_power(self) -> None:
+        """All tasks have died at once, and what was not synced is gone: only what was synced was promised to survive."""
+        if self.config.durable != "fsync":
+            self.accepts_loss = True
+            for generation in self.generations.values():
+                generation.given = generation.base
 
     # -- the workers --------------------------------------------------------------------------------------------------
 
@@ -223,25 +299,29 @@ class Book:
         """A worker has computed a gradient."""
         known = self.gradients.get(key)
         self.gradients[key] = values
-        again = known is not None and not np.array_equal(known, values)  # the first was never pushed, or was given up
+        again = known is not None and known != values  # the first was never pushed, or was given up
         counts = again and any(key in generation.where for generation in self.generations.values())
-        self.check("a key is one gradient", not counts, f"{key} was another gradient before, which counts")
+        self.check("a key is one gradient", not counts, "{} was another gradient before, which counts", key)
 
-    def holds(self, who: str, values: Sequence[float], version: int, generation: int, before: tuple[int, int]) -> None:
+    def holds(self, who: str, values: Values, version: int, generation: int, before: tuple[int, int]) -> None:
         """A worker holds a version, after one of a generation before."""
         found = self.generations.get(generation)
         if found is None:
             return
         found.given = max(found.given, version)
         back = before[0] == generation and version < before[1]
-        self.check("versions never go back", not back, f"{who} had {before[1]} and is given {version}")
+        self.check("versions never go back", not back, "{} had {} and is given {}", who, before[1], version)
         expected = found.at(version)
-        self.check("a version exists", expected is not None, f"{who} was given version {version}, which was never made")
+        self.check(
+            "a version exists", expected is not None, "{} was given version {}, which was never made", who, version
+        )
         if expected is not None:
-            whole = np.array_equal(np.asarray(values), expected)
-            self.check(
-                "versions are whole", whole, f"{who} holds {list(values)} at version {version}, not {list(expected)}"
-            )
+            whole = values == expected
+            self.check("versions are whole", whole, "{} holds {} at version {}, not {}", who, values, version, expected)
+
+    def stands(self, worker: int, generation: int, version: int, position: int) -> None:
+        """A worker has first held a version at a place in its data."""
+        self.positions.setdefault((worker, generation, version), position)
 
     def answered(self, who: str, key: Key, accepted: bool | None, reason: str, version: int, generation: int) -> None:
         """A worker has heard what became of a gradient."""
@@ -250,11 +330,17 @@ class Book:
             return
         counts = key in found.where
         if accepted:
-            waits = key in self.round()  # its worker was asked for more, as too few are there
+            round_now = (
+                self.round()
+            )  # its worker was asked for more, as too few are there; or ps 0 is gone, and the round too
+            waits = round_now is None or key in round_now
             self.check(
                 "an acknowledged update counts",
                 counts or waits,
-                f"{who}: {key} was accepted, and is not in version {version}",
+                "{}: {} was accepted, and is not in version {}",
+                who,
+                key,
+                version,
             )
         elif not accepted:
             self.check(

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 import torchquorum as tq
 from tests.hunt.book import SHAPES, START, Book, gradient
+from tests.hunt.disk import Disk
 from tests.hunt.network import Network
 from tests.hunt.schedule import COMPUTE_S, Config
 from tests.hunt.world import Killed, Process, SimJobs, SimThread, World
@@ -45,7 +45,7 @@ class Numbers(nn.Module):
         super().__init__()
         start = 0
         for name, numel in SHAPES.items():
-            self.register_parameter(name, nn.Parameter(torch.from_numpy(START[start : start + numel].copy())))
+            self.register_parameter(name, nn.Parameter(torch.tensor(START[start : start + numel], dtype=torch.float64)))
             start += numel
 
 
@@ -105,9 +105,10 @@ class Place:
 class Cluster:
     """The tasks of one run."""
 
-    def __init__(self, world: World, config: Config, book: Book, folder: str | None) -> None:
-        self.world, self.config, self.book, self.folder = world, config, book, folder
-        self.network = Network(world, config.seed, reconnects=config.reconnects)
+    def __init__(self, world: World, config: Config, book: Book, disk: Disk | None) -> None:
+        self.world, self.config, self.book, self.disk = world, config, book, disk
+        self.folder = disk.folder if disk is not None else None
+        self.network = Network(world, config.seed)
         self.spec = ClusterSpec(
             {
                 "ps": [f"localhost:{1000 + i}" for i in range(config.ps)],
@@ -124,11 +125,12 @@ class Cluster:
     def begin(self) -> None:
         """Starts every task, at slightly different times."""
         for name in self.places:
-            self._start_later(name, self.world.random.uniform(0.0, 0.2))
+            self._start_later(name, self.world.random.uniform(0.0, self.config.late_s))
 
-    def _round(self) -> list[Key]:
-        run = self.servers["ps/0"].service.run if "ps/0" in self.servers else None
-        return list(run.leader.quorum.round) if isinstance(run, Leading) else []
+    def _round(self) -> list[Key] | None:
+        """Returns the gradients that wait for their round; None if nobody knows, as ps 0 is gone."""
+        run = self.servers["ps/0"].service.run if self.places["ps/0"].running and "ps/0" in self.servers else None
+        return list(run.leader.quorum.round) if isinstance(run, Leading) else None
 
     @property
     def over(self) -> bool:
@@ -143,7 +145,13 @@ class Cluster:
 
     def _start_later(self, name: str, after_s: float) -> None:
         place = self.places[name]
-        if place.due or place.starts >= MOST_STARTS:
+        if place.due:
+            return
+        if place.starts >= MOST_STARTS:
+            self.world.say(f"{name} was started {place.starts} times; all tasks are ended")
+            for other in self.places.values():
+                if other.running and other.process is not None:
+                    other.process.die()
             return
         place.due = True
         self.world.at(after_s, lambda: self._start(place))
@@ -165,12 +173,12 @@ class Cluster:
             self.world.say(f"{process} ends well")
         except Killed:
             raise
-        except (TorchQuorumError, UserError, OSError) as error:
+        except (TorchQuorumError, UserError) as error:
             place.outcome = f"{type(error).__name__}: {error}"
             self.world.say(f"{process} ends with {place.outcome}")
             process.alive, process.ended = False, True
             if not self._job_is_over():
-                self._start_later(place.name, 1.0)
+                self._start_later(place.name, 2.0 * place.starts)
 
     def _job_is_over(self) -> bool:
         """Whether the log has come to its end: nobody starts its tasks again."""
@@ -179,7 +187,7 @@ class Cluster:
     # -- a ps ---------------------------------------------------------------------------------------------------------
 
     def _bits(self, process: Process) -> Callable[[int], int]:
-        return random.Random(f"{self.config.seed} {process.name} {process.life}").getrandbits
+        return random.Random(f"{self.config.seed} {self.config.steps} {process.name} {process.life}").getrandbits
 
     def _slow_s(self) -> float:
         more = self.slow_disk_s if self.world.now < self.slow_disk_until else 0.0
@@ -190,7 +198,7 @@ class Cluster:
         bits, leader = self._bits(process), None
         if index > 0:
             first = self.spec.address(TaskId("ps", 0))
-            leader = self.network.connect(process, first, f"ps/{index}/{bits(62):016x}".encode(), reconnects=True)
+            leader = self.network.connect(process, first, f"ps/{index}/{bits(62):016x}".encode())
         options = ServeOptions(
             say=lambda line: self.world.say(line),
             clock=process.clock,
@@ -234,6 +242,7 @@ class Cluster:
             save_every_steps=config.save_every if self.folder else None,
             keep=3,
             start_afresh=True,
+            accept_loss=self.book.accepts_loss,
             data=source,
             durable=config.durable or False,
             patience=PATIENCE,
@@ -249,6 +258,7 @@ class Cluster:
             self.lives[index, session.incarnation] = process
             while not session.should_stop():
                 position = source.position
+                book.drawn.setdefault(index, position)
                 source.position += 1
                 self.world.wait(COMPUTE_S * pace.uniform(0.5, 1.5))
                 if place.throws:
@@ -258,13 +268,15 @@ class Cluster:
                 key, start = Key(index, session.incarnation, session.local_step + 1), 0
                 book.computed(key, values)
                 for parameter in parameters:
-                    parameter.grad = torch.from_numpy(values[start : start + parameter.numel()])
+                    parameter.grad = torch.tensor(values[start : start + parameter.numel()], dtype=torch.float64)
                     start += parameter.numel()
-                step = optimizer.step(loss=1.0)
+                optimizer.step(loss=1.0)
+                step = optimizer.last
                 link = optimizer.link
                 assert link is not None
                 held = [value for p in parameters for value in p.detach().tolist()]
                 book.holds(who, held, step.version, link.generation, before)
+                book.stands(index, link.generation, step.version, source.position)
                 before = link.generation, step.version
                 if not link.pipeline:
                     book.answered(who, key, step.accepted, step.reason, step.version, link.generation)
@@ -281,8 +293,3 @@ def _state_of_ps(ps: PsTask) -> str:
         if run.leader.quorum.stopped:
             return "ending"
     return "leading" if isinstance(run, Leading) else "following"
-
-
-def vector(model: nn.Module) -> np.ndarray[Any, Any]:
-    """Returns a model's parameters as one vector."""
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]).numpy()

@@ -28,6 +28,10 @@ class Faults:
         if cluster.over:
             return
         place = cluster.places.get(fault.task)
+        if fault.task == "disk":
+            ps = cluster.places["ps/0"]
+            state = ps.process.state() if ps.running and ps.process is not None else "not running"
+            self.met[fault.kind, f"ps: {state}" if ps.running else state] += 1
         if place is not None:
             if not place.running:
                 self.met[fault.kind, "not running"] += 1
@@ -85,6 +89,31 @@ class Faults:
         process = self._cluster.places[fault.task].process
         assert process is not None
         process.wall_offset += fault.amount
+
+    def _full(self, fault: Fault) -> None:
+        disk = self._cluster.disk
+        assert disk is not None
+        disk.full_until, disk.free_bytes = self._world.now + fault.for_s, int(fault.amount) % 5000
+        self._cluster.book.was_full = True
+
+    def _slow_disk(self, fault: Fault) -> None:
+        self._cluster.slow_disk_until, self._cluster.slow_disk_s = self._world.now + fault.for_s, fault.amount
+
+    def _flip(self, fault: Fault) -> None:
+        disk = self._cluster.disk
+        assert disk is not None
+        self._world.say(f"the bit is in {disk.flip(int(fault.amount))}")
+        self._cluster.book.excuse, self._cluster.book.accepts_loss = "a bit was flipped", True
+
+    def _power(self, fault: Fault) -> None:
+        disk = self._cluster.disk
+        assert disk is not None
+        for place in self._cluster.places.values():
+            if place.running and place.process is not None:
+                place.process.die()
+                self._cluster.start_again(place.name, fault.back_s)
+        disk.lose_power(int(fault.amount))
+        self._cluster.book.lost_power()
 
     def _error(self, fault: Fault) -> None:
         self._cluster.places[fault.task].throws = True

@@ -2,7 +2,7 @@
 
 What always holds: frames are copied when they are sent; a process that is dead neither sends nor receives; what a connection does about
 the death of the other side is what a TCP stream does (it is closed), or, where the run says so, what a channel does that connects again
-by itself.
+by itself, as one does that is not settled yet.
 """
 
 from __future__ import annotations
@@ -48,11 +48,10 @@ class Network:
     Args:
         world: Where it is.
         seed: Of delays and noise.
-        reconnects: Whether a worker's channel connects again by itself when a ps comes back.
     """
 
-    def __init__(self, world: World, seed: int, *, reconnects: bool = False) -> None:
-        self.world, self.reconnects, self._random = world, reconnects, random.Random(seed)
+    def __init__(self, world: World, seed: int) -> None:
+        self.world, self._random = world, random.Random(seed)
         self.listeners: dict[str, SimListener] = {}
         self.names: dict[str, str] = {}
         self.counts: Counter[str] = Counter()
@@ -68,9 +67,9 @@ class Network:
         self.listeners[address] = found = SimListener(self, process)
         return found
 
-    def connect(self, process: Process, address: str, identity: bytes, *, reconnects: bool | None = None) -> SimChannel:
-        """Returns a channel of a process to an address."""
-        return SimChannel(self, process, address, identity, self.reconnects if reconnects is None else reconnects)
+    def connect(self, process: Process, address: str, identity: bytes) -> SimChannel:
+        """Returns a channel of a process to an address, which connects again by itself until it is settled."""
+        return SimChannel(self, process, address, identity)
 
     def refuses(self, address: str) -> bool:
         """Whether the host of an address would say that nobody listens there."""
@@ -107,9 +106,9 @@ class Network:
 class SimChannel:
     """The connecting end; used by one thread at a time."""
 
-    def __init__(self, network: Network, process: Process, address: str, identity: bytes, reconnects: bool) -> None:
+    def __init__(self, network: Network, process: Process, address: str, identity: bytes) -> None:
         self.network, self.process, self.address, self.identity = network, process, address, identity
-        self.closed, self.reconnects = False, reconnects
+        self.closed, self.reconnects = False, True
         self.bound: SimListener | None = None
         self.inbox: deque[list[Frame]] = deque()
         self.reader: Fiber | None = None
@@ -174,6 +173,8 @@ class SimChannel:
 
     def settled(self) -> SimChannel:
         self.reconnects = False
+        gone = self.bound is not None and (self.bound.ended or not self.bound.process.alive)
+        self.closed = gone and not (self.bound is not None and self.bound.vanished)
         return self
 
     def flush(self, timeout_s: float) -> bool:

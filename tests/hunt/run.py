@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import threading
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.hunt.aftermath import LIMIT_S, check_end, go_on
 from tests.hunt.book import Book
 from tests.hunt.cluster import Cluster
+from tests.hunt.disk import Disk
 from tests.hunt.faults import Faults
 from tests.hunt.observe import observing
 from tests.hunt.schedule import Schedule
 from tests.hunt.world import World
-
-LIMIT_S = 1500.0
 
 
 @dataclass
@@ -59,39 +62,37 @@ def _play(schedule: Schedule) -> Result:
     config = schedule.config
     world = World(config.seed)
     book = Book(world, config)
-    cluster = Cluster(world, config, book, None)
-    faults = Faults(cluster)
-    with observing(book):
+    with ExitStack() as stack:
+        disk = None
+        if config.folder:
+            home = stack.enter_context(tempfile.TemporaryDirectory(prefix="tq-hunt-"))
+            disk = Disk(world, os.path.join(home, "run"))
+            os.makedirs(disk.folder)
+            stack.callback(disk.close)
+            stack.enter_context(disk.mounted())
+        stack.enter_context(observing(book))
+        cluster = Cluster(world, config, book, disk)
+        faults = Faults(cluster)
         try:
             cluster.begin()
             for fault in schedule.faults:
                 faults.plan(fault)
             ended = world.run(lambda: cluster.over or bool(book.broken), LIMIT_S)
-            _check_end(cluster, ended)
+            check_end(cluster, ended=ended)
         except AssertionError as error:
             book.check("no assertion fails", False, f"{type(error).__name__}: {error}")
         finally:
             world.close()
+        if disk is not None and not book.broken:
+            world.lines = go_on(cluster).lines
     steps = max((g.version for g in book.generations.values()), default=0)
     return Result(
         schedule=schedule,
-        broken=book.broken[0] if book.broken else None,
+        broken=next(iter([*book.broken, *(book.heir.broken if book.heir is not None else [])]), None),
         events=world.events,
         steps=steps,
         lines=world.lines,
-        checks=book.checks,
+        checks=book.checks + (book.heir.checks if book.heir is not None else Counter()),
         met=faults.met,
         messages=cluster.network.counts,
     )
-
-
-def _check_end(cluster: Cluster, ended: bool) -> None:
-    """Everyone has ended, and well, as every fault is over."""
-    book = cluster.book
-    for process in cluster.world.processes:
-        for error in process.errors:
-            book.check("no task breaks", False, f"{process}: {type(error).__name__}: {error}")
-    if book.broken:
-        return
-    waiting = [place.name for place in cluster.places.values() if place.running]
-    book.check("every wait ends", ended, f"after {LIMIT_S:.0f} s {', '.join(waiting)} have not ended")

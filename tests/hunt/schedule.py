@@ -14,7 +14,7 @@ from torchquorum.rules.presets import Rule
 
 COMPUTE_S = 0.02
 FULL_STEPS = 100
-FOLDERS = 0.0
+FOLDERS = 0.7
 RULES = ("sync", "sync", "async", "async", "pipeline", "bounded", "buffered", "backup")
 
 
@@ -25,11 +25,11 @@ class Config:
     Attributes:
         steps: The global step at which it is over.
         transport: tcp, or shm: gradients lie in memory that ps and worker share.
-        reconnects: Whether a worker's channel connects again by itself.
         watches: Whether ps 0 sees at once that a worker's process is gone.
         folder: Whether the run has one.
         durable: Its journal: none, write or fsync.
         save_every: Global steps between checkpoints.
+        late_s: Within which time the tasks are started.
     """
 
     seed: int
@@ -38,11 +38,11 @@ class Config:
     rule: str = "sync"
     steps: int = FULL_STEPS
     transport: str = "tcp"
-    reconnects: bool = False
     watches: bool = False
     folder: bool = False
     durable: str = ""
     save_every: int = 20
+    late_s: float = 0.2
 
     def make_rule(self) -> Rule:
         """Returns the rule."""
@@ -60,8 +60,7 @@ class Config:
     def __str__(self) -> str:
         folder = f", folder, saved every {self.save_every} steps" if self.folder else ""
         durable = f", durable={self.durable}" if self.durable else ""
-        again = ", channels that connect again" if self.reconnects else ""
-        return f"{self.ps} ps, {self.workers} workers, {self.make_rule()}, {self.steps} steps, {self.transport}{again}{folder}{durable}"
+        return f"{self.ps} ps, {self.workers} workers, {self.make_rule()}, {self.steps} steps, {self.transport}{folder}{durable}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,15 +135,18 @@ def draw(seed: int, *, steps: int = FULL_STEPS) -> Schedule:
         rule=r.choice(RULES),
         steps=steps,
         transport=r.choice(("tcp", "tcp", "shm")),
-        reconnects=r.random() < 0.4,
         watches=r.random() < 0.5,
         folder=folder,
         durable=r.choice(("", "", "write", "fsync")) if folder else "",
-        save_every=r.choice((5, 10, 20, 40)),
+        save_every=r.choice((5, 20, 20, 40, 60)),
+        late_s=r.choice((0.2, 0.2, 1.5)),
     )
     tasks = [f"ps/{i}" for i in range(config.ps)] + [f"worker/{i}" for i in range(config.workers)]
     count = r.choice((0, 1, 2, 2, 3, 4, 6, 8))
     faults = [_draw_fault(r, config, tasks) for _ in range(count)]
+    if count > 1 and r.random() < 0.5:  # misfortunes that come together: while one is dealt with, the next is there
+        start, within_s = faults[0].at, r.choice((0.05, 0.3, 1.0))
+        faults = [replace(fault, at=start + r.uniform(0.0, within_s)) for fault in faults]
     return Schedule(config=config, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
 
 

@@ -5,6 +5,8 @@ What always holds: the shortest schedule that is returned has been played, and b
 
 from __future__ import annotations
 
+import re
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -15,6 +17,7 @@ from tests.hunt.world import BEGINNING
 MOST_PLAYS = 120
 LINE_CHARACTERS = 220
 LAST_LINES = 80
+NUMBERS = re.compile(r"\d+( s$)?|\(life \)")
 
 
 def invariant_of(broken: str | None) -> str:
@@ -61,15 +64,28 @@ def shrink(found: Result, play_one: Callable[[Schedule], Result] = play) -> Resu
     return best
 
 
+def _without_repeats(lines: list[tuple[float, str]]) -> list[tuple[float, str]]:
+    """Leaves out lines that differ from one shortly before in numbers only, such as those of a task that waits."""
+    found: list[tuple[float, str]] = []
+    recent: deque[str] = deque(maxlen=6)
+    for at, text in lines:
+        form = NUMBERS.sub("", text)
+        if not form.strip() or form not in recent:
+            found.append((at, text))
+        recent.append(form)
+    return found
+
+
 def tell(result: Result) -> str:
     """Returns a finding as a time line."""
     schedule = result.schedule
     lines = [f"seed {schedule.config.seed}: {schedule.config}", f"broken: {result.broken}", "faults:"]
     lines += [f"  {fault.at:8.3f} s  {fault}" for fault in schedule.faults] or ["  none"]
     lines.append("what happened:")
-    shown = result.lines[-LAST_LINES:]
-    if len(shown) < len(result.lines):
-        lines.append(f"  ({len(result.lines) - len(shown)} lines before these)")
+    told = _without_repeats(result.lines)
+    shown = told[-LAST_LINES:]
+    if len(shown) < len(told):
+        lines.append(f"  ({len(told) - len(shown)} lines before these)")
     for at, text in shown:
         for part in text.splitlines():
             lines.append(f"  {at - BEGINNING:8.3f} s  {part[:LINE_CHARACTERS]}")

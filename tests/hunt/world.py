@@ -19,6 +19,7 @@ from greenlet import getcurrent, greenlet  # pyright: ignore[reportMissingImport
 EPOCH = 1_700_000_000.0
 LONG_S = 1e6
 BEGINNING = 1000.0
+LOOK_EVERY = 8
 MOST_EVENTS = 400_000
 
 
@@ -120,12 +121,14 @@ class World:
     Attributes:
         now: Seconds since the world began, and some.
         lines: What happened, for people.
+        folder: The run's folder, which has another name in every run; for people it is RUN.
         on_event: Called after every event.
     """
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.now, self.events = BEGINNING, 0
+        self.folder = ""
         self.processes: list[Process] = []
         self.lines: list[tuple[float, str]] = []
         self.on_event: Callable[[], None] = lambda: None
@@ -142,7 +145,7 @@ class World:
 
     def say(self, line: str) -> None:
         """Notes what happened."""
-        self.lines.append((self.now, line))
+        self.lines.append((self.now, line.replace(self.folder, "RUN") if self.folder else line))
 
     def run(self, over: Callable[[], bool], limit_s: float) -> bool:
         """Makes events happen until it is over; False if nothing can happen any more, or the time is up.
@@ -152,9 +155,9 @@ class World:
         """
         self._hub = getcurrent()
         end = self.now + limit_s
-        while not over():
+        while self.events % LOOK_EVERY or not over():
             if not self._heap or self._heap[0][0] > end:
-                return False
+                return over()
             at, _, action = heapq.heappop(self._heap)
             self.now = max(self.now, at)
             self.events += 1
@@ -234,7 +237,7 @@ class World:
         """Ends every thread of every process; nothing of that is seen by anyone."""
         self._hub = getcurrent()
         for process in self.processes:
-            process.alive = False
+            process.die()
         for process in self.processes:
             for fiber in process.fibers:
                 if fiber.begun and not fiber.done:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.fastpath.page import CLOSED, NOBODY, OPEN
 from torchquorum.fastpath.participant import Participant
+from torchquorum.fastpath.stages import Sleep, Stage, Stages, run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,12 +71,16 @@ class Admission:
 
     def opened(self) -> bool:
         """Waits a moment for a page that is closed, once after every opening; returns whether it is open then."""
+        return run(self.opened_stages())
+
+    def opened_stages(self) -> Stages[bool]:
+        """The stages of `opened`."""
         page, words = self._page, self._page.words
         if words.opening_id == self._closed_in:
             return words.state == OPEN
         end = self._clock.now() + self._times.reopened_s
         while words.state == CLOSED and (left_s := end - self._clock.now()) > 0:
-            if not page.wait_for_news(lambda: words.state != CLOSED, left_s):
+            if not (yield from page.wait_stages(lambda: words.state != CLOSED, left_s)):
                 return False
         if (state := words.state) != OPEN:
             self._closed_in = words.opening_id
@@ -83,19 +88,24 @@ class Admission:
 
     def come(self) -> bool:
         """Waits for a seat; False if there is none in time, or the page stays closed."""
+        return run(self.come_stages())
+
+    def come_stages(self) -> Stages[bool]:
+        """The stages of `come`."""
         now = self._clock.now()
         if not self.needed or now < self._stays_until:  # the one that it has called has not come yet
             return True
         if self._has_seat and (now - self._seated_at < self._times.stay_s or not self._page.queue.waiters):
             return True
-        admitted = self._wait_for_seat(now)
+        admitted = yield from self._wait_for_seat(now)
         self.wake()
         return admitted
 
-    def _wait_for_seat(self, now: float) -> bool:
+    def _wait_for_seat(self, now: float) -> Stages[bool]:
         page, words, times, queued = self._page, self._page.words, self._times, False
         started = open_at = now
         while True:
+            yield Stage.LOCK
             with page.locked() as held:
                 if not held:
                     return False
@@ -122,7 +132,7 @@ class Admission:
                 look_s = times.look_s * waiting if is_open else times.reopened_s
             # Lock free, counted in the queue: a call since `seen` ends the wait at once.
             self.wake()
-            page.queue.wait(seen, look_s)
+            yield Sleep(page.queue, seen, look_s)
             now = self._clock.now()
 
     def turn_ends(self) -> None:

@@ -197,11 +197,21 @@ class FastPathHost:
             found = page.records.drain()
             full = self._rounds and words.full == page.version + 1
             unfinished = page.records.given() if full else []
+            self._shard.update.state.current = self._state_after(found)
             words.writer = NOBODY
-            self._shard.update.state.current = page.state_slot
             page.news.announce()
         page.news.wake()
         return found, unfinished
+
+    def _state_after(self, records: list[GradientRecord]) -> int:
+        """Returns the slot of the optimizer's state that belongs to the last version that counts; before the turn is taken away.
+
+        That is one that was recorded, even if its worker died before it was published.
+        """
+        page, words = self._page, self._page.words
+        if max((r.version for r in records), default=0) <= page.version:
+            return page.state_slot
+        return words.state_target if self._rounds else page.workers.state_uses[words.writer]
 
     def take_up(self, records: list[GradientRecord], *, made: bool) -> None:
         """Reports gradients to the leader in their order; those that are in no version yet are kept for the ps to apply."""

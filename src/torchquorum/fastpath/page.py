@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.fastpath.records import RecordRing
+from torchquorum.fastpath.stages import Sleep, Stage, Stages, run
 from torchquorum.fastpath.tables import RateTable, WorkerColumns
 from torchquorum.memory.lock import LOCK_BYTES, SIGNAL_BYTES, SharedLock, Signal
 from torchquorum.memory.segments import Segment
@@ -137,6 +138,11 @@ class FastPage:
 
     def wait_for_news(self, reached: Callable[[], bool], timeout_s: float) -> bool:
         """Sleeps until there is news, unless `reached` already holds; False if the lock cannot be had."""
+        return run(self.wait_stages(reached, timeout_s))
+
+    def wait_stages(self, reached: Callable[[], bool], timeout_s: float) -> Stages[bool]:
+        """The stages of `wait_for_news`."""
+        yield Stage.LOCK
         with self.locked() as held:
             if not held:
                 return False
@@ -144,7 +150,8 @@ class FastPage:
                 return True
             seen = self.news.begin_wait()
         # Lock free: news since `seen` ends the wait at once, as the number has changed.
-        self.news.wait(seen, timeout_s)
+        yield Sleep(self.news, seen, timeout_s)
+        yield Stage.LOCK
         with self.locked() as held:
             if held:
                 self.news.end_wait()

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.fastpath.page import OPEN, FastPage
+from torchquorum.fastpath.stages import Stage, Stages
 from torchquorum.memory.slots import Slots
 from torchquorum.update.kernels import Moment
 
@@ -123,8 +124,8 @@ class Participant:
         """Returns, of each parameter group, which update number `update` is for its state."""
         return [Moment(rate, update + steps) for rate, steps in zip(rates, self.page.steps, strict=True)]
 
-    def until(self, reached: Callable[[], bool], opening_id: int) -> bool:
-        """Waits until something holds in an opening; False if the page was closed meanwhile, or the wait was too long."""
+    def until(self, reached: Callable[[], bool], opening_id: int) -> Stages[bool]:
+        """Waits until something holds in an opening; its result is False if the page was closed meanwhile, or the wait was too long."""
         page, words, now = self.page, self.page.words, self._clock.now
         started = now()
         while not reached():
@@ -132,8 +133,8 @@ class Participant:
             if words.state != OPEN or words.opening_id != opening_id or waited > self.wait_s:
                 break
             if self.spins and waited < SPIN_S:
-                os.sched_yield()
-            elif not page.wait_for_news(reached, self.wait_s):
+                yield Stage.SPIN
+            elif not (yield from page.wait_stages(reached, self.wait_s)):
                 return False
         # In another opening the same version may lie elsewhere: the ps has finished what the workers had begun.
         return reached() and words.opening_id == opening_id

@@ -15,6 +15,7 @@ import torch
 from torchquorum.errors import SegmentError
 from torchquorum.fastpath.participant import MadeVersion, Participant, UpdateSlots
 from torchquorum.fastpath.records import GradientId
+from torchquorum.fastpath.stages import Stage, Stages
 from torchquorum.memory.slots import DTYPES, Sections, Slots
 from torchquorum.placement.layout import Layout, Region
 from torchquorum.update.kernels import Kernel, Moment, mean
@@ -142,8 +143,9 @@ class RoundSteps:
     def arrive(self) -> None:
         """The worker has a gradient."""
 
-    def opened(self) -> bool:
+    def opened(self) -> Stages[bool]:
         """A page that is closed is not waited for: the others push by message, and so does this worker."""
+        yield from ()
         return False
 
     def done(self) -> None:
@@ -152,27 +154,29 @@ class RoundSteps:
 
     def step(
         self, gradient: GradientId, loss: Callable[[], float | None], rates: Sequence[float] | None = None
-    ) -> MadeVersion | None:
-        """Makes an update with the gradients of all workers, or returns None: then this worker pushes by message."""
+    ) -> Stages[MadeVersion | None]:
+        """Makes an update with the gradients of all workers; its result is None if this worker has to push by message."""
         user, page, words = self._user, self._user.page, self._user.page.words
         version, value = gradient.computed_at + 1, loss()
         # Lock held inside: our gradient counts; the last worker to give chooses the slot and makes the round full.
-        begun = self._give(gradient, value, version, rates)
+        begun = yield from self._give(gradient, value, version, rates)
         if begun is None:
             return None
         opening_id, current = begun
-        if not user.until(lambda: words.full == version, opening_id):
+        if not (yield from user.until(lambda: words.full == version, opening_id)):
             return None
         # The round is full: every worker has `target` in use, and every gradient stays where it is until the round is over.
         if not self._gradients.follow(self._reach):
             return self._abandon()
         target, writer, used = words.target, next(w for w in self._writers if w.ready()), page.rates.of(version - 1)
         slots = UpdateSlots(current[0], target, current[1], words.state_target)
+        yield Stage.WRITE
         writer.write(self._gradients.sections, slots, user.moments(version - 1, used))
+        yield Stage.WRITTEN
         # Our part is written; lock held inside: the last worker to finish records the round and publishes the version.
-        if not self._finish(version, target, opening_id):
+        if not (yield from self._finish(version, target, opening_id)):
             return self._abandon()
-        if not user.until(lambda: page.version >= version, opening_id):
+        if not (yield from user.until(lambda: page.version >= version, opening_id)):
             return self._abandon()
         # The version is published, and `target` stays in use by us until it has been copied.
         writer.finish(target)
@@ -181,9 +185,10 @@ class RoundSteps:
 
     def _give(
         self, gradient: GradientId, loss: float | None, version: int, rates: Sequence[float] | None
-    ) -> tuple[int, tuple[int, int]] | None:
-        """Gives our gradient to the round; returns the opening and the current slots, or None if there can be no round."""
+    ) -> Stages[tuple[int, tuple[int, int]] | None]:
+        """Gives our gradient to the round; its result is the opening and the current slots, or None if there can be no round."""
         user, page, words = self._user, self._user.page, self._user.page.words
+        yield Stage.LOCK
         with page.locked() as held:
             if not held or not user.may_step() or page.version != gradient.computed_at:
                 return None
@@ -192,6 +197,7 @@ class RoundSteps:
             page.records.give(user.worker, gradient, loss, version)
             if (own := user.own_rates(rates)) is not None:
                 page.rates.change(version - 1, own)
+            yield Stage.LOCKED
             page.workers.given[user.worker] = version
             full = page.workers.all_given(version)
             if full:
@@ -199,15 +205,18 @@ class RoundSteps:
                 for worker in range(page.num_workers):
                     page.workers.uses[worker], page.workers.state_uses[worker] = words.target, words.state_target
                 user.versions.mark(words.target, -1)
+                yield Stage.LOCKED
                 words.full = version
                 page.news.announce()
         if full:
+            yield Stage.FREE
             page.news.wake()
         return opening_id, current
 
-    def _finish(self, version: int, target: int, opening_id: int) -> bool:
-        """Our part is written; the last publishes the version. False if the page was closed: the ps finishes the round."""
+    def _finish(self, version: int, target: int, opening_id: int) -> Stages[bool]:
+        """Our part is written; the last publishes the version. Its result is False if the page was closed: the ps finishes the round."""
         user, page = self._user, self._user.page
+        yield Stage.LOCK
         with page.locked() as held:
             if not held or not user.still_in(opening_id):
                 return False
@@ -218,9 +227,11 @@ class RoundSteps:
                 page.rates.use(version - 1)
                 for worker in range(page.num_workers):
                     page.records.add_given(worker, target)
+                    yield Stage.LOCKED
                 page.publish(version, target, page.words.state_target)
                 page.news.announce()
         if last:
+            yield Stage.FREE
             page.news.wake()
         return True
 

@@ -20,6 +20,7 @@ from torchquorum.fastpath.page import OPEN, FastPage
 from torchquorum.fastpath.participant import MadeVersion, Participant
 from torchquorum.fastpath.records import GradientId
 from torchquorum.fastpath.rounds import CHUNK, CpuRound, RoundGradients, RoundSteps, RoundWriter, parts_of
+from torchquorum.fastpath.stages import Stages, run
 from torchquorum.fastpath.turns import CpuTurn, TurnSteps, TurnWriter
 from torchquorum.memory.slots import Slots
 from torchquorum.placement.layout import Layout
@@ -80,14 +81,23 @@ class FastPathSteps:
             loss: Returns its loss, once the gradient has been computed.
             rates: The learning rates of this worker's program, where they differ from the run's; they count if this worker leads.
         """
-        page, made = self._page, None
-        self._kind.arrive()
-        if (page.words.state == OPEN or self._kind.opened()) and page.ps_silent_s < PS_SILENT_S:
-            with torch.no_grad():
-                made = self._kind.step(gradient, loss, rates)
+        with torch.no_grad():
+            made = run(self.stages(gradient, loss, rates))
         self.made += made is not None
         self.missed += made is None
         return made
+
+    def stages(
+        self, gradient: GradientId, loss: Callable[[], float | None], rates: Sequence[float] | None = None
+    ) -> Stages[MadeVersion | None]:
+        """The stages of `step`."""
+        page = self._page
+        self._kind.arrive()
+        if page.words.state != OPEN and not (yield from self._kind.opened()):
+            return None
+        if page.ps_silent_s >= PS_SILENT_S:
+            return None
+        return (yield from self._kind.step(gradient, loss, rates))
 
     def done(self) -> None:
         """The version that was made has been copied."""

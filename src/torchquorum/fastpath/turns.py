@@ -7,7 +7,6 @@ is published in the opening in which its turn began, or not at all.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +19,7 @@ from torchquorum.fastpath.admission import Admission
 from torchquorum.fastpath.page import NOBODY
 from torchquorum.fastpath.participant import MadeVersion, Participant, UpdateSlots
 from torchquorum.fastpath.records import GradientId
+from torchquorum.fastpath.stages import Sleep, Stage, Stages
 from torchquorum.memory.slots import Slots
 from torchquorum.placement.layout import Layout
 from torchquorum.update.kernels import Kernel, Moment
@@ -78,9 +78,9 @@ class TurnSteps:
         """The worker has a gradient."""
         self._admission.arrive()
 
-    def opened(self) -> bool:
-        """Waits a moment for a page that is closed; returns whether it is open then."""
-        return self._admission.opened()
+    def opened(self) -> Stages[bool]:
+        """Waits a moment for a page that is closed; its result is whether it is open then."""
+        return self._admission.opened_stages()
 
     def done(self) -> None:
         """The worker has copied the version."""
@@ -89,25 +89,26 @@ class TurnSteps:
 
     def step(
         self, gradient: GradientId, loss: Callable[[], float | None], rates: Sequence[float] | None = None
-    ) -> MadeVersion | None:
-        """Makes an update with this worker's gradient, or returns None: then nothing has happened."""
+    ) -> Stages[MadeVersion | None]:
+        """Makes an update with this worker's gradient; its result is None if nothing has happened."""
         if not self._writer.ready():
             return None
-        turn = self._take_turn(rates) if self._admission.come() else None
-        made = self._make(turn, gradient, loss) if turn is not None else None
+        turn = (yield from self._take_turn(rates)) if (yield from self._admission.come_stages()) else None
+        made = (yield from self._make(turn, gradient, loss)) if turn is not None else None
         if made is None:
             self._admission.give_up()
         return made
 
-    def _take_turn(self, own: Sequence[float] | None) -> _Turn | None:
-        """Waits for the turn; None if it does not come in time, or the page is closed."""
+    def _take_turn(self, own: Sequence[float] | None) -> Stages[_Turn | None]:
+        """Waits for the turn; its result is None if it does not come in time, or the page is closed."""
         user, page, words, now = self._user, self._user.page, self._user.page.words, self._clock.now
         spin_s = TURN_SPIN_S if user.spins or self._admission.straight_back else 0.0
         started, slept = now(), False
         while True:
             spins_until = now() + spin_s
             while words.writer != NOBODY and now() < spins_until:
-                os.sched_yield()  # the writer has a core, too, so its turn is over soon
+                yield Stage.SPIN  # the writer has a core, too, so its turn is over soon
+            yield Stage.LOCK
             with page.locked() as held:
                 if not held:
                     return None
@@ -124,6 +125,7 @@ class TurnSteps:
                         slots.target,
                         slots.state_target,
                     )
+                    yield Stage.LOCKED
                     words.writer = user.worker
                     rates = list(user.own_rates(own) or page.rates.of(version))
                     return _Turn(version, slots, words.opening_id, rates)
@@ -131,22 +133,25 @@ class TurnSteps:
                     return None
                 seen, slept = page.news.begin_wait(), True
             # Lock free, counted among those that wait for news.
-            page.news.wait(seen, user.wait_s)
+            yield Sleep(page.news, seen, user.wait_s)
 
-    def _make(self, turn: _Turn, gradient: GradientId, loss: Callable[[], float | None]) -> MadeVersion | None:
+    def _make(self, turn: _Turn, gradient: GradientId, loss: Callable[[], float | None]) -> Stages[MadeVersion | None]:
         """Writes and publishes; the turn is ours, so no other worker changes the current version meanwhile."""
         written = False
         try:
             self._user.versions.mark(turn.slots.target, -1)
             held = gradient.computed_at == turn.version
+            yield Stage.WRITE
             written = self._writer.write(turn.slots, self._user.moments(turn.version, turn.rates), held=held)
+            yield Stage.WRITTEN
         finally:
             if not written:
                 self._give_turn_back(turn)
-        return self._publish(turn, gradient, loss()) if written else None
+        return (yield from self._publish(turn, gradient, loss())) if written else None
 
-    def _publish(self, turn: _Turn, gradient: GradientId, loss: float | None) -> MadeVersion | None:
+    def _publish(self, turn: _Turn, gradient: GradientId, loss: float | None) -> Stages[MadeVersion | None]:
         user, page, made = self._user, self._user.page, None
+        yield Stage.LOCK
         with page.locked() as held:
             if held and user.still_in(turn.opening_id) and page.words.writer == user.worker:
                 # Lock held, the turn still ours: mark, record, then the one word that makes it the current version.
@@ -154,6 +159,7 @@ class TurnSteps:
                 user.versions.mark(target, version)
                 page.rates.use(turn.version, turn.rates)
                 page.records.add(user.worker, gradient, loss, version, target)
+                yield Stage.LOCKED
                 page.publish(version, target, turn.slots.state_target)
                 rates = page.rates.of(version)
                 made = MadeVersion(turn.version, version, target, rates, turn.rates, loaded=self._writer.loads)
@@ -162,11 +168,13 @@ class TurnSteps:
                 self._admission.turn_ends()
         if made is None:
             self.done()  # the ps took the turn away: it has the current version, and this one counts for nothing
+        yield Stage.FREE
         page.news.wake(1)
         self._admission.wake()
         return made
 
     def _give_turn_back(self, turn: _Turn) -> None:
+        """Lets others have the turn; without stages, as an exception may be on its way."""
         user, page = self._user, self._user.page
         with page.locked() as held:
             if held and page.words.opening_id == turn.opening_id and page.words.writer == user.worker:

@@ -52,6 +52,7 @@ __all__ = [
     "list_checkpoints",
     "load_manifest",
     "newest_good",
+    "next_created_at",
     "verify",
 ]
 
@@ -124,6 +125,11 @@ class _Made(msgspec.Struct):
 def age_order(info: CheckpointInfo) -> tuple[float, int]:
     """Sort key by creation time: a run that starts again in a used folder is newer at smaller steps."""
     return info.created_at, info.step
+
+
+def next_created_at(folder: Location, wall: float) -> float:
+    """Returns when a checkpoint that is made now counts as created: after all others in its folder, even if the clock went back."""
+    return max([wall, *(info.created_at + 0.001 for info in list_checkpoints(folder))])
 
 
 def newest_good(folder: Location) -> tuple[tuple[Location, Manifest] | None, list[CheckpointInfo]]:

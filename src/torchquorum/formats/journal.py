@@ -426,6 +426,11 @@ def _heads(folder: Path) -> tuple[list[tuple[Path, Head]], list[Path]]:
     return sorted(found, key=lambda entry: (entry[1].at, entry[1].start)), damaged
 
 
+def next_generation_at(folder: Path, wall: float) -> int:
+    """Returns when a generation that begins now began, in nanoseconds: after all others in its folder, even if the clock went back."""
+    return max([int(wall * 1e9), *(head.at + 1 for _, head in _heads(folder)[0])])
+
+
 def find_lineage(folder: Path, shard: int, num_shards: int, generation: int, step: int) -> Lineage:
     """Finds the updates that follow a checkpoint of `step`, made in `generation`, on one shard. Reads every byte.
 

@@ -186,6 +186,10 @@ class Checkpoints:
         chief = quorum.workers.get(0)
         return chief is not None and (chief.gone or (chief.left and quorum.live > 0 and not quorum.stopped))
 
+    def restored_from(self, step: int) -> None:
+        """The checkpoint that the run goes on from is of this step; the journal led on from there."""
+        self._began_at = step
+
     def save_unasked(self, now: float) -> None:
         """Saves the current version if it is not saved and the run has a folder; `busy` says while that goes on."""
         if not self.busy and not self.lost and not self._closed and self.unsaved:

@@ -328,6 +328,8 @@ class Leading(Run):
             save: Whether a first checkpoint has to be there before workers may join.
         """
         self.leader.history.restore(replayed)
+        if replayed:
+            self.checkpoints.restored_from(replayed[0].version - 1)
         self.leader.data.restore(data, (record.batches for record in replayed))
         self.leader.begin(wall)
         folder = locate(self.plan.logdir) if self.plan.logdir is not None else None

@@ -17,6 +17,7 @@ import torch
 
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.errors import TorchQuorumError
+from torchquorum.formats.checkpoint import next_created_at
 from torchquorum.formats.checkpoint_manifest import FileInfo, Manifest
 from torchquorum.formats.checkpoint_write import (
     BUFFERS,
@@ -129,6 +130,7 @@ class Saver:
                     manifest.files[BUFFERS] = write_tensors(partial, BUFFERS, buffers)
                 if isinstance(partial, Path):
                     sync_ledger(partial.parent)
+                manifest.created_at = next_created_at(partial.parent, manifest.created_at)
                 path = publish(partial, manifest)
                 prune(path.parent, keep, clock=self._clock)
                 if isinstance(path, Path):  # a journal is on a file system

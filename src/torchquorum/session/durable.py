@@ -23,7 +23,7 @@ from torchquorum.formats.checkpoint import (
     newest_good,
 )
 from torchquorum.formats.checkpoint_write import set_aside
-from torchquorum.formats.journal import MODES, JournalError, Lineage, find_common, keep_damaged
+from torchquorum.formats.journal import MODES, JournalError, Lineage, find_common, keep_damaged, next_generation_at
 from torchquorum.formats.ledger import told_in_ledger
 from torchquorum.formats.storage import is_remote, locate
 from torchquorum.server.journaling import check_plan
@@ -136,8 +136,8 @@ def find_journal(
         JournalError: It was written by another number of ps tasks, or with another optimizer; or updates of a durable run that
             workers were told of are missing.
     """
-    at = int(clock.wall() * 1e9)
     logdir = locate(plan.logdir) if plan.logdir is not None else None
+    at = next_generation_at(logdir, clock.wall()) if isinstance(logdir, Path) else int(clock.wall() * 1e9)
     line, generation = Lineage(), 0
     if found.path is not None:
         manifest = load_manifest(locate(found.path))

@@ -108,7 +108,9 @@ class Lifecycle:
             raise
         if self.presence is not None:
             self.presence.pause()
-        self.saved_step = link.version if link.version > 0 else -1
+        # What the journal has beyond the checkpoint, or what others have made since, is in no checkpoint yet.
+        restored = link.version > 0 and (not task.is_chief or is_saved(self._setup.logdir, link.version))
+        self.saved_step = link.version if restored else -1
         self._setup.optimizer.attach(link, self)
         self.signals.install()
         self._stop.start_clock()

@@ -22,6 +22,7 @@ from torchquorum.formats.checkpoint import (
     Stored,
     list_checkpoints,
     newest_good,
+    next_created_at,
     verify,
 )
 from torchquorum.formats.checkpoint_write import (
@@ -46,6 +47,16 @@ def saved(tmp_path_factory) -> Path:
 def test_a_folder_that_does_not_exist_has_no_checkpoints(tmp_path):
     assert list_checkpoints(tmp_path / "none") == [] and newest_good(tmp_path / "none") == (None, [])
     assert prune(tmp_path / "none") == []
+
+
+def test_a_checkpoint_counts_as_created_after_all_others_even_if_the_clock_went_back(tmp_path):
+    assert next_created_at(tmp_path, 5.0) == 5.0
+    save(tmp_path, 10)
+    created = list_checkpoints(tmp_path)[0].created_at
+    assert (
+        next_created_at(tmp_path, created - 3600.0) > created
+        and next_created_at(tmp_path, created + 9.0) == created + 9.0
+    )
 
 
 def test_checkpoints_are_ordered_by_step_and_other_names_are_left_alone(tmp_path):

@@ -322,3 +322,10 @@ def test_a_file_that_lost_its_name_is_noticed(tmp_path: Path) -> None:
     assert not writer.removed and writer.path.exists()
     writer.close()
     assert not writer.removed
+
+
+def test_a_generation_begins_after_all_others_even_if_the_clock_went_back(tmp_path: Path) -> None:
+    write(tmp_path, head(1, at=5_000_000_000), range(1, 4))
+    write(tmp_path, head(2, after=1, start=3, at=journal.next_generation_at(tmp_path, 2.0)), range(4, 6))
+    assert replayed(tmp_path, 1, 0) == ["1:1", "1:2", "1:3", "2:4", "2:5"]
+    assert journal.next_generation_at(tmp_path, 7.0) == 7_000_000_000

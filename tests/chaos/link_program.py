@@ -40,7 +40,9 @@ def main() -> None:
     ) as session:
         print(f"ready at {session.global_step}", flush=True)
         while not session.should_stop():
-            step = optimizer.step(loss=1.0)
+            optimizer.step(loss=1.0)
+            step = optimizer.last
+            assert step is not None
             print(f"local {step.local_step} global {step.version} accepted {step.accepted} {step.reason}", flush=True)
             assert float(model.count.min()) == float(model.count.max()) == step.version
     print(f"done at {session.global_step} after {session.local_step} local steps", flush=True)

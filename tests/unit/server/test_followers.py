@@ -68,6 +68,6 @@ def test_a_shard_that_owes_its_part_and_is_silent_is_named() -> None:
     followers.hear(PEER, hello(), 5, 3, 10.0)
     assert followers.missed({0}, 0.0, 10.0 + SILENCE_S) is None
     missed = followers.missed({0}, 0.0, 11.0 + SILENCE_S)
-    assert missed is not None and missed.startswith("/job:ps/task:1 (localhost:1001) has not been heard of for 31 s")
+    assert missed is not None and missed.startswith("/job:ps/task:1 (localhost:1001) has not been heard of for 601 s")
     assert followers.missed({0, 1}, 0.0, 11.0 + SILENCE_S) is None  # it has given its part
     assert followers.missed({0}, 11.0, 11.0 + SILENCE_S) is None  # the checkpoint was begun after that

@@ -143,7 +143,7 @@ def test_a_pause_of_this_ps_is_not_the_silence_of_shard_0(serve, pause_s: float)
 def test_a_pause_of_this_ps_is_not_the_silence_of_its_workers_and_their_own_silence_is(serve) -> None:
     clock = JumpingClock()
     served = serve(0, clock=clock)
-    plan = make_plan(num_shards=2, liveness_s=1.0)
+    plan = make_plan(num_shards=2, liveness_s=3.0)
     layout = layout_of(plan)
     sizes = layout.trained[0].size_bytes, layout.constants[0].size_bytes
     served.channel.send([codec.encode(m.Create(plan)), *(bytes(size) for size in sizes)])
@@ -155,7 +155,7 @@ def test_a_pause_of_this_ps_is_not_the_silence_of_its_workers_and_their_own_sile
         time.sleep(0.3)  # a turn or two of the ps
         assert isinstance(served.ask(m.Beat(0, 1)), m.Alive)
     assert not any("counts as dead" in line for line in served.said)
-    until(lambda: any("/job:worker/task:0 counts as dead (not heard of for 1." in line for line in served.said))
+    until(lambda: any("/job:worker/task:0 counts as dead (not heard of for " in line for line in served.said))
 
 
 def test_a_ps_says_that_it_waits_for_the_chief_and_gives_up_in_the_end(serve, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """`make chaos`: runs the fault matrix, or the cells that -k names, and prints a table of what came of it.
 
 python -m tests.chaos -k "ps and Sync"        only cells whose name has all these words
+python -m tests.chaos -k disk                 only faults of disks, folders and files
 python -m tests.chaos --jobs 8                so many cells at a time; they mostly wait
 python -m tests.chaos --markdown FILE         also as a table for docs/faults.md
 """
@@ -16,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from tests.chaos.cells import CELLS, DIAGONAL, MOMENTS, NAMESPACES, RULES, TABLE, Cell
+from tests.chaos.disks import CELLS as DISK_CELLS
+from tests.chaos.disks import NEED_MOUNTS, can_mount, run_disk_cell
 from tests.chaos.links import CASES, SMALLEST, LinkCase, measure
 from tests.chaos.network import missing
 from tests.chaos.runner import Result, run_cell
@@ -32,8 +35,8 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, help="write the table here")
     parser.add_argument("--keep", type=Path, help="keep every cell's folder in here")
     args = parser.parse_args()
-    cells = [cell for cell in (DIAGONAL if args.diagonal else CELLS) if matches(cell, args.k)]
-    links = [case for case in ([SMALLEST] if args.diagonal else CASES) if matches(case, args.k)]
+    cells = [cell for cell in (DIAGONAL if args.diagonal else CELLS) if matches(str(cell), args.k)]
+    links = [case for case in ([SMALLEST] if args.diagonal else CASES) if matches(str(case), args.k)]
     if reason := missing():
         skipped = [cell for cell in cells if cell.fault in NAMESPACES]
         print(f"{len(skipped) + len(links)} cells between hosts are left out: {reason}")
@@ -57,8 +60,9 @@ def main() -> int:
         print_table(results)
         if args.markdown is not None:
             args.markdown.write_text(markdown(results))
-    failed = sum(bool(r.problem) for r in results.values())
-    print(f"{len(results)} cells in {time.monotonic() - began:.0f} s, {failed} failed")
+    disks = [] if args.diagonal else [name for name in DISK_CELLS if matches(f"disk, {name}", args.k)]
+    failed = sum(bool(r.problem) for r in results.values()) + run_disks(disks, args.jobs, args.keep)
+    print(f"{len(results) + len(disks)} cells in {time.monotonic() - began:.0f} s, {failed} failed")
     return 1 if failed or len(results) < len(cells) + len(links) else 0
 
 
@@ -69,9 +73,26 @@ def run_link(case: LinkCase, number: int) -> Result:
     return Result(case, time.monotonic() - began, found.problem)
 
 
-def matches(cell: Cell | LinkCase, words: str) -> bool:
+def run_disks(names: list[str], jobs: int, keep: Path | None) -> int:
+    """Runs faults of disks and folders; returns how many failed."""
+    if names and not can_mount():
+        print("2 cells with disks of their own are left out: needs root, to mount them")
+        names = [name for name in names if name not in NEED_MOUNTS]
+    failed = 0
+    with ThreadPoolExecutor(jobs) as pool:
+        for done in as_completed([pool.submit(run_disk_cell, name, keep) for name in names]):
+            result = done.result()
+            failed += bool(result.problem)
+            mark = "ok" if not result.problem else "FAILED"
+            print(f"disk          {mark:6} {result.seconds:5.1f} s  {result.name}", flush=True)
+            if result.problem:
+                print("    " + result.problem.replace("\n", "\n    "), flush=True)
+    return failed
+
+
+def matches(name: str, words: str) -> bool:
     """Whether a cell's name has the words."""
-    name = str(cell).lower()
+    name = name.lower()
     for word in filter(None, (w.strip() for w in words.lower().split(" and "))):
         wanted = not word.startswith("not ")
         if (word.removeprefix("not ") in name) is not wanted:

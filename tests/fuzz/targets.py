@@ -15,6 +15,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -38,13 +39,16 @@ from torchquorum.formats.checkpoint_manifest import MANIFEST, CheckpointError
 from torchquorum.formats.compression import parse_compression
 from torchquorum.formats.crc32c import crc32c, crc32c_loop, crc32c_numpy
 from torchquorum.formats.example import Example
-from torchquorum.formats.ledger import Entry, Event, read_records
+from torchquorum.formats.journal import Head, JournalError, JournalWriter, Record, find_common, replay_lineage
+from torchquorum.formats.ledger import Entry, Event, encode_line, read_records, told_in_ledger
+from torchquorum.formats.ledger_write import LedgerWriter, gap_event
 from torchquorum.formats.measures import read_measures
 from torchquorum.formats.tfrecord import read_records as read_tfrecords
 from torchquorum.formats.tfrecord_write import frame
 from torchquorum.graph import graph_messages as g
 from torchquorum.graph import tensors
 from torchquorum.jobs.slow import parse_slow
+from torchquorum.report.history import read_history
 from torchquorum.rules.presets import parse_rule
 from torchquorum.wire import codec
 from torchquorum.wire import messages as m
@@ -265,6 +269,41 @@ def _ledger(body: bytes) -> None:
     records = list(read_records(path, numbers.append))
     assert len(records) + len(numbers) <= body.count(b"\n")
     read_measures(folder())
+    told_in_ledger(folder())
+    with contextlib.suppress(ConfigError):  # none of the lines can be read
+        read_history(folder())
+    writer = LedgerWriter(folder(), lambda line: None)  # a run goes on with it
+    writer.write(Event("began", 1.0, 7))
+    writer.close()
+    assert isinstance(list(read_records(path, numbers.append))[-1], Event)
+
+
+def _journal(body: bytes) -> None:
+    """A file that is whole, cut or damaged: what is used of it is a beginning of what was written, and damage is told."""
+    path = _file(JOURNAL, body)
+    try:
+        line = find_common(folder(), 1, 7, 0)
+        records = list(replay_lineage(line, 0, line.version))
+        assert [r.version for r, _ in records] == list(range(1, line.version + 1))
+        written = _journal_seed()
+        if not body.startswith(written) and not written.startswith(body) and line.version < 3:
+            assert line.damage or line.version == 0 or len(body) < len(written), "damage that nobody hears of"
+    finally:
+        path.unlink()
+
+
+JOURNAL = "shard-00000-of-00001-0000000000000007-0.journal"
+
+
+@cache
+def _journal_seed() -> bytes:
+    writer = JournalWriter(folder(), Head(0, 1, 7, 0, 0, 1, {"optimizer": "SGD"}), "write")
+    for version in (1, 2, 3):
+        writer.append(Record(version, [], [(0, 5, version)], told=version - 1), bytes(range(100)))
+    writer.close()
+    body = writer.path.read_bytes()
+    writer.path.unlink()
+    return body
 
 
 def _measures(body: bytes) -> None:
@@ -358,6 +397,7 @@ def make_targets() -> dict[str, Target]:
         "checkpoint": Target(_checkpoint, (CheckpointError,), _checkpoint_seeds()),
         "idx": Target(_idx, (DataError,), (IDX, gzip.compress(IDX, mtime=0))),
         "ledger": Target(_ledger, (), (b"".join(_ledger_lines()),)),
+        "journal": Target(_journal, (JournalError,), (_journal_seed(), _journal_seed()[:-40])),
         "measures": Target(_measures, (), (b'{"step":1,"name":"loss","value":0.5}\n',)),
         "flags": Target(
             _flags,
@@ -377,4 +417,7 @@ def _launcher_text() -> bytes:
 
 
 def _ledger_lines() -> list[bytes]:
-    return [msgspec.json.encode(_sample(inspect.type_info(kind))) + b"\n" for kind in (Entry, Event)]
+    gap = gap_event(2.0, 9, (3, 9), "No space left on device", gradients=12)
+    return [msgspec.json.encode(_sample(inspect.type_info(kind))) + b"\n" for kind in (Entry, Event)] + [
+        encode_line(gap)
+    ]

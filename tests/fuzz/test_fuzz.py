@@ -9,8 +9,8 @@ import pytest
 from tests.fuzz import run, targets
 
 NAMES = [
-    "codec", "stream", "opening", "graph messages", "tfrecord", "example", "crc32c", "checkpoint", "idx", "ledger", "measures", "flags",
-    "cluster", "environment", "words",
+    "codec", "stream", "opening", "graph messages", "tfrecord", "example", "crc32c", "checkpoint", "idx", "ledger", "journal", "measures",
+    "flags", "cluster", "environment", "words",
 ]  # fmt: skip
 DEEP = b"[" * 20_000
 FOUND = [

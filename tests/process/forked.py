@@ -34,6 +34,7 @@ class Cluster:
         self._flags = [f"--ps_hosts={','.join(names[:ps])}", f"--worker_hosts={','.join(names[ps:])}"]
         self._flags += [f"--logdir={self.logdir}", *options]
         self.lives: dict[tuple[str, int], Forked] = {}
+        self._beside: list[Forked] = []
         self.ps = [("ps", k) for k in range(ps)]
         self.workers = [("worker", k) for k in range(2)]
         self.deadline = time.monotonic() + DEADLINE_S
@@ -44,6 +45,14 @@ class Cluster:
         job, index = task
         argv = [str(PROGRAM), f"--job_name={job}", f"--task_id={index}", *self._flags]
         self.lives[task] = fork_task(argv, self.folder / f"{job}-{index}.txt", limits=self._limits.get(task))
+
+    def start_beside(self, task: tuple[str, int]) -> tuple[Forked, Path]:
+        """Starts a second process as a task that is there; returns it and the file with what it prints."""
+        job, index = task
+        argv = [str(PROGRAM), f"--job_name={job}", f"--task_id={index}", *self._flags]
+        output = self.folder / f"{job}-{index}-second.txt"
+        self._beside.append(fork_task(argv, output))
+        return self._beside[-1], output
 
     def text(self, task: tuple[str, int]) -> str:
         path = self.folder / f"{task[0]}-{task[1]}.txt"
@@ -74,3 +83,6 @@ class Cluster:
 
     def close(self) -> None:
         self.kill(*self.lives)
+        for life in self._beside:
+            life.kill()
+            life.wait(DEADLINE_S)

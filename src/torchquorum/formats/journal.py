@@ -447,8 +447,8 @@ def find_lineage(folder: Path, shard: int, num_shards: int, generation: int, ste
             if last_version(path, head) > step:
                 raise JournalError(
                     f"{path} holds updates after step {step} and was written by {head.num_shards} ps tasks, not {num_shards}. "
-                    f"Start once with --ps {head.num_shards} to write a checkpoint; or remove the file to go back "
-                    f"to step {step}."
+                    f"Start once with --ps {head.num_shards} to write a checkpoint; or move the file away and pass "
+                    f"accept_loss=True (--accept-loss) to go back to step {step}."
                 )
             continue
         if head.shard == shard:

@@ -146,6 +146,9 @@ class LedgerWriter:
         folder: The run's folder.
         say: Prints a line for people.
         clock: Tells the time.
+
+    Attributes:
+        losses: How often the file was found removed, replaced or cut.
     """
 
     def __init__(self, folder: Location, say: Callable[[str], None] = print, clock: Clock = SYSTEM) -> None:
@@ -161,6 +164,7 @@ class LedgerWriter:
         self._handed = 0  # the version up to which records were handed to a file
         self._version = 0  # and that of the last record that is kept in `_lines`
         self._closed = False
+        self.losses = 0
         self._retry_at = self._look_at = clock.now()
         self._hold = Hold(folder) if isinstance(folder, Path) else None
         try:
@@ -210,6 +214,7 @@ class LedgerWriter:
             assert isinstance(self._file, LedgerFile)
             self._file.close()
             self._file, self._why = None, f"the ledger {happened}"
+            self.losses += 1
         self._write_all()
 
     def sync(self) -> None:

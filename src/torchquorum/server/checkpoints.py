@@ -188,7 +188,14 @@ class Checkpoints:
 
     def restored_from(self, step: int) -> None:
         """The checkpoint that the run goes on from is of this step; the journal led on from there."""
-        self._began_at = step
+        self.saved_version = step
+
+    def save_again(self, now: float, *, due: bool) -> None:
+        """With `due`, what was saved was removed: saves the current version. A durable run goes on only if that succeeds."""
+        if due and not self.busy and self._plan.logdir is not None:
+            self.first_is_due = bool(self._plan.durable)
+            self.last, self.last_good, self.saved_version = SaveState(-1, "none", -1, "", ""), "", -1
+            self.save(UNASKED - self._leader.quorum.version, self._plan.logdir, self._plan.keep, now)
 
     def save_unasked(self, now: float) -> None:
         """Saves the current version if it is not saved and the run has a folder; `busy` says while that goes on."""

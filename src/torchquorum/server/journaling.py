@@ -35,8 +35,8 @@ def check_plan(found: dict[str, Any], plan: Plan, folder: Path) -> None:
             shown = "" if name == "variables" else f": {found.get(name)}, here {ours[name]}"
             raise JournalError(
                 f"the journal in {folder} has updates that were made with another {name}{shown}. Start once with the "
-                "arguments as they were, so that a checkpoint is made, and change them then; or remove the .journal files "
-                "to go back to the last checkpoint."
+                "arguments as they were, so that a checkpoint is made, and change them then; or move the .journal files "
+                "away and pass accept_loss=True (--accept-loss) to go back to the last checkpoint."
             )
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torchquorum.fastpath.records import GradientRecord
+from torchquorum.formats.ledger import name_life
 from torchquorum.formats.ledger_write import LedgerWriter
 from torchquorum.rules import quorum
 from torchquorum.rules.quorum import Key, Quorum
@@ -371,6 +372,7 @@ class Leader:
             "global_step": quorum.version,
             "last_step": quorum.last_step,
             "live": quorum.alive,
+            "heard": {str(i): [w.last_seen, name_life(w.incarnation)] for i, w in quorum.workers.items() if w.alive},
             "stopped": quorum.stopped,
             "transport": "+".join(transports),
             **({"aggregate": quorum.needed} if quorum.rule.auto else {}),

@@ -24,6 +24,7 @@ from torchquorum.rules.quorum import Key
 from torchquorum.server.buffer_home import BufferHome, check_same_buffers
 from torchquorum.server.checkpoints import Checkpoints, part_of
 from torchquorum.server.ending import Ending
+from torchquorum.server.folder_watch import FolderWatch
 from torchquorum.server.followers import Followers
 from torchquorum.server.identity import Identity
 from torchquorum.server.leader import Arrival, Leader
@@ -69,6 +70,7 @@ class Run:
 
     def __init__(self, life: TaskLife, shard: Shard) -> None:
         self.life, self.shard, self.plan, self.generation = life, shard, shard.plan, shard.generation
+        self._watch = FolderWatch(shard, life.announce)
         self.broken = ""  # why an update, or what was promised of it, could not be made; the run is over then
 
     @property
@@ -262,7 +264,8 @@ class Following(Run):
         return replies
 
     def tick(self, now: float, wall: float) -> list[Reply]:
-        """Reports a written part to shard 0 until that confirms it."""
+        """Reports a written part to shard 0 until that confirms it; looks whether the journal is still there."""
+        self._watch.check(now)
         for result in self._written():
             assert isinstance(result, m.Part), "only shard 0 publishes"
             self.unconfirmed = result
@@ -539,12 +542,14 @@ class Leading(Run):
                 checkpoints.published(result, now)
             else:
                 checkpoints.part(result)
-        saves = checkpoints.busy or checkpoints.stands_in_now(now)
+        removed = self._watch.has_to_save(leader.history.losses, saving=checkpoints.busy)
+        saves = checkpoints.busy or checkpoints.stands_in_now(now) or removed
         replies = self.look_at_fastpath(close=saves or leader.quorum.somebody_silent(now))
         checkpoints.advance(now, wall)
         self._give_up_on_silent_shards(now)
         leader.tick(now, wall)
         checkpoints.stand_in_for_chief(now)
+        checkpoints.save_again(now, due=removed)
         self._check_end(now)
         leader.history.flush()
         if self.buffers is not None:

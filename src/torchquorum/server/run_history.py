@@ -105,6 +105,11 @@ class RunHistory:
         if self._ledger is not None:
             self._ledger.flush()
 
+    @property
+    def losses(self) -> int:
+        """Returns how often the ledger was found removed, replaced or cut."""
+        return self._ledger.losses if self._ledger is not None else 0
+
     def check(self) -> None:
         """A checkpoint is about to be published: the ledger knows all of its updates, or says in a gap which it does not."""
         if self._ledger is not None:

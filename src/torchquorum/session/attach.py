@@ -116,6 +116,8 @@ class Attachment:
         before, first = request.before, request.before is None
         plan, flat = self.initializer.plan()
         created = self._greet(link, first=first)
+        if first and request.joins and all(created):
+            link.wait_for_place()
         # Every ps task answers. The chief makes sure that all of them hold variables of one creation.
         if request.creates and (not all(created) or (first and request.confirms)):
             request.on_state(SessionState.CREATING)

@@ -15,13 +15,20 @@ import torch
 
 import torchquorum.wire.messages as m
 from torchquorum.errors import DeadlineError, RefusedError, SegmentError, TaskLostError
+from torchquorum.formats.ledger import name_life
 from torchquorum.wire.settings import Settings
 from torchquorum.worker import joining
 from torchquorum.worker.buffer_exchange import BufferExchange
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.link_states import LinkState, LinkStates
 from torchquorum.worker.local_buffers import LocalBuffers
-from torchquorum.worker.polls import wait_for_save, wait_for_workers, wait_until_saved, wait_until_settled
+from torchquorum.worker.polls import (
+    wait_for_place,
+    wait_for_save,
+    wait_for_workers,
+    wait_until_saved,
+    wait_until_settled,
+)
 from torchquorum.worker.positions import CapturedPosition, Positions
 from torchquorum.worker.ps_channels import PsChannels
 from torchquorum.worker.requests import Requests
@@ -262,6 +269,10 @@ class Link(RunView):
         """
         elastic = self.joined is not None and self.joined.plan.elastic
         wait_for_workers(self.channels, count, version=self.version, begins=begins or elastic, at_most_s=at_most_s)
+
+    def wait_for_place(self) -> None:
+        """Waits until no other process is at work as this task; one that stays is an error."""
+        wait_for_place(self.channels, name_life(self.incarnation))
 
     def wait_until_settled(self) -> None:
         """Waits until ps task 0 is making no checkpoint, so that the newest in the folder stays the newest."""

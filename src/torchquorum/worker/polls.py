@@ -16,6 +16,9 @@ from torchquorum.worker.ps_channels import PsChannels
 WORKERS_S = 120.0
 WORKERS_EVERY_S = 0.02
 SAVE_EVERY_S = 0.05
+PLACE_EVERY_S = 0.1
+PLACE_S = 10.0
+SILENT_S = 3.0
 
 _Answer = TypeVar("_Answer")
 
@@ -63,6 +66,45 @@ def wait_for_workers(
         limit_s=patience.start_s if begins else min(WORKERS_S, patience.start_s),
         progress=lambda body: f"{count} workers, {len(body.get('live', []))} have joined",
         reason=reason,
+    )
+
+
+def wait_for_place(channels: PsChannels, life: str) -> None:
+    """A task that begins makes sure that no other process is at work in its place, in a run that is alive.
+
+    One that is ending, or whose death is not noticed yet, is waited for.
+
+    Args:
+        channels: How ps task 0 is asked.
+        life: The name of this task's own incarnation.
+
+    Raises:
+        DeadlineError: Another process is at work there, and stays.
+    """
+    end = channels.end
+    heard = -1.0, end.clock.now()  # when ps task 0 heard the other last, and since when that is known here
+
+    def ready(body: dict[str, Any]) -> bool:
+        nonlocal heard
+        seen, other = body.get("heard", {}).get(str(end.index), (None, life))
+        if other == life:
+            return True
+        if seen != heard[0]:
+            heard = seen, end.clock.now()
+        return end.clock.now() - heard[1] > SILENT_S
+
+    what = f"the end of another process that is {end.task}"
+    _poll(
+        channels,
+        lambda: channels.ask(0, m.StatusRequest(), kind=m.Status, what=what, limit_s=end.patience.start_s).body,
+        ready,
+        every_s=PLACE_EVERY_S,
+        limit_s=PLACE_S,
+        progress=lambda _: what,
+        reason=lambda _, waited_s: (
+            f"another process is at work as {end.task} in the run that {end.where(0)} serves, and was still heard after "
+            f"{waited_s:.0f} s. Start each task once; for a second run give other --ps_hosts, or end the first"
+        ),
     )
 
 

@@ -80,6 +80,9 @@ def make(
             world.do("hello")
             return list(world.created)
 
+        def wait_for_place(self) -> None:
+            world.do("place")
+
         def create(self, plan: Any, flat: Any, path: Any = None, *, only_existing: bool = False, **_: Any) -> None:
             world.do("confirm" if only_existing else "create")
             world.created = [True, True]
@@ -88,7 +91,7 @@ def make(
             world.do("join")
             self.version, self.generation = world.version, world.generation
 
-        def wait_for_workers(self, count: int, at_most_s: float | None = None) -> None:
+        def wait_for_workers(self, count: int, at_most_s: float | None = None, *, begins: bool = False) -> None:
             world.do(f"wait {count} {at_most_s}")
 
         def take_up(self, unsettled: Any) -> Step:
@@ -143,7 +146,7 @@ def test_another_worker_creates_nothing() -> None:
 
 
 def test_a_chief_confirms_live_variables_and_a_compute_task_does_not() -> None:
-    for confirms, expected in ((True, ["hello", "confirm", "join"]), (False, ["hello", "join"])):
+    for confirms, expected in ((True, ["hello", "place", "confirm", "join"]), (False, ["hello", "place", "join"])):
         world = World()
         world.created = [True, True]
         attach(make(world), creates=True, confirms=confirms)
@@ -163,7 +166,7 @@ def test_a_ps_that_is_lost_at_the_start_is_tried_again_from_hello_with_a_link_of
     world, states, clock = World(), [], QuietClock()
     world.failures = [("join", error)]
     attach(make(world, clock=clock), creates=True, on_state=states.append)
-    assert world.done == ["hello", "create", "join", "hello", "confirm", "join", "wait 1 None"]
+    assert world.done == ["hello", "create", "join", "hello", "place", "confirm", "join", "wait 1 None"]
     assert states[2] is SessionState.CONNECTING and clock.now() == 1000.0 + RETRY_EVERY_S
     first, second = world.links
     assert first.incarnation == second.incarnation and second.went_on and not first.went_on

@@ -9,7 +9,14 @@ import pytest
 import torchquorum.wire.messages as m
 from tests.unit.worker.ps_by_hand import PsTasks
 from torchquorum.errors import DeadlineError, TaskLostError
-from torchquorum.worker.polls import WORKERS_S, wait_for_save, wait_for_workers, wait_until_settled
+from torchquorum.worker.polls import (
+    SILENT_S,
+    WORKERS_S,
+    wait_for_place,
+    wait_for_save,
+    wait_for_workers,
+    wait_until_settled,
+)
 from torchquorum.worker.ps_channels import PsChannels
 
 
@@ -112,3 +119,36 @@ def test_a_publication_that_does_not_end_is_given_up() -> None:
     with pytest.raises(DeadlineError, match="see whether its disk still answers"):
         wait_until_settled(PsChannels(ps.end))
     assert ps.said[0] == "/job:worker/task:1: waiting for a checkpoint that is being published: 5 s"
+
+
+def heard(index: int, seen: float, life: str) -> dict[str, Any]:
+    return {"heard": {str(index): [seen, life]}}
+
+
+@pytest.mark.parametrize("body", [{}, {"heard": {}}, heard(1, 5.0, "mine"), heard(0, 5.0, "another")])
+def test_a_place_in_which_nobody_else_is_heard_is_free(body: dict[str, Any]) -> None:
+    ps = PsTasks()
+    wait_for_place(statuses(ps, body), "mine")
+    assert len(ps.sent()) == 1
+
+
+def test_the_end_of_another_process_in_this_place_is_waited_for() -> None:
+    ps = PsTasks()
+    wait_for_place(statuses(ps, heard(1, 5.0, "other"), heard(1, 6.0, "other"), {"heard": {}}), "mine")
+    assert len(ps.sent()) == 3
+
+
+def test_one_that_is_silent_is_not_waited_for_until_it_counts_as_dead() -> None:
+    ps = PsTasks()
+    before = ps.end.clock.now()
+    wait_for_place(statuses(ps, heard(1, 5.0, "other")), "mine")
+    assert SILENT_S < ps.end.clock.now() - before < SILENT_S + 2.0
+
+
+def test_one_that_stays_is_an_error_that_says_what_to_do() -> None:
+    ps = PsTasks()
+    beats = [heard(1, float(k), "other") for k in range(1000)]
+    with pytest.raises(
+        DeadlineError, match=r"another process is at work as /job:worker/task:1 .*give other --ps_hosts"
+    ):
+        wait_for_place(statuses(ps, *beats), "mine")

@@ -75,7 +75,11 @@ class Measured:
 
 
 # What `make chaos` runs: four seconds each way, where silence of two counts as a loss and of one as a death.
-CASES = [LinkCase(rule=rule, mbytes=1.0, steps=2, divide=5.0) for rule in ("async", "sync", "bounded:2")]
+CASES = [
+    LinkCase(rule=rule, mbytes=1.0, steps=2, divide=5.0, secret=secret)
+    for rule in ("async", "sync", "bounded:2")
+    for secret in (False, True)
+]
 # What `make test` runs of it.
 SMALLEST = LinkCase(rule="async", workers=1, mbytes=0.5, mbit=1.0, steps=1, divide=5.0)
 

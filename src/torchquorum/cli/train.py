@@ -50,7 +50,7 @@ HAND = "One task of a cluster started by hand"
     default=DEFAULTS.rule,
     metavar="RULE",
     section=TRAINING,
-    help="sync, sync:2of3, sync:auto, async, bounded:3, ...",
+    help="sync, sync:2of3, sync:auto, async, bounded:3",
 )
 @option("--steps", type=int, metavar="N", section=TRAINING, help="stop at this global step; 3000 if no limit is given")
 @option("--epochs", type=int, metavar="N", section=TRAINING, help="stop after this many epochs")

@@ -236,7 +236,7 @@ class SimListener:
         self._woken = True
         self.network.world.wake(self.reader)
 
-    def received_bytes(self, peer: Peer) -> int:
+    def moved_bytes(self, peer: Peer) -> int:
         return 0
 
     def hang_up(self, peer: Peer) -> None:

@@ -62,7 +62,7 @@ def test_an_answer_that_never_left_is_sent_again(ps: Ps) -> None:
 
 def test_bytes_of_a_gradient_that_is_long_on_its_way_keep_its_worker_alive(running: Ps) -> None:
     counts = {name(0): 0, name(1): 0}
-    running.service.received_bytes = lambda peer: counts.get(peer, 0)
+    running.service.moved_bytes = lambda peer: counts.get(peer, 0)
     liveness_s = make_plan().liveness_s
     for _ in range(4):
         counts[name(0)] += 1000

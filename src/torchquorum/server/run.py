@@ -467,9 +467,9 @@ class Leading(Run):
                     answer.position = self.checkpoints.restored_position(worker)
         return replies
 
-    def hear_bytes(self, received_bytes: Callable[[Peer], int], now: float) -> None:
-        """Bytes that come are life, also those of a gradient that is long on its way and holds up the beats of its worker."""
-        for worker, incarnation in self.shard.workers.heard_from(received_bytes):
+    def hear_bytes(self, moved_bytes: Callable[[Peer], int], now: float) -> None:
+        """Bytes that move are life: those of a gradient that is long on its way, or of an answer, may hold up the beats of its worker."""
+        for worker, incarnation in self.shard.workers.heard_from(moved_bytes):
             known = self.leader.quorum.workers.get(worker)
             if known is not None and known.alive:
                 self.leader.quorum.seen(worker, incarnation, now)

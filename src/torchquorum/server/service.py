@@ -72,7 +72,7 @@ class Service:
         leader_heard_at: When shard 0 was last heard of; None before the first time, and on shard 0.
         failure: What made an update impossible, if something did.
         turned_away: Returns the connections that the listener refused, by reason.
-        received_bytes: Returns how many bytes have come from a peer, as far as the listener knows.
+        moved_bytes: Returns how many bytes have come from a peer or reached it, as far as the listener knows.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Service:
         self.leader_heard_at: float | None = None
         self.turned_away: Callable[[], dict[str, int]] = dict
         self.failure: UpdateError | JournalError | None = None
-        self.received_bytes: Callable[[Peer], int] = lambda _: 0
+        self.moved_bytes: Callable[[Peer], int] = lambda _: 0
         self._waiting: dict[Peer, m.Join] = {}
         self._staying: dict[int, float] = {}  # workers between two sessions, and when that was last said
         self._handlers: dict[type[m.Message], Callable[[Incoming[Any]], list[Reply]]] = {
@@ -293,7 +293,7 @@ class Service:
         if self.run is None:
             return []
         if isinstance(self.run, Leading):
-            self.run.hear_bytes(self.received_bytes, now)
+            self.run.hear_bytes(self.moved_bytes, now)
         replies = self._guarded(lambda run: run.tick(now, wall), now, wall)
         if self._waiting and self.run.admits:
             replies += self._let_in(now, wall)

@@ -29,7 +29,7 @@ class JoinedWorker:
         gradients: What names its gradient memory to others.
         fastpath: Whether it can use the fast path.
         revision: Which of the run's settings it knows, as it last said.
-        received_bytes: How many bytes had come from that peer at the last look.
+        moved_bytes: How many bytes had come from that peer or reached it at the last look.
     """
 
     incarnation: int
@@ -40,7 +40,7 @@ class JoinedWorker:
     gradients: MemoryRef | None
     fastpath: bool
     revision: int = -1
-    received_bytes: int = 0
+    moved_bytes: int = 0
 
 
 class WorkerTable:
@@ -132,13 +132,13 @@ class WorkerTable:
         """Returns where a joined worker's gradients lie."""
         return self._joined[worker].gradients
 
-    def heard_from(self, received_bytes: Callable[[Peer], int]) -> list[tuple[int, int]]:
-        """Returns the (worker, incarnation) pairs from which bytes have come since the last look, of messages on their way too."""
+    def heard_from(self, moved_bytes: Callable[[Peer], int]) -> list[tuple[int, int]]:
+        """Returns the (worker, incarnation) pairs from which bytes have come or which some have reached since the last look."""
         heard = []
         for worker, joined in self._joined.items():
-            count = received_bytes(joined.peer)
-            if count != joined.received_bytes:
-                joined.received_bytes = count
+            count = moved_bytes(joined.peer)
+            if count != joined.moved_bytes:
+                joined.moved_bytes = count
                 heard.append((worker, joined.incarnation))
         return heard
 

@@ -206,8 +206,8 @@ class Receiver(Pollable, Protocol):
         """
         ...
 
-    def received_bytes(self, peer: Peer) -> int:
-        """Returns how many bytes have come from a peer so far, of messages that are not complete too; 0 where that is not known."""
+    def moved_bytes(self, peer: Peer) -> int:
+        """Returns how many bytes have come from a peer so far, and of ours have reached it; 0 where that is not known."""
         ...
 
     def hang_up(self, peer: Peer) -> None:

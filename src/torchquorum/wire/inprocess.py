@@ -106,7 +106,7 @@ class InProcessListener:
         """Ends a wait in `receive`; may be called on any thread."""
         self._inbox.wake()
 
-    def received_bytes(self, peer: Peer) -> int:
+    def moved_bytes(self, peer: Peer) -> int:
         """Returns 0: messages come whole."""
         return 0
 

@@ -94,9 +94,9 @@ class JoinedListener:
         self.wake()
         return later
 
-    def received_bytes(self, peer: Peer) -> int:
-        """Returns how many bytes have come from a peer so far."""
-        return self._part_of(peer).received_bytes(peer)
+    def moved_bytes(self, peer: Peer) -> int:
+        """Returns how many bytes have come from a peer so far, and of ours have reached it."""
+        return self._part_of(peer).moved_bytes(peer)
 
     def hang_up(self, peer: Peer) -> None:
         """Ends the connection of a peer that sends too much; it may connect again."""

@@ -169,10 +169,10 @@ class StreamListener:
             self._watch(connection)
         return outgoing
 
-    def received_bytes(self, peer: Peer) -> int:
-        """Returns how many bytes have come from a peer so far."""
+    def moved_bytes(self, peer: Peer) -> int:
+        """Returns how many bytes have come from a peer so far, and of ours have reached it."""
         connection = self._peers.get(peer)
-        return connection.reader.received if connection is not None else 0
+        return connection.reader.received + connection.writer.delivered if connection is not None else 0
 
     def any_thread(self, peer: Peer) -> bool:
         """Whether messages to a peer may be sent on any thread: its connection has one of its own."""

@@ -116,7 +116,7 @@ class PipeListener:
             USED["sent"] += 1
             _send(pipe, frames)
 
-    def received_bytes(self, peer: Peer) -> int:
+    def moved_bytes(self, peer: Peer) -> int:
         return 0
 
     def hang_up(self, peer: Peer) -> None:

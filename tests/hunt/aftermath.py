@@ -29,6 +29,9 @@ def check_end(cluster: Cluster, *, ended: bool) -> None:
         return
     waiting = [place.name for place in cluster.places.values() if place.running]
     book.check("every wait ends", ended, f"after {LIMIT_S:.0f} s {', '.join(waiting)} have not ended")
+    if ended_well(cluster) and book.current is not None:
+        at, due = book.current.version, cluster.config.steps
+        book.check("it ends well only at its end", at >= due, "it ended well at {} of {}", at, due)
     if cluster.folder is not None:
         _check_ledger(book, Path(cluster.folder))
         _check_saved(cluster, Path(cluster.folder))

@@ -121,6 +121,7 @@ class Cluster:
         self.lives: dict[tuple[int, int], Process] = {}
         self.slow_disk_until = self.slow_disk_s = 0.0
         book.round = self._round
+        self.network.on_answer = lambda holds, what: book.check("an answer is sent once at a time", holds, what)
 
     def begin(self) -> None:
         """Starts every task, at slightly different times."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tests.hunt.world import Fiber, Process, World
+from torchquorum.wire import codec
 from torchquorum.wire.channel import FOREVER_S, UNKNOWN, Choose, Peer, Pieces, Pollable, Progress, whole
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.messages import Way
@@ -55,6 +56,7 @@ class Network:
         self.listeners: dict[str, SimListener] = {}
         self.names: dict[str, str] = {}
         self.counts: Counter[str] = Counter()
+        self.on_answer: Callable[[bool, str], None] = lambda _holds, _what: None
         self._conditions: dict[tuple[str, str], Conditions] = {}
 
     def conditions(self, client: str, server: str) -> Conditions:
@@ -76,7 +78,18 @@ class Network:
         listener = self.listeners.get(address)
         return listener is None or ((listener.ended or not listener.process.alive) and not listener.vanished)
 
-    def carry(self, channel: SimChannel, frames: list[Frame], *, outgoing: bool) -> None:
+    def large_answer(self, channel: SimChannel, header: Frame, sent: SimSent) -> None:
+        """A ps sends variables: not while the same answer is on its way, or a slow wire would never be done with them."""
+        message = codec.decode(header)
+        request = getattr(message, "request", -1)
+        if getattr(message, "slot", -1) >= 0:
+            return  # the variables lie in shared memory
+        key = id(channel.bound), getattr(message, "generation", 0), request
+        before = channel.large.get(key)
+        self.on_answer(before is None or not before.on_its_way, f"{channel.process} is sent answer {request} again")
+        channel.large = {key: sent}
+
+    def carry(self, channel: SimChannel, frames: list[Frame], *, outgoing: bool, sent: SimSent | None = None) -> None:
         """Takes a message to the other side, or not."""
         now, draw = self.world.now, self._random.random
         on = self.conditions(channel.process.name, self.names.get(channel.address, ""))
@@ -84,6 +97,8 @@ class Network:
         lost = now < (on.to_until if outgoing else on.from_until) or (now < on.cut_until and not on.keeps)
         if lost:
             self.counts["lost"] += 1
+            if sent is not None:
+                sent.on_its_way = False
             return
         wait_s = 0.0003 + 0.001 * draw() + (on.slow_s if now < on.slow_until else 0.0)
         start = max(now, on.cut_until) if now < on.cut_until else now
@@ -100,7 +115,9 @@ class Network:
         if copies and not (now < on.noisy_until):
             arrives = channel.in_order(arrives, outgoing=outgoing)
         if copies:
-            self.world.at(arrives - now, lambda: channel.arrive(frames, outgoing=outgoing))
+            self.world.at(arrives - now, lambda: channel.arrive(frames, outgoing=outgoing, sent=sent))
+        elif sent is not None:
+            sent.on_its_way = False
 
 
 class SimChannel:
@@ -112,6 +129,7 @@ class SimChannel:
         self.bound: SimListener | None = None
         self.inbox: deque[list[Frame]] = deque()
         self.reader: Fiber | None = None
+        self.large: dict[tuple[int, int, int], SimSent] = {}
         self._last = [0.0, 0.0]
         self._ended = False
 
@@ -131,8 +149,10 @@ class SimChannel:
         if not self.closed and not self._ended:
             self.network.carry(self, [bytes(f) for f in whole(frames)], outgoing=True)
 
-    def arrive(self, frames: list[Frame], *, outgoing: bool) -> None:
+    def arrive(self, frames: list[Frame], *, outgoing: bool, sent: SimSent | None = None) -> None:
         """A message has come to its end."""
+        if sent is not None:
+            sent.on_its_way = False
         if outgoing:
             self._arrive_there(frames)
         elif self.process.alive and not self._ended and not self.closed:
@@ -189,6 +209,15 @@ class SimChannel:
             self.bound.channels.pop(self.identity, None)
 
 
+class SimSent:
+    """A large answer: on its way until it has arrived, or is lost."""
+
+    done = True
+
+    def __init__(self) -> None:
+        self.on_its_way = True
+
+
 class SimListener:
     """A ps task's end of all connections to it."""
 
@@ -226,11 +255,16 @@ class SimListener:
         world.wait(timeout_s, lambda: self.inbox or self._woken or any(c.inbox for c in channels))
         self._woken = False
 
-    def send(self, peer: Peer, frames: Sequence[Frame]) -> None:
+    def send(self, peer: Peer, frames: Sequence[Frame]) -> SimSent | None:
         self.process.effect("sending an answer")
         channel = self.channels.get(peer)
-        if channel is not None:
-            self.network.carry(channel, [bytes(f) for f in frames], outgoing=False)
+        if channel is None:
+            return None
+        sent = SimSent() if len(frames) > 1 else None
+        if sent is not None:
+            self.network.large_answer(channel, frames[0], sent)
+        self.network.carry(channel, [bytes(f) for f in frames], outgoing=False, sent=sent)
+        return sent
 
     def wake(self) -> None:
         self._woken = True

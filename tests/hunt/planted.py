@@ -10,7 +10,8 @@ from tests.hunt.observe import replaced
 from torchquorum.rules.quorum import Quorum
 from torchquorum.server.outbox import Outbox
 from torchquorum.server.pending_gradients import PendingGradients
-from torchquorum.server.run import Following
+from torchquorum.server.reply import Delivery
+from torchquorum.server.run import Following, Leading
 from torchquorum.server.shard import Shard
 from torchquorum.update.updater import Updater
 from torchquorum.worker.requests import Requests
@@ -139,6 +140,26 @@ def half_a_version_published() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def departure_by_exception_is_no_death() -> Iterator[None]:
+    """A worker that leaves because its program failed has left as one that is done."""
+    leave = Leading.leave
+
+    def kind(run: Leading, got: Any) -> Any:
+        got.message.finished = True
+        return leave(run, got)
+
+    with replaced(Leading, "leave", kind):
+        yield
+
+
+@contextmanager
+def answer_sent_again_on_its_way() -> Iterator[None]:
+    """A worker that asks is sent its answer again, although that is on its way."""
+    with replaced(Delivery, "is_under_way_to", lambda delivery, peer: False):
+        yield
+
+
 MISTAKES: dict[str, Callable[[], Any]] = {
     made.__name__: made
     for made in (
@@ -150,5 +171,7 @@ MISTAKES: dict[str, Callable[[], Any]] = {
         record_after_its_version,
         old_generation_believed,
         half_a_version_published,
+        departure_by_exception_is_no_death,
+        answer_sent_again_on_its_way,
     )
 }

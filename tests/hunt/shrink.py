@@ -70,7 +70,7 @@ def _without_repeats(lines: list[tuple[float, str]]) -> list[tuple[float, str]]:
     recent: deque[str] = deque(maxlen=6)
     for at, text in lines:
         form = NUMBERS.sub("", text)
-        if not form.strip() or form not in recent:
+        if not ("waiting for" in text or "ends with" in text) or form not in recent:
             found.append((at, text))
         recent.append(form)
     return found

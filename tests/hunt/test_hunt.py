@@ -23,3 +23,10 @@ def test_a_short_hunt_breaks_nothing() -> None:
 def test_a_seed_is_always_the_same_run(seed: int) -> None:
     first, second = (play(draw(seed, steps=30)) for _ in range(2))
     assert first.lines == second.lines and first.events == second.events and first.checks == second.checks
+
+
+def test_a_durable_run_whose_journal_led_to_its_last_step_ends_with_a_checkpoint_of_it() -> None:
+    result = play(draw(55))
+    assert result.broken is None, tell(result)
+    assert any("updates 75 to 100 are back from the journal" in line for _, line in result.lines)
+    assert any("saved RUN/model.ckpt-100" in line for _, line in result.lines)

@@ -27,6 +27,7 @@ FROM = {
     "answer_before_its_record": 12,
     "record_after_its_version": 6,
     "half_a_version_published": 1,
+    "answer_sent_again_on_its_way": 8,
 }
 
 

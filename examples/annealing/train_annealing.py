@@ -48,6 +48,7 @@ def main() -> None:
         run = tq.Session(task, model, optimizer)
     scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
     generator = torch.Generator().manual_seed(task.index)
+    loss = float("nan")
     with run as session:
         for epoch in range(task.flags.epochs):
             order = torch.randperm(ROWS, generator=generator)

@@ -96,6 +96,7 @@ def main() -> None:
         optimizer = tq.Optimizer(optimizer, rule=tq.Sync())
         run = tq.Session(task, model, optimizer, last_step=steps)
     generator = torch.Generator().manual_seed(task.index)
+    total = float("nan")
     with run as session:
         for step in range(steps):
             if session is not None and session.should_stop():

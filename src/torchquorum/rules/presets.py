@@ -10,7 +10,7 @@ import difflib
 import math
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torchquorum.errors import ConfigError
 
@@ -237,10 +237,12 @@ def read_rule(shown: str) -> Rule:
     match = _SHOWN.fullmatch(shown)
     if match is None:
         raise ConfigError(f"rule {shown!r}: is no preset; name a rule, such as {_FORMS}")
-    given = dict(part.rpartition("=")[::2] for part in match[2].replace(" ", "").split(",") if part)
-    values = {name: _read_value(value) for name, value in given.items()}
+    values: dict[str, Any] = {}
+    for part in filter(None, match[2].replace(" ", "").split(",")):
+        name, _, value = part.rpartition("=")
+        values[name] = _read_value(value)
     first = values.pop("", None)
-    presets = {"Async": Async, "Sync": Sync, "Bounded": Bounded, "Buffered": Buffered}
+    presets: dict[str, Any] = {"Async": Async, "Sync": Sync, "Bounded": Bounded, "Buffered": Buffered}
     return presets[match[1]](*([] if first is None else [first]), **values)
 
 

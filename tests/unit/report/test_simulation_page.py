@@ -2,6 +2,7 @@
 
 import json
 
+from torchquorum.report.scene import Text
 from torchquorum.report.simulation_page import (
     SimulatedSweep,
     as_json,
@@ -56,7 +57,7 @@ def test_page_picture_and_data_have_every_rule() -> None:
     found = simulated("sync", "bounded:1")
     page, scene = simulation_page(found), simulation_picture(found)
     assert page.count("<svg") == len(simulation_charts(found)) and "http" not in page.replace("http://www.w3.org", "")
-    texts = {item.text for item in scene.items if hasattr(item, "text")}
+    texts = {item.text for item in scene.items if isinstance(item, Text)}
     assert {"Updates per second", "How workers spend their time"} <= texts
     data = json.loads(json.dumps(as_json(found)))
     assert [r["name"] for r in data["rules"]] == ["sync", "bounded:1"]

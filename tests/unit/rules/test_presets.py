@@ -8,9 +8,10 @@ import pytest
 from torchquorum import rules
 from torchquorum.errors import ConfigError
 from torchquorum.rules import Async, Bounded, Buffered, Rule, Sync, parse_rule
+from torchquorum.rules.presets import read_rule
 
 
-def options(rule: Rule) -> tuple[int | None, int | None, int | None, bool]:
+def options(rule: Rule) -> tuple[Any, int | None, int | None, bool]:
     return rule.aggregate, rule.max_staleness, rule.max_lead, rule.pipeline
 
 
@@ -257,7 +258,7 @@ SHOWN = [Async(), Async(pipeline=True), Sync(), Sync(2), Sync("auto", floor=3), 
 
 @pytest.mark.parametrize("rule", [*SHOWN, Sync("auto", noise=2.5), Sync("auto", noise=4)], ids=str)
 def test_a_rule_is_read_as_it_is_shown(rule: Rule):
-    assert rules.presets.read_rule(str(rule)) == rule
+    assert read_rule(str(rule)) == rule
 
 
 @pytest.mark.parametrize("rule", SHOWN, ids=str)
@@ -269,7 +270,7 @@ def test_what_is_no_preset_has_no_text_and_is_not_read():
     rule = Rule(aggregate=2, max_staleness=1)
     assert rule.text == str(rule)
     with pytest.raises(ConfigError, match="is no preset"):
-        rules.presets.read_rule(str(rule))
+        read_rule(str(rule))
     with pytest.raises(ConfigError, match="'x' is not a whole number"):
         parse_rule("sync:auto:x")
     with pytest.raises(ConfigError, match="'' is not a whole number"):

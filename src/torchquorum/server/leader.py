@@ -162,11 +162,12 @@ class Leader:
             self.arrivals.drop(key)
             self.log.append(Drop([(key.worker, key.incarnation, key.local_step)]))
 
-    def pull(self, worker: int, incarnation: int, request: int, *, averaged: bool = False) -> None:
+    def pull(self, worker: int, incarnation: int, request: int, *, averaged: bool = False, state: bool = False) -> None:
         """A joined worker asks for the current version, outside of a push."""
         self._requests[worker] = (incarnation, request)
         self.outcomes.pop(worker, None)
-        self.log.append(Release(worker, incarnation, request, self.quorum.version, self.quorum.stopped, averaged))
+        stopped = self.quorum.stopped
+        self.log.append(Release(worker, incarnation, request, self.quorum.version, stopped, averaged, state))
 
     def assign(self, assign: Assign, wall: float) -> None:
         """A joined worker has come to an assignment, with its values or without."""

@@ -383,7 +383,7 @@ class Leading(Run):
         return []
 
     def _pulled(self, pull: m.Pull) -> list[Reply]:
-        self.leader.pull(pull.worker, pull.incarnation, pull.request, averaged=pull.averaged)
+        self.leader.pull(pull.worker, pull.incarnation, pull.request, averaged=pull.averaged, state=pull.state)
         return []
 
     def _assigning(self, got: Incoming[m.Assign]) -> list[Reply]:

@@ -32,6 +32,7 @@ from torchquorum.server.snapshot import (
     check_same_model,
     frames_of,
     read_region,
+    state_frame,
 )
 from torchquorum.server.versions import SAVING, Versions
 from torchquorum.server.worker_table import WorkerTable
@@ -53,6 +54,7 @@ from torchquorum.wire.messages import (
     Push,
     Release,
     Snapshot,
+    StateRef,
     Variables,
 )
 from torchquorum.wire.settings import Settings, changes
@@ -67,6 +69,7 @@ class Answer:
     version: int
     stop: bool
     outcome: Outcome | None
+    state: tuple[StateRef, Frame] | None = None
     delivery: Delivery | None = None
 
 
@@ -246,10 +249,12 @@ class Shard:
                     raise UpdateError(explain_failed_update(self.index, entry.version, error)) from error
             case Drop(keys):
                 self.gradients.drop(Key(*key) for key in keys)
-            case Release(worker, incarnation, request, version, stop, averaged):
+            case Release(worker, incarnation, request, version, stop, averaged, state):
                 assert version == self.version, f"release at {version} while the shard is at {self.version}"
                 self.gradients.copy_borrowed(worker)
                 self._answers[worker] = Answer(incarnation, request, version, stop, outcome)
+                if state:
+                    self._answers[worker].state = state_frame(self.update)
                 if silent:
                     self.versions.forget(worker)
                     return []
@@ -305,6 +310,9 @@ class Shard:
             generation=self.generation,
             used=self.update.used,
         )
+        if answer.state is not None:
+            message.optimizer = answer.state[0]
+            frames.append(answer.state[1])
         if self.index == 0 and (joining or joined.revision != self.revision):
             message.settings, message.revision = self.update.settings, self.revision
         answer.delivery = Delivery(joined.peer) if not shared else None

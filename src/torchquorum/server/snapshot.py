@@ -17,8 +17,10 @@ from torchquorum.formats.checkpoint_manifest import CheckpointError, Manifest, S
 from torchquorum.formats.checkpoint_write import part_name, tensor_key
 from torchquorum.memory.slots import section_views
 from torchquorum.placement.layout import Layout, Region, Variable
+from torchquorum.update.updater import Updater
+from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import tensor_frame
-from torchquorum.wire.messages import Plan
+from torchquorum.wire.messages import Plan, StatePiece, StateRef
 
 
 @dataclass(slots=True)
@@ -82,6 +84,18 @@ class SavedState:
     def elements(self, variable: str, state: str, start: int, stop: int) -> torch.Tensor:
         """Returns the elements [start, stop) of a state, flat."""
         return self._reader.read("optimizer", variable, state, start, stop)
+
+
+def state_frame(update: Updater) -> tuple[StateRef, Frame]:
+    """Returns an optimizer's state as it is now, for a worker that asks for it: what there is, and all of it in one frame."""
+    ref, parts = StateRef([], update.scalars()), list[bytes]()
+    for piece, name, values in update.states():
+        whole = values.numel() != piece.numel  # of a shape of its own: it is not cut
+        dtype, flat = str(values.dtype).removeprefix("torch."), values.detach().reshape(-1).contiguous()
+        shape = tuple(values.shape) if whole else ()
+        ref.pieces.append(StatePiece(piece.variable, name, 0 if whole else piece.start, flat.numel(), shape, dtype))
+        parts.append(bytes(tensor_frame(flat.view(torch.uint8))))
+    return ref, b"".join(parts)
 
 
 def read_region(reader: CheckpointReader, kind: Any, region: Region, variables: tuple[Variable, ...]) -> torch.Tensor:

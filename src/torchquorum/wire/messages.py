@@ -41,6 +41,12 @@ from torchquorum.wire.plan import (
 from torchquorum.wire.plan import (
     ShareSpec as ShareSpec,
 )
+from torchquorum.wire.plan import (
+    StatePiece as StatePiece,
+)
+from torchquorum.wire.plan import (
+    StateRef as StateRef,
+)
 
 PROTOCOL = 7
 PACKAGE = __version__
@@ -125,12 +131,16 @@ class Push(Message):
 
 
 class Pull(Message):
-    """The worker asks for the current version, or for the moving averages at it. Answered by Variables."""
+    """The worker asks for the current version, or for the moving averages at it. Answered by Variables.
+
+    With `state` the optimizer's state at that version comes with it.
+    """
 
     worker: int
     incarnation: int
     request: int
     averaged: bool = False
+    state: bool = False
 
 
 class Values(Message):
@@ -373,6 +383,7 @@ class Variables(Message):
     used: list[float] = []
     settings: list[dict[str, Any]] = []
     revision: int = -1
+    optimizer: StateRef | None = None
 
 
 class ValuesKept(Message):
@@ -559,7 +570,10 @@ class Drop(Message):
 
 
 class Release(Message):
-    """Log entry: answer this worker's request with the version (or its averages) reached at this place of the log."""
+    """Log entry: answer this worker's request with the version (or its averages) reached at this place of the log.
+
+    With `state` the optimizer's state goes with it.
+    """
 
     worker: int
     incarnation: int
@@ -567,6 +581,7 @@ class Release(Message):
     version: int
     stop: bool
     averaged: bool = False
+    state: bool = False
 
 
 class Assigned(Message):

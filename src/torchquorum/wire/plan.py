@@ -112,6 +112,24 @@ class MeanPiece(msgspec.Struct, array_like=True):
     count: int
 
 
+class StatePiece(msgspec.Struct, array_like=True):
+    """Part of the optimizer's state of a variable, flat: which variable and state, where the part begins, the state's shape and dtype."""
+
+    variable: int
+    state: str
+    start: int
+    count: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class StateRef(msgspec.Struct):
+    """A shard's optimizer state: what lies in the frame that follows, in this order, and its numbers by variable and name."""
+
+    pieces: list[StatePiece]
+    scalars: dict[str, dict[str, Any]]
+
+
 class MemoryRef(msgspec.Struct):
     """Shared memory of another process on this host: open file `fd` of process `pid`, cut into slots."""
 

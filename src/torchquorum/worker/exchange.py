@@ -164,7 +164,7 @@ class Exchange:
         def choose(header: Frame, sizes: Sequence[int]) -> Sequence[memoryview] | None:
             request = awaited()
             room = self.room(k) if request is not None else None
-            if room is None or sizes[0] != sum(map(len, room)):
+            if room is None or len(sizes) != 1 or sizes[0] != sum(map(len, room)):
                 return None
             message = codec.decode(header)
             fits = isinstance(message, m.Variables) and message.slot < 0 and message.request == request

@@ -22,6 +22,7 @@ from torchquorum.worker.buffer_exchange import BufferExchange
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.link_states import LinkState, LinkStates
 from torchquorum.worker.local_buffers import LocalBuffers
+from torchquorum.worker.optimizer_state import OptimizerState
 from torchquorum.worker.polls import (
     wait_for_place,
     wait_for_save,
@@ -188,6 +189,11 @@ class Link(RunView):
         assert self.joined is not None
         self.joined.pull(averaged=averaged)
         return self.version
+
+    def pull_state(self) -> OptimizerState:
+        """Takes the current version, and returns the optimizer's state at it."""
+        assert self.joined is not None
+        return self.joined.pull_state()
 
     def begin_assignment(self) -> Assignment:
         """This worker has come to an assignment: keeps what the parameters hold."""

@@ -10,7 +10,7 @@ import functools
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -29,6 +29,7 @@ from torchquorum.worker.run_member import LaterLoss
 from torchquorum.worker.step import Step
 
 Schedule = ScheduleSpec
+_Answer = TypeVar("_Answer")
 MOST_APART = 3  # rounds in which a worker's settings may differ from the run's before it says so
 
 
@@ -45,6 +46,10 @@ class StepObserver(Protocol):
 
     def recover(self, error: Exception) -> Step:
         """A ps task was lost in the middle of a step: finds it again, or raises."""
+        ...
+
+    def surviving(self, ask: Callable[[], _Answer]) -> _Answer:
+        """Asks the ps tasks for something; if one is lost meanwhile, recovers and asks once more."""
         ...
 
 
@@ -336,14 +341,20 @@ class Optimizer(torch.optim.Optimizer):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """Is not here: the state lives on the ps tasks.
+        """Returns the optimizer's state as torch.optim has it, gathered from the ps tasks; a plain optimizer of the same class loads it.
+
+        Any worker may call it, inside the session. The model's parameters take the version that the state belongs to.
 
         Raises:
-            ConfigError: Always.
+            ConfigError: There is no session, so the state is not to be had.
         """
-        raise ConfigError(
-            "optimizer.state_dict(): the optimizer's state lives on the ps tasks; it is saved and restored with the run, in its logdir"
-        )
+        link, flat = self._link, self.flat
+        if link is None or flat is None:
+            raise ConfigError(
+                "optimizer.state_dict() outside of `with tq.Session(...)`: the optimizer's state lives on the ps tasks; call it inside"
+            )
+        found = self._observer.surviving(link.pull_state) if self._observer is not None else link.pull_state()
+        return found.in_torchs_layout(self.param_groups, flat.parameters, link.settings, link.lr)
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Is not here: a state that was loaded into this process would have no effect on the ps tasks.

@@ -24,6 +24,7 @@ from torchquorum.wire.settings import RATE, Settings, changes, only_rates, with_
 from torchquorum.worker.exchange import Exchange
 from torchquorum.worker.fastpath import can_use_fastpath, open_fastpath
 from torchquorum.worker.flat import FlatParameters
+from torchquorum.worker.optimizer_state import OptimizerState
 from torchquorum.worker.positions import Positions
 from torchquorum.worker.requests import Requests
 from torchquorum.worker.run_view import RunView
@@ -93,6 +94,7 @@ class RunMember:
         self._who, self._round_s, self._clock = (end.index, end.incarnation), end.patience.round_s, end.clock
         self.watch = WriteWatch(flat, end.clock)
         self._pushed_at = 0
+        self._state: list[tuple[m.StateRef, Frame]] = []
         self._listen_at = 0.0
 
     def join(self) -> m.Variables:
@@ -337,14 +339,22 @@ class RunMember:
         self._send_pull(averaged=averaged)
         return self.take(self._round_s)
 
+    def pull_state(self) -> OptimizerState:
+        """Takes the current version, and returns the optimizer's state at it, as all ps tasks have it."""
+        self.finish_request()
+        self._send_pull(averaged=False, state=True)
+        self.take(self._round_s)
+        state, self._state = self._state, []
+        return OptimizerState(self.flat.layout.variables, state)
+
     def finish_request(self) -> None:
         """Takes the answer to the open request, if there is one: pipelined, a push may be."""
         if self._requests.is_open:
             self.take(self._round_s)
 
-    def _send_pull(self, *, averaged: bool) -> None:
+    def _send_pull(self, *, averaged: bool, state: bool = False) -> None:
         number = self._channels.next_number()
-        pull = m.Pull(*self._who, number, averaged)
+        pull = m.Pull(*self._who, number, averaged, state)
         self._requests.begin(number, [(pull, []) for _ in self._channels.end.ps])
 
     def take(self, limit_s: float) -> m.Variables:
@@ -352,18 +362,22 @@ class RunMember:
         requests, view = self._requests, self._view
         first_message = requests.open[0][0]
         averaged = isinstance(first_message, m.Pull) and first_message.averaged
+        state = isinstance(first_message, m.Pull) and first_message.state
         restored = None  # which comes with the answer to a join, also where that is of a version that is gone by now
         while True:
             # A request is open: every ps task answers with its part of a version, which is loaded at once.
             answers = requests.answers(limit_s)
             restored = answers[0][0].position or restored
+            if state:
+                self._state = [(a.optimizer, frames[-1]) for a, frames in answers if a.optimizer is not None]
+                answers = [(a, frames[:-1] if a.optimizer is not None else frames) for a, frames in answers]
             loaded = [self._load(k, message, frames) for k, (message, frames) in enumerate(answers)]
             versions = {message.version for message, _ in answers}
             requests.settle()
             if all(loaded) and len(versions) == 1:
                 break
             # Frozen for so long that a version was reused: take the current one.
-            self._send_pull(averaged=averaged)
+            self._send_pull(averaged=averaged, state=state)
         # Nothing is open and the parameters hold one whole version.
         first = answers[0][0]
         if first.generation != view.generation:

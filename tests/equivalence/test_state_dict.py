@@ -1,0 +1,51 @@
+"""A plain torch.optim optimizer loads `state_dict()` of a run, and goes on with the same bits."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import torchquorum as tq
+from tests.equivalence.test_one_worker import OPTIMIZERS, Net, backward, plain, same
+from tests.harness import PATIENCE, Cluster
+
+FIRST, LAST = 5, 12
+
+
+@pytest.mark.parametrize(
+    ("name", "ps", "transport", "slice_bytes"),
+    [(name, 1, "auto", None) for name in OPTIMIZERS] + [("adam groups", 3, "tcp", 500), ("adafactor", 2, "auto", None)],
+)
+def test_plain_pytorch_goes_on_from_the_state_of_a_run(
+    name: str, ps: int, transport: str, slice_bytes: int | None
+) -> None:
+    def work(task: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        model = Net()
+        optimizer = tq.Optimizer(OPTIMIZERS[name](model), slice_bytes=slice_bytes)
+        with tq.Session(task, model, optimizer, last_step=FIRST + 1, patience=PATIENCE) as session:
+            for step in range(FIRST):
+                optimizer.zero_grad()
+                backward(model, 0, step)
+                optimizer.step()
+            state = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+            assert session.global_step == FIRST
+            optimizer.step()
+        return state
+
+    [(variables, state)] = Cluster(ps=ps, transport=transport).run(work)
+    model = Net()
+    optimizer = OPTIMIZERS[name](model)
+    model.load_state_dict(variables)
+    optimizer.load_state_dict(state)
+    for step in range(FIRST, LAST):
+        optimizer.zero_grad()
+        backward(model, 0, step)
+        optimizer.step()
+    assert same([p.detach() for p in model.parameters()], plain(OPTIMIZERS[name], steps=LAST))
+
+
+def test_outside_of_a_session_there_is_no_state() -> None:
+    optimizer = tq.Optimizer(torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1))
+    with pytest.raises(tq.errors.ConfigError, match="lives on the ps tasks; call it inside"):
+        optimizer.state_dict()

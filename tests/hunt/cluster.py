@@ -257,6 +257,9 @@ class Cluster:
         who, parameters = str(process), list(model.parameters())
         with session:
             self.lives[index, session.incarnation] = process
+            joined = optimizer.link
+            assert joined is not None
+            book.stands(index, joined.generation, joined.version, source.position)
             while not session.should_stop():
                 position = source.position
                 book.drawn.setdefault(index, position)

@@ -83,7 +83,8 @@ def test_variables_of_another_size_get_a_fault_and_change_nothing(ps: Ps, sizes:
     ("changes", "said"),
     [
         ({"optimizer": m.OptimizerSpec("LBFGS", [{"lr": 1.0}])}, "LBFGS cannot run on a ps"),
-        ({"optimizer": m.OptimizerSpec("system", [{}])}, "only the classes of torch.optim"),
+        ({"optimizer": m.OptimizerSpec("system", [{}])}, "not a class of torch.optim"),
+        ({"schedule": m.ScheduleSpec("NoSuchLR", {})}, "schedule 'NoSuchLR'"),
         ({"optimizer": m.OptimizerSpec("SGD", [])}, ""),
         ({"schedule": m.ScheduleSpec("LambdaLR", {})}, "a function cannot travel"),
         ({"schedule": m.ScheduleSpec("StepLR", {"nonsense": 1})}, "StepLR"),

@@ -85,7 +85,7 @@ def build(name: str, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
     kind = _registered.get(name) or _of_torch(name)
     if kind is None:
         near = difflib.get_close_matches(name, [*_registered, *dir(torch.optim)], 1)
-        more = f"; did you mean {near[0]}?" if near else ""
+        more = f"; did you mean {near[0]}?" if near else "."
         raise ConfigError(
             f"optimizer {name!r}: not a class of torch.optim, and this task has registered none of that name{more} A class of your "
             f"own needs tq.register_optimizer({name}) before tq.join(), in the program that every task runs"

@@ -9,6 +9,7 @@ from tests.unit.formats.checkpoints import (
 )
 from torchquorum.formats.checkpoint import (
     CheckpointError,
+    UnreadableError,
     load_manifest,
     newest_good,
 )
@@ -72,7 +73,6 @@ MALICE = {
     "no checksum": (lambda m: m["files"][part_name(0, 1)].update(sha256=""), "no checksum"),
     "number": (lambda m: m.update(scalars={"x": {"~float": []}}), "is damaged"),
     "wrong type": (lambda m: m.update(pieces={}), "Expected `array`"),
-    "format": (lambda m: m.update(format=2), "has format 2; torchquorum .* reads format 1"),
 }
 
 
@@ -86,3 +86,12 @@ def test_a_hostile_manifest_is_refused(tmp_path, malice):
     with pytest.raises(CheckpointError, match=message):
         load_manifest(path)
     assert newest_good(tmp_path)[0] is None
+
+
+def test_a_newer_format_may_be_whole_and_is_not_passed_over(tmp_path):
+    save(tmp_path, 1)
+    manifest = save(tmp_path, 2) / "manifest.json"
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"format": 2}))
+    for read in (lambda: load_manifest(manifest.parent), lambda: newest_good(tmp_path)):
+        with pytest.raises(UnreadableError, match=r"has format 2; torchquorum .* reads format 1"):
+            read()

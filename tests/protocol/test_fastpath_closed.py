@@ -78,8 +78,8 @@ def test_who_meets_a_version_of_the_next_opening_without_the_lock_meets_the_next
     page = page_of(opened)
     before, met, publish = page.words.opening_id, [], FastPage.publish
 
-    def noted(self: FastPage, version: int, slot: int) -> None:
-        publish(self, version, slot)
+    def noted(self: FastPage, version: int, slot: int, state_slot: int = 0) -> None:
+        publish(self, version, slot, state_slot)
         met.append(
             (self.version, self.words.opening_id)
         )  # as a worker may at this moment, which waits for that version

@@ -29,6 +29,9 @@ class DiesBeforeJoin:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._channel, name)
 
+    def settled(self) -> "DiesBeforeJoin":
+        return self
+
     def send(self, frames: Any) -> None:
         if isinstance(codec.split(frames)[0], m.Join):
             self._restart()

@@ -31,6 +31,9 @@ class Late:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._channel, name)
 
+    def settled(self) -> "Late":
+        return self
+
     def receive(self, timeout_s: float) -> Any:
         received = self._channel.receive(timeout_s)
         if received is None:

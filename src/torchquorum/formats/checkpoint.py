@@ -109,11 +109,15 @@ def _inspect(step: int, path: Location) -> CheckpointInfo:
 def _made_at(path: Location) -> float:
     """Returns when a checkpoint with a problem was created: from its manifest if that can be read, else from its file.
 
+    Where the manifest is missing, its removal has changed the folder's time: the newest of the other files tells.
+
     Raises:
         OSError: There is no such checkpoint.
     """
     try:
         return msgspec.json.decode((path / MANIFEST).read_bytes(), type=_Made).created_at
+    except FileNotFoundError:
+        return max((file.stat().st_mtime for file in path.iterdir()), default=path.stat().st_mtime)
     except (OSError, msgspec.MsgspecError, ValueError, RecursionError):
         return (path / MANIFEST if isinstance(path, RemotePath) else path).stat().st_mtime
 

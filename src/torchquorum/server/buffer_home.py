@@ -210,6 +210,10 @@ class BufferHome:
         """Whether a worker's buffers are known as it first held a version."""
         return version in self._by_version.get(worker, {})
 
+    def knows(self, worker: int) -> bool:
+        """Whether a worker has sent its buffers, of whatever version."""
+        return bool(self._by_version.get(worker))
+
     def save(self, version: int, alive: Sequence[int], *, exact: bool) -> tuple[list[Stored], dict[str, torch.Tensor]]:
         """Returns what a checkpoint holds of the buffers: the run's, and each worker's own where they differ.
 

@@ -239,13 +239,16 @@ class Checkpoints:
     def _misses(self, worker: int, saving: Saving) -> bool:
         """Whether a worker's position, or its buffers, are still to come: of the very version, or, without rounds, recent."""
         exact = self._plan.rule.once_per_round
-        if saving.version not in self._positions.get(worker, {}) and (exact or worker not in saving.positions_from):
+        # Without rounds the last one will do once the run is over: the worker gave it before it began to wait for this checkpoint.
+        over = self._leader.quorum.stopped
+        given = worker in saving.positions_from or (over and worker in self._positions)
+        if saving.version not in self._positions.get(worker, {}) and (exact or not given):
             return True
         if self._unfinished.get(worker) == saving.version:
             return True
         if self._buffers is None or self._buffers.has(worker, saving.version):
             return False
-        return exact or worker not in saving.buffers_from
+        return exact or not (worker in saving.buffers_from or (over and self._buffers.knows(worker)))
 
     def _position_of(self, worker: int, version: int) -> dict[str, Any] | None:
         known = self._positions.get(worker, {})

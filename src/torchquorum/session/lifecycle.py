@@ -245,6 +245,7 @@ class Lifecycle:
         task, step = self._setup.task, self.link.version
         if not task.is_chief:
             return f"{task}: {self.signals.name}: has left the run at global step {step}"
+        step = max(step, self.saved_step)  # without rounds others may have pushed since this worker's last answer
         saved = "saved" if self.saved_step == step else "not saved"
         more = "; the next start goes on from there" if self.saved_step == step else ""
         return f"{task}: {self.signals.name}: the run was stopped at global step {step}, which is {saved}{more}"

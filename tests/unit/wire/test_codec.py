@@ -128,6 +128,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         st.text(),
     ),
     m.PartTaken: st.builds(m.PartTaken, numbers),
+    m.Stay: st.builds(m.Stay, numbers, st.booleans()),
 }
 
 

@@ -190,5 +190,6 @@ def test_inside_averaged_and_after_it_nothing_counts_as_a_write() -> None:
                 optimizer.step()
                 with session.averaged():
                     model(torch.ones(4, 3))
+            assert session.global_step == 4
 
     Cluster().run(work)

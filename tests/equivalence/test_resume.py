@@ -1,6 +1,7 @@
 """A run that is stopped and resumed equals the uninterrupted one, bit for bit, whatever the number of ps tasks."""
 
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 import torchquorum as tq
 from tests.equivalence.test_one_worker import OPTIMIZERS, Net, same
 from tests.harness import PATIENCE, Cluster
+from torchquorum.errors import InterruptedRunError
 from torchquorum.formats.checkpoint import list_checkpoints
 from torchquorum.session.join import Task
 
@@ -46,9 +48,10 @@ def run(
             placement="greedy",
             slice_bytes=2000,
         )
-        with tq.Session(
+        session = tq.Session(
             task, model, optimizer, last_step=last_step, logdir=logdir, data=batches, patience=PATIENCE, **options
-        ) as session:
+        )
+        with pytest.raises(InterruptedRunError) if stop_at is not None and task.is_chief else nullcontext(), session:
             all_in.wait(20)
             started = session.global_step
             while not session.should_stop():
@@ -65,7 +68,7 @@ def run(
             variables = [p.detach().clone() for p in model.parameters()]
             with session.averaged():
                 averages = [p.detach().clone() for p in model.parameters()]
-        return variables, averages, started
+        return variables, averages, started  # pyright: ignore[reportPossiblyUnboundVariable]
 
     return cluster.run(*[work] * workers)[0]
 

@@ -16,6 +16,17 @@ from typing import Any
 
 _installed: weakref.WeakSet[Signals] = weakref.WeakSet()
 _watches_forks = False
+_HANDLED = (signal.SIGINT, signal.SIGTERM)
+_masks = threading.local()
+
+
+def _hold_during_fork() -> None:
+    """A signal that comes while a thread forks waits until the child has its own handlers: else it would be lost there."""
+    _masks.before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+
+
+def _release_after_fork() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _masks.before)
 
 
 def _restore_in_fork() -> None:
@@ -23,6 +34,7 @@ def _restore_in_fork() -> None:
     for signals in list(_installed):
         with suppress(ValueError):  # forked from another thread, which may not set handlers
             signals.remove()
+    _release_after_fork()
 
 
 class Signals:
@@ -40,9 +52,11 @@ class Signals:
         if threading.current_thread() is threading.main_thread():
             if not _watches_forks:
                 _watches_forks = True
-                os.register_at_fork(after_in_child=_restore_in_fork)
+                os.register_at_fork(
+                    before=_hold_during_fork, after_in_parent=_release_after_fork, after_in_child=_restore_in_fork
+                )
             _installed.add(self)
-            for name in (signal.SIGINT, signal.SIGTERM):
+            for name in _HANDLED:
                 self._before[name] = signal.signal(name, self._handle)
 
     def remove(self) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 import torchquorum as tq
 from tests.equivalence.test_one_worker import OPTIMIZERS, Net, same
 from tests.harness import PATIENCE, Cluster
-from torchquorum.errors import InterruptedRunError
+from torchquorum.errors import InterruptedRunError, TorchQuorumError
 from torchquorum.formats.checkpoint import list_checkpoints
 from torchquorum.session.join import Task
 
@@ -132,10 +132,10 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path: Path, caps
     assert f"skipping {tmp_path / 'model.ckpt-9'}" in capsys.readouterr().err
 
 
-def test_a_folder_that_cannot_be_written_is_reported_while_training_goes_on(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_is_an_error_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    _, _, started = run(6, tmp_path / "file" / "run")
-    assert started == 0
+    with pytest.raises(TorchQuorumError, match="cannot list the checkpoints"):
+        run(6, tmp_path / "file" / "run", workers=1)
 
 
 def test_num_steps_counts_from_where_the_run_goes_on(tmp_path: Path) -> None:

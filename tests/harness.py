@@ -11,7 +11,7 @@ from torch import nn
 
 import torchquorum as tq
 from torchquorum.cluster import ClusterSpec, TaskId
-from torchquorum.server.run import Leading
+from torchquorum.server.leading import Leading
 from torchquorum.server.serve import PsTask, ServeOptions
 from torchquorum.session.join import Task
 from torchquorum.wire.channel import Channel

@@ -13,7 +13,7 @@ from tests.hunt.cluster import Cluster
 from tests.hunt.world import World
 from torchquorum.formats.checkpoint import newest_good
 from torchquorum.formats.ledger import NAME, Entry, name_life, read_records
-from torchquorum.server.run import Leading
+from torchquorum.server.leading import Leading
 
 LIMIT_S = 2500.0
 MORE_STEPS = 6

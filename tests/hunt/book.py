@@ -19,7 +19,7 @@ from tests.hunt.world import World
 from torchquorum.formats.checkpoint import CheckpointReader, verify
 from torchquorum.formats.checkpoint_manifest import Manifest
 from torchquorum.rules.quorum import Key
-from torchquorum.server.run import Leading
+from torchquorum.server.leading import Leading
 from torchquorum.server.shard import Shard
 from torchquorum.wire.messages import Apply, Create, End, Release
 

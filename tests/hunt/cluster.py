@@ -23,8 +23,8 @@ from tests.hunt.world import Killed, Process, SimJobs, SimThread, World
 from torchquorum.cluster import ClusterSpec, TaskId
 from torchquorum.errors import TorchQuorumError
 from torchquorum.rules.quorum import Key
+from torchquorum.server.leading import Leading
 from torchquorum.server.processes import Pids
-from torchquorum.server.run import Leading
 from torchquorum.server.serve import PsTask, ServeOptions
 from torchquorum.session.join import Task
 from torchquorum.wire.rpc import Patience

@@ -8,10 +8,11 @@ from typing import Any
 
 from tests.hunt.observe import replaced
 from torchquorum.rules.quorum import Quorum
+from torchquorum.server.following import Following
+from torchquorum.server.leading import Leading
 from torchquorum.server.outbox import Outbox
 from torchquorum.server.pending_gradients import PendingGradients
 from torchquorum.server.reply import Delivery
-from torchquorum.server.run import Following, Leading
 from torchquorum.server.shard import Shard
 from torchquorum.update.updater import Updater
 from torchquorum.worker.requests import Requests

@@ -12,11 +12,13 @@ from torchquorum.errors import LostCreationError, RefusedError
 from torchquorum.formats.checkpoint import CheckpointReader, load_manifest
 from torchquorum.formats.storage import locate
 from torchquorum.server.buffer_home import BufferHome
+from torchquorum.server.following import Following
 from torchquorum.server.identity import Identity
 from torchquorum.server.journaling import take_up_journal
-from torchquorum.server.run import Following, Leading, TaskLife
+from torchquorum.server.leading import Leading
 from torchquorum.server.shard import Shard
 from torchquorum.server.snapshot import check_same_model
+from torchquorum.server.task_life import TaskLife
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import frame_tensor
 from torchquorum.wire.messages import Create

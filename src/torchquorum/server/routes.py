@@ -13,8 +13,11 @@ from typing import Any
 import torchquorum.wire.messages as m
 from torchquorum.errors import ConfigError, LostPlaceError
 from torchquorum.rules.quorum import Key
+from torchquorum.server.following import Following
+from torchquorum.server.leading import Leading
+from torchquorum.server.leading_requests import NO_BUFFERS
 from torchquorum.server.reply import Incoming, Reply
-from torchquorum.server.run import NO_BUFFERS, Following, Leading, Run
+from torchquorum.server.run import Run
 
 NO_VARIABLES = "holds no variables yet: the chief, /job:worker/task:0, has not created them"
 NO_DATA = "shares out no data: only ps task 0 does, once the chief has created the variables"
@@ -107,7 +110,7 @@ def _data(handler: Handler) -> Handler:
     def handle(run: Leading, got: Incoming[m.TakeBatches | m.UseBatches]) -> list[Reply]:
         message = got.message
         if run.leader.quorum.workers[message.worker].left:
-            return [got.reply(run.not_joined(message.worker, message.incarnation, message.request))]
+            return [got.reply(run.requests.not_joined(message.worker, message.incarnation, message.request))]
         return handler(run, got)
 
     return handle
@@ -120,13 +123,13 @@ _no_buffers = _refuse(LostPlaceError, NO_BUFFERS)
 
 ROUTES: dict[type[m.Message], Route] = {
     # training
-    m.Push: Route(lambda run, got: run.push(got), joined=True, request=True),
-    m.Pull: Route(lambda run, got: run.pull(got), joined=True, request=True),
-    m.Values: Route(lambda run, got: run.keep_values(got), joined=True),
-    m.Assign: Route(lambda run, got: run.assign(got), joined=True, request=True),
+    m.Push: Route(lambda run, got: run.requests.push(got), joined=True, request=True),
+    m.Pull: Route(lambda run, got: run.requests.pull(got), joined=True, request=True),
+    m.Values: Route(lambda run, got: run.requests.keep_values(got), joined=True),
+    m.Assign: Route(lambda run, got: run.requests.assign(got), joined=True, request=True),
     m.MeanRequest: Route(_mean, counted=True),
     # membership
-    m.Beat: Route(Leading.beat, Leading, lambda got: [got.reply(m.Alive(0, False))]),
+    m.Beat: Route(lambda run, got: run.requests.beat(got), Leading, lambda got: [got.reply(m.Alive(0, False))]),
     m.Leave: Route(lambda run, got: run.leave(got), otherwise=lambda got: [got.reply(m.Bye())]),
     m.Scale: Route(
         lambda run, got: [got.reply(run.leader.membership.scale(got.message.workers))],
@@ -154,8 +157,8 @@ ROUTES: dict[type[m.Message], Route] = {
     m.Part: Route(_part, Leading, _refuse(ValueError, NO_PARTS)),
     m.PartTaken: Route(_part_taken, Following, _ignore, from_shard_0=True),
     # the model's buffers and shared data
-    m.Buffers: Route(Leading.receive_buffers, Leading, _no_buffers, joined=True),
-    m.TakeBuffers: Route(Leading.take_buffers, Leading, _no_buffers, joined=True),
+    m.Buffers: Route(lambda run, got: run.requests.receive_buffers(got), Leading, _no_buffers, joined=True),
+    m.TakeBuffers: Route(lambda run, got: run.requests.take_buffers(got), Leading, _no_buffers, joined=True),
     m.TakeBatches: Route(_data(Leading.take_batches), Leading, _no_data, joined=True),
     m.UseBatches: Route(
         _data(lambda run, got: [got.reply(run.leader.data.use(got.message))]), Leading, _no_data, joined=True

@@ -26,10 +26,10 @@ from torchquorum.errors import DeadlineError, InterruptedRunError, RefusedError,
 from torchquorum.formats.storage import locate, write_whole
 from torchquorum.memory.segments import host_id
 from torchquorum.server.identity import Identity
+from torchquorum.server.leading import Leading
 from torchquorum.server.outbox import Outbox
 from torchquorum.server.processes import ProcessWatch
 from torchquorum.server.reply import LEADER
-from torchquorum.server.run import Leading
 from torchquorum.server.saver import Jobs, Saver
 from torchquorum.server.service import Service
 from torchquorum.update.updater import warm_up

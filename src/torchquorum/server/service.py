@@ -20,15 +20,17 @@ from torchquorum.formats.journal import JournalError
 from torchquorum.server.creation import check_creation, create_run
 from torchquorum.server.ending import Ending
 from torchquorum.server.followers import Followers
+from torchquorum.server.following import Following
 from torchquorum.server.identity import Identity
+from torchquorum.server.leading import Leading
 from torchquorum.server.plan_difference import check_same_plan
 from torchquorum.server.processes import Pids, note_process
 from torchquorum.server.rate_limit import RateLimit
 from torchquorum.server.reply import LEADER, Incoming, Reply
 from torchquorum.server.routes import NO_VARIABLES, ROUTES
-from torchquorum.server.run import Following, Leading, TaskLife
 from torchquorum.server.saver import Saver
 from torchquorum.server.tally import Tally
+from torchquorum.server.task_life import TaskLife
 from torchquorum.wire import codec
 from torchquorum.wire.channel import Peer
 from torchquorum.wire.codec import Frame
@@ -177,7 +179,7 @@ class Service:
             message, workers = got.message, run.shard.workers
             if not workers.knows(message.worker, message.incarnation):
                 request = getattr(message, "request", -1)
-                fault = run.not_joined(message.worker, message.incarnation, request)
+                fault = run.requests.not_joined(message.worker, message.incarnation, request)
                 return [] if route.quiet else [got.reply(fault)]
             if route.request and not workers.is_current(message.worker, got.peer, message.request):
                 return []  # the worker has its answer and has gone on
@@ -218,7 +220,7 @@ class Service:
 
     def _join(self, got: Incoming[m.Join]) -> list[Reply]:
         if self.run is not None and self.run.admits:
-            return self.run.join(got)
+            return self.run.requests.join(got)
         self.rate_limit.count(got.peer)
         self._waiting.pop(got.peer, None)
         while len(self._waiting) > MOST_WAITING:
@@ -245,7 +247,7 @@ class Service:
             return [got.reply(self._what_joins_wait_for(request))]
         if self.run is None:
             return [got.reply(m.Unknown(request, self.generation))]
-        return self.run.probe(got)
+        return self.run.requests.probe(got)
 
     def _heard_of_shard(self, got: Incoming[m.Have | m.ShardHello]) -> list[Reply]:
         log_ends = self.run.shard.followed if self.run is not None else 0
@@ -293,7 +295,7 @@ class Service:
         if self.run is None:
             return []
         if isinstance(self.run, Leading):
-            self.run.hear_bytes(self.moved_bytes, now)
+            self.run.requests.hear_bytes(self.moved_bytes, now)
         replies = self._guarded(lambda run: run.tick(now, wall), now, wall)
         if self._waiting and self.run.admits:
             replies += self._let_in(now, wall)

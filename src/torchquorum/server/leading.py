@@ -1,0 +1,257 @@
+"""The run on shard 0: it decides, saves, and holds what is the whole run's.
+
+What always holds: what closes the fast path is handled after what workers did on it; the log is followed before anything is
+answered.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torchquorum.wire.messages as m
+from torchquorum.fastpath.host import FastPathHost, may_change
+from torchquorum.formats.checkpoint_write import clear_left_behind
+from torchquorum.formats.journal import Record
+from torchquorum.formats.ledger_write import open_ledger
+from torchquorum.formats.storage import locate
+from torchquorum.rules.quorum import Key
+from torchquorum.server.buffer_home import BufferHome
+from torchquorum.server.checkpoints import Checkpoints
+from torchquorum.server.leader import Leader
+from torchquorum.server.leading_requests import LeadingRequests
+from torchquorum.server.reply import Incoming, Reply
+from torchquorum.server.run import Run
+from torchquorum.server.saver import Published
+from torchquorum.server.shard import Shard
+from torchquorum.server.task_life import TaskLife
+
+
+class Leading(Run):
+    """Shard 0.
+
+    Args:
+        life: What the task has beyond this run.
+        shard: The variables of shard 0.
+        buffers: The model's buffers, if it has any.
+        positions: Each worker's position in the checkpoint that the run goes on from.
+    """
+
+    requests: LeadingRequests
+
+    def __init__(
+        self, life: TaskLife, shard: Shard, buffers: BufferHome | None, positions: dict[str, dict[str, Any]]
+    ) -> None:
+        plan = shard.plan
+        self.leader = Leader(
+            plan, life.tally, open_ledger(plan.logdir, life.announce, life.clock), shard.version, shard.update.settings
+        )
+        self.leader.scheduled_rates = lambda version: shard.update.rates_ahead(version - 1 - shard.version) or []
+        self.buffers = buffers
+        self.checkpoints = Checkpoints(
+            self.leader, life.saver, life.announce, buffers=buffers, positions=positions, generation=shard.generation
+        )
+        super().__init__(life, shard, LeadingRequests(life, shard, self.leader, self.checkpoints, buffers))
+        self.fastpath: FastPathHost | None = None
+        if shard.page is not None:
+            self.fastpath = FastPathHost(shard.page, shard, self.leader, lambda: self.checkpoints.busy)
+
+    def status(self) -> dict[str, Any]:
+        """Returns the state of the run for people and reports, and for those who wait for its last checkpoint."""
+        checkpoints = self.checkpoints
+        saved = {"saved_step": checkpoints.saved_version, "saved": checkpoints.last_good, "not_saved": checkpoints.lost}
+        return {**self.leader.status(), **saved}
+
+    def begin(self, data: dict[str, Any], replayed: list[Record], now: float, wall: float, *, save: bool) -> None:
+        """Starts the run.
+
+        Args:
+            data: Which batches of shared data are in the checkpoint that the run goes on from.
+            replayed: The updates that were made again from the journal.
+            now: The time.
+            wall: The time for people.
+            save: Whether a first checkpoint has to be there before workers may join.
+        """
+        self.leader.history.restore(replayed)
+        if replayed:
+            self.checkpoints.restored_from(replayed[0].version - 1)
+        self.leader.data.restore(data, (record.batches for record in replayed))
+        self.leader.begin(wall)
+        folder = locate(self.plan.logdir) if self.plan.logdir is not None else None
+        if isinstance(folder, Path):
+            with suppress(OSError):  # left by a run that was killed
+                clear_left_behind(folder, clock=self.life.clock)
+        if save:
+            self.checkpoints.save_first(now)
+
+    @property
+    def admits(self) -> bool:
+        """Whether workers may join now."""
+        return not self.checkpoints.first_is_due
+
+    @property
+    def fastpath_is_open(self) -> bool:
+        """Whether workers may be making updates by themselves now."""
+        return self.fastpath is not None and self.fastpath.is_open
+
+    def leave(self, got: Incoming[m.Leave]) -> list[Reply]:
+        """A worker leaves for good, with its results."""
+        leave = got.message
+        done = leave.finished or bool(self.broken)  # of a failed update everybody knows
+        failed = "" if done else f"its program failed{': ' if leave.why else ''}{leave.why}"
+        known = self.leader.quorum.workers.get(leave.worker)
+        if known is not None and known.incarnation == leave.incarnation and not known.left:
+            counts = self.life.tally.worker(leave.worker)
+            counts.final_loss = leave.loss if leave.loss is not None else counts.final_loss
+            counts.accuracy = leave.accuracy if leave.accuracy is not None else counts.accuracy
+            self.life.ending.left(leave.worker, failed=failed)
+            if leave.worker == 0 and leave.finished:
+                self.checkpoints.chief_is_done(got.now)
+        self.leader.leave(leave.worker, leave.incarnation, got.wall, failed=failed)
+        self._check_end(got.now)
+        return super().leave(got)
+
+    def take_batches(self, got: Incoming[m.TakeBatches]) -> list[Reply]:
+        """A joined worker asks for its share of the data."""
+        take, known = got.message, self.leader.quorum.workers[got.message.worker]
+        replies = self.look_at_fastpath(close=take.void > known.local_step)  # its next gradient will be refused
+        answer = self.leader.take_batches(take, got.now, got.wall)
+        if take.idle and not (answer.numbers or answer.over or answer.void):
+            replies += self.look_at_fastpath(close=True)
+            self.leader.pause(take.worker, take.incarnation, got.now, got.wall)
+        return [*replies, got.reply(answer)]
+
+    def heard_of_shard(self, got: Incoming[m.Have | m.ShardHello]) -> list[Reply]:
+        """Another shard is alive; with a Have, it holds its part of a gradient."""
+        message, leader = got.message, self.leader
+        leader.log.followed(message.shard, message.followed)
+        if isinstance(message, m.Have):
+            key = Key(message.worker, message.incarnation, message.local_step)
+            leader.arrived(message.shard, key, message.request, got.now, got.wall)
+        else:
+            self.life.followers.sent[message.shard] = message.followed  # what it has not followed is sent again
+            if message.broken:
+                self.break_off(message.broken, got.now, got.wall)
+        return [got.reply(m.Alive(leader.quorum.version, leader.quorum.stopped))]
+
+    def before(self, message: m.AnyMessage) -> list[Reply]:
+        """Closes the fast path before a message that it cannot stand beside."""
+        return self.look_at_fastpath(close=may_change(message, self.shard)) if self.fastpath_is_open else []
+
+    def look_at_fastpath(self, *, close: bool) -> list[Reply]:
+        """Takes over what workers have done on the fast path, and closes it with `close`."""
+        if self.fastpath is None or not self.fastpath.is_open:
+            return []
+        made, unfinished = self.fastpath.close() if close else (self.fastpath.look(), [])
+        self.fastpath.take_up(made, made=True)
+        replies = self._follow_log(silent=True) if made else []
+        # A round that was full and not published: the ps makes the update. What closed the fast path is still to come.
+        self.fastpath.take_up(unfinished, made=False)
+        return replies + (self._follow_log() if unfinished else [])
+
+    def advance(self) -> list[Reply]:
+        """Follows the log, sends it to the other shards, and opens the fast path when there is nothing to decide."""
+        replies = self._follow_log()
+        if self.fastpath is not None and self.fastpath.may_open():
+            self.fastpath.open()
+        return replies
+
+    def _follow_log(self, *, silent: bool = False) -> list[Reply]:
+        leader, shard, replies = self.leader, self.shard, list[Reply]()
+        for note in leader.notes:
+            self.life.say(note)
+        leader.notes.clear()
+        entries = leader.log.unseen_by(0)[1]
+        if entries and shard.journal is not None:
+            leader.history.flush()  # before the journal: what the variables have after a crash the ledger has too
+        for entry in entries:
+            if isinstance(entry, m.Release):
+                answers = shard.follow(entry, leader.outcomes.get(entry.worker), silent=silent)
+                replies += self.requests.with_positions(answers, entry.worker)
+            else:
+                replies += shard.follow(entry)
+        self._write_snapshots()
+        replies += self.life.followers.news(leader.log, self.generation, shard.followed)
+        leader.log.followed(0, shard.followed)
+        return replies
+
+    def tick(self, now: float, wall: float) -> list[Reply]:
+        """Time has passed: checkpoints, deaths, the end of the job, the ledger's buffer."""
+        leader, checkpoints = self.leader, self.checkpoints
+        for result in self._written():
+            if isinstance(result, Published):
+                checkpoints.published(result, now)
+            else:
+                checkpoints.part(result)
+        removed = self._watch.has_to_save(leader.history.losses, saving=checkpoints.busy)
+        saves = checkpoints.busy or checkpoints.stands_in_now(now) or removed
+        replies = self.look_at_fastpath(close=saves or leader.quorum.somebody_silent(now))
+        checkpoints.advance(now, wall)
+        self._give_up_on_silent_shards(now)
+        leader.tick(now, wall)
+        checkpoints.stand_in_for_chief(now)
+        checkpoints.save_again(now, due=removed)
+        self._check_end(now)
+        leader.history.flush()
+        if self.buffers is not None:
+            replies += self.buffers.tick(now, leader.quorum.alive)
+        return replies + self.advance()
+
+    def _give_up_on_silent_shards(self, now: float) -> None:
+        """A ps task that is gone writes no part: the checkpoint that waits for it is cancelled."""
+        saving = self.checkpoints.saving
+        missed = self.life.followers.missed(saving.parts, saving.begun_at, now) if saving is not None else None
+        if missed is not None:
+            self.checkpoints.fail(missed, now)
+
+    def process_ended(self, worker: int, incarnation: int, now: float, wall: float) -> list[Reply]:
+        """The process of a worker on this host is gone."""
+        replies = self.look_at_fastpath(close=True)
+        self.leader.lost(worker, incarnation, "its process ended", wall)
+        self._check_end(now)
+        return replies + self.advance()
+
+    def stop(self, wall: float) -> list[Reply]:
+        """Ends the run: every worker is released with the news."""
+        replies = self.look_at_fastpath(close=True)
+        if self.leader.quorum.stopped:
+            self.checkpoints.hurry()
+        self.leader.stop(wall)
+        return replies + self.advance()
+
+    def break_off(self, why: str, now: float, wall: float) -> list[Reply]:
+        """An update failed, here or on another shard: the run stops, and nothing of it is saved any more."""
+        if self.broken:
+            return []
+        super().break_off(f"{why}{self.checkpoints.name_last_good()}", now, wall)
+        self.life.ending.lost = self.broken
+        self.checkpoints.close()
+        replies = self.stop(wall)
+        self._check_end(now)
+        return replies + self.advance()
+
+    def _check_end(self, now: float) -> None:
+        if self.shard.ended is None:
+            self.life.ending.check(self.leader, self.checkpoints, now)
+
+    def commit(self) -> None:
+        """Waits until the disk has the ledger and the journal, where a run is to survive a loss of power."""
+        if self.shard.uncommitted:
+            self.leader.history.sync()
+            super().commit()
+
+    def discard(self) -> None:
+        """Another ps has lost its variables: these go too, with an unpublished checkpoint, and all are restored together."""
+        self.checkpoints.discard()
+        self.life.followers.begin_again()
+        super().discard()
+
+    def give_up(self) -> None:
+        """The task ends: an unpublished checkpoint is removed."""
+        self.checkpoints.discard()
+
+    def close(self) -> None:
+        """Releases memory and files."""
+        super().close()
+        self.leader.history.close()

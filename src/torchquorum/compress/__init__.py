@@ -1,0 +1,1 @@
+"""Compressors of flat numbers, one file each; see `torchquorum.compress.compressor`."""

@@ -29,7 +29,8 @@ from torchquorum.fastpath.turns import TurnSteps
 from torchquorum.memory.slots import Slots
 from torchquorum.placement.layout import Variable
 from torchquorum.rules.quorum import Key
-from torchquorum.server.leader import Arrival, Leader
+from torchquorum.server.arrivals import Arrival
+from torchquorum.server.leader import Leader
 from torchquorum.server.tally import Tally
 from torchquorum.server.versions import Versions
 from torchquorum.wire.messages import Apply, Drop, MemoryRef, Release

@@ -23,6 +23,7 @@ from torchquorum.server.leader import Leader
 from torchquorum.server.leading_requests import LeadingRequests
 from torchquorum.server.reply import Incoming, Reply
 from torchquorum.server.run import Run
+from torchquorum.server.run_status import describe_run
 from torchquorum.server.saver import Published
 from torchquorum.server.shard import Shard
 from torchquorum.server.task_life import TaskLife
@@ -47,7 +48,9 @@ class Leading(Run):
         self.leader = Leader(
             plan, life.tally, open_ledger(plan.logdir, life.announce, life.clock), shard.version, shard.update.settings
         )
-        self.leader.scheduled_rates = lambda version: shard.update.rates_ahead(version - 1 - shard.version) or []
+        self.leader.decisions.scheduled_rates = lambda version: (
+            shard.update.rates_ahead(version - 1 - shard.version) or []
+        )
         self.buffers = buffers
         self.checkpoints = Checkpoints(
             self.leader, life.saver, life.announce, buffers=buffers, positions=positions, generation=shard.generation
@@ -61,7 +64,7 @@ class Leading(Run):
         """Returns the state of the run for people and reports, and for those who wait for its last checkpoint."""
         checkpoints = self.checkpoints
         saved = {"saved_step": checkpoints.saved_version, "saved": checkpoints.last_good, "not_saved": checkpoints.lost}
-        return {**self.leader.status(), **saved}
+        return {**describe_run(self.leader), **saved}
 
     def begin(self, data: dict[str, Any], replayed: list[Record], now: float, wall: float, *, save: bool) -> None:
         """Starts the run.
@@ -167,7 +170,7 @@ class Leading(Run):
             leader.history.flush()  # before the journal: what the variables have after a crash the ledger has too
         for entry in entries:
             if isinstance(entry, m.Release):
-                answers = shard.follow(entry, leader.outcomes.get(entry.worker), silent=silent)
+                answers = shard.follow(entry, leader.decisions.outcomes.get(entry.worker), silent=silent)
                 replies += self.requests.with_positions(answers, entry.worker)
             else:
                 replies += shard.follow(entry)

@@ -7,9 +7,10 @@ from collections.abc import Callable
 import torchquorum.wire.messages as m
 from torchquorum.errors import LostPlaceError
 from torchquorum.rules.quorum import Key
+from torchquorum.server.arrivals import Arrival
 from torchquorum.server.buffer_home import BufferHome
 from torchquorum.server.checkpoints import Checkpoints
-from torchquorum.server.leader import Arrival, Leader
+from torchquorum.server.leader import Leader
 from torchquorum.server.reply import Incoming, Reply
 from torchquorum.server.shard import Shard
 from torchquorum.server.task_life import TaskLife
@@ -71,7 +72,7 @@ class LeadingRequests(WorkerRequests):
         key = (assign.worker, assign.incarnation, assign.number)
         if assign.has_values and assign.variables and not self.shard.has_values(key, assign.variables):
             raise ValueError(f"no values were given for assignment {assign.number} of variables {assign.variables[:8]}")
-        self._leader.assign(assign, got.wall)
+        self._leader.assigning.ask(assign, got.wall)
         return []
 
     def _probed(self, got: Incoming[m.Probe], key: Key | None) -> list[Reply]:

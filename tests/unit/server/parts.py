@@ -6,8 +6,9 @@ from typing import Any
 
 from tests.protocol.by_hand import STARTED_AT, make_plan
 from torchquorum.cluster import ClusterSpec
+from torchquorum.server.arrivals import Arrival
 from torchquorum.server.identity import Identity
-from torchquorum.server.leader import Arrival, Leader
+from torchquorum.server.leader import Leader
 from torchquorum.server.tally import Tally
 
 WALL = 50.0

@@ -8,7 +8,9 @@ from tests.unit.server.parts import WALL, leader, push
 from torchquorum.formats.ledger import Event, read_records
 from torchquorum.formats.ledger_write import LedgerWriter
 from torchquorum.rules.quorum import Key
-from torchquorum.server.leader import REMEMBERED_ARRIVALS, Arrivals, Leader
+from torchquorum.server.arrivals import REMEMBERED_ARRIVALS, Arrivals
+from torchquorum.server.leader import Leader
+from torchquorum.server.run_status import describe_run
 from torchquorum.server.tally import Tally
 from torchquorum.wire.messages import Apply, Drop, End, Outcome, Release, Snapshot
 
@@ -25,7 +27,7 @@ def test_a_full_round_is_one_update_and_releases_everyone_who_waits() -> None:
     applied, *released = run.log.entries
     assert applied == Apply([(0, 1, 1), (1, 1, 1)], 1, {})
     assert released == [Release(0, 1, 2, 1, False), Release(1, 1, 2, 1, False)]
-    assert run.outcomes == {0: Outcome(True, "fresh", 0), 1: Outcome(True, "fresh", 0)}
+    assert run.decisions.outcomes == {0: Outcome(True, "fresh", 0), 1: Outcome(True, "fresh", 0)}
     assert run.wait_of(0, 1, 2) is None
 
 
@@ -41,7 +43,7 @@ def test_a_refused_gradient_is_dropped_by_every_shard_and_its_worker_hears_why()
     run = leader(rule=tq.Async())
     run.arrived(0, FIRST, 2, 1.0, WALL, push=push(0, finite=False))
     assert run.log.entries == [Drop([(0, 1, 1)]), Release(0, 1, 2, 0, False)]
-    assert run.outcomes[0] == Outcome(False, "not finite", 0)
+    assert run.decisions.outcomes[0] == Outcome(False, "not finite", 0)
     assert run.fate(FIRST).state == "refused"
 
 
@@ -117,7 +119,7 @@ def test_the_number_that_auto_chooses_is_said_in_ledger_status_and_output(tmp_pa
     run = Leader(make_plan(rule=tq.Sync("auto", floor=1)), Tally(0.0), writer)
     for worker in (0, 1):
         run.join(worker, 1, 1, 0.0, WALL, "tcp")
-    assert run.status()["aggregate"] == 2
+    assert describe_run(run)["aggregate"] == 2
     now, ends, versions, steps = 0.0, {0: 1.0, 1: 9.0}, {0: 0, 1: 0}, {0: 0, 1: 0}
     while run.quorum.needed == 2:  # worker 0 takes one second, worker 1 nine
         worker = min(ends, key=lambda w: ends[w])
@@ -132,4 +134,4 @@ def test_the_number_that_auto_chooses_is_said_in_ledger_status_and_output(tmp_pa
     (chose,) = [e for e in read_records(tmp_path) if isinstance(e, Event) and e.event == "chose"]
     assert chose.values == {"aggregate": 1, "live": 2, "round_s": 1.0} and chose.at == WALL + now
     assert "an update takes 1 gradients of 2 workers from now on" in run.notes
-    assert run.status()["aggregate"] == 1 and "aggregate" not in leader(rule=tq.Sync()).status()
+    assert describe_run(run)["aggregate"] == 1 and "aggregate" not in describe_run(leader(rule=tq.Sync()))

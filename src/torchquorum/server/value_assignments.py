@@ -1,6 +1,6 @@
 """Which assignments were made, and which workers wait for one: `session.assign()`, which all workers call at the same place.
 
-Owned by the leader. The chief's values count, or, while it is dead or gone, those of the first worker alive. Workers count their own
+Owned by `assigning`. The chief's values count, or, while it is dead or gone, those of the first worker alive. Workers count their own
 calls: the nth waits until n assignments have been made. What always holds: a worker that waits is released by an assignment, by the end
 of the run, or to give its own values; an assignment that is asked for twice is made once.
 """
@@ -14,7 +14,7 @@ from torchquorum.wire.messages import Assign
 
 
 @dataclass(slots=True)
-class Assignments:
+class ValueAssignments:
     """The assignments of one run.
 
     Attributes:

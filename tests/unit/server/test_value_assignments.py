@@ -2,7 +2,7 @@
 
 from torchquorum.rules import Async, Sync
 from torchquorum.rules.quorum import Applied, Key, Quorum, Released
-from torchquorum.server.assignments import Assignments
+from torchquorum.server.value_assignments import ValueAssignments
 from torchquorum.wire.messages import Assign
 
 
@@ -18,7 +18,7 @@ def quorum(*joined: int) -> Quorum:
 
 
 def test_only_the_chiefs_values_are_due_and_only_once() -> None:
-    found, run = Assignments(), quorum(0, 1)
+    found, run = ValueAssignments(), quorum(0, 1)
     assert not found.is_due(asks(1, values=True), run)
     assert not found.is_due(asks(0), run)
     assert found.is_due(asks(0, values=True), run)
@@ -28,7 +28,7 @@ def test_only_the_chiefs_values_are_due_and_only_once() -> None:
 
 
 def test_the_nth_waits_until_n_are_made() -> None:
-    found = Assignments()
+    found = ValueAssignments()
     for assign in (asks(0, 1, values=True), asks(1, 1), asks(2, 2)):
         found.wait(assign)
     assert found.over(stopped=False) == []
@@ -39,7 +39,7 @@ def test_the_nth_waits_until_n_are_made() -> None:
 
 
 def test_the_first_alive_stands_in_for_a_chief_that_is_dead_or_gone_and_not_for_one_that_is_late() -> None:
-    found, run = Assignments(), quorum(1, 2)
+    found, run = ValueAssignments(), quorum(1, 2)
     found.wait(asks(2))
     found.wait(asks(1))
     assert found.stand_in(run) is None, "the chief has not come yet"

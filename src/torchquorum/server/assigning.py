@@ -1,0 +1,71 @@
+"""`session.assign()` on shard 0: given values become the next version, and those who wait for it are released.
+
+Owned by the leader. `value_assignments` says whose values count and whose wait is over; here that becomes a version.
+"""
+
+from __future__ import annotations
+
+from torchquorum.server.decisions import Decisions
+from torchquorum.server.value_assignments import ValueAssignments
+from torchquorum.wire.messages import STANDS_IN, Assign, Assigned, Held, Outcome
+
+
+class Assigning:
+    """The assignments of a run, made through its log."""
+
+    def __init__(self, decisions: Decisions) -> None:
+        self._decisions, self._plan, self._quorum = decisions, decisions.plan, decisions.quorum
+        self._assignments = ValueAssignments()
+
+    def ask(self, assign: Assign, wall: float) -> None:
+        """A joined worker has come to an assignment, with its values or without."""
+        assignments, quorum = self._assignments, self._quorum
+        self._decisions.asks(assign.worker, assign.incarnation, assign.request)
+        assignments.wait(assign)
+        if not quorum.stopped and assignments.is_due(assign, quorum):
+            assignments.make(assign)
+            if assign.variables:
+                self._make(assign, wall)
+        self.release()
+
+    def _make(self, assign: Assign, wall: float) -> None:
+        """Given values become the next version."""
+        decisions, met = self._decisions, self._quorum.version
+        names = [self._plan.variables[v].name for v in assign.variables]
+        actions = self._quorum.assign()
+        version = self._quorum.version
+        decisions.log.append(Assigned(assign.worker, assign.incarnation, assign.number, version, assign.variables))
+        decisions.follow(actions, wall)
+        lost = met - assign.version
+        since = f"; in these, {lost} updates since version {assign.version} are overwritten" if lost else ""
+        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        text = f"{shown} became version {version}{since}"
+        decisions.history.wall = wall
+        decisions.history.note("assigned", assign.worker, text)
+        decisions.note(f"/job:worker/task:{assign.worker} assigned values: {text}")
+
+    def release(self) -> None:
+        """Releases the workers whose wait for an assignment is over; one whose values count now is asked for them."""
+        assignments, quorum, decisions = self._assignments, self._quorum, self._decisions
+        asked = assignments.stand_in(quorum) if not quorum.stopped else None
+        if asked is not None:
+            decisions.outcomes[asked.worker] = Outcome(False, STANDS_IN, quorum.version)
+        over = assignments.over(stopped=quorum.stopped)
+        for assign in over if asked is None else [*over, asked]:
+            decisions.release(assign.worker, assign.incarnation, assign.request)
+
+    def forget(self, worker: int) -> None:
+        """A worker has gone, or come back as another process."""
+        self._assignments.forget(worker)
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a worker waits for an assignment."""
+        return bool(self._assignments.waiting)
+
+    def wait_of(self, worker: int, request: int) -> Held | None:
+        """Returns what a worker's request waits for, if that is an assignment."""
+        if worker not in self._assignments.waiting:
+            return None
+        who = self._assignments.assigner(self._quorum)
+        return Held(request, f"/job:worker/task:{who} to assign values", 0, 1, [who])

@@ -227,7 +227,7 @@ class Book:
         expected = generation.at(version)
         if expected is None:
             return
-        sections = shard.versions.slots.sections[shard.versions.current]
+        sections = shard.variables.versions.slots.sections[shard.variables.versions.current]
         for section, offset, at, numel in self._places_of(shard):
             found, due = sections[section][offset : offset + numel].tolist(), expected[at : at + numel]
             self.check(

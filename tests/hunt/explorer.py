@@ -12,7 +12,7 @@ import re
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torchquorum as tq
 from tests.manual_clock import ManualClock
@@ -259,6 +259,10 @@ class Model:
     def version(self) -> int:
         return self.versions.version
 
+    @property
+    def variables(self) -> Self:
+        return self
+
     busy = False
 
     @property
@@ -344,7 +348,7 @@ class Model:
 
     def _push(self, key: Key, computed_at: int, request: int) -> None:
         self._look(close=True)
-        if self._answered.get(key.worker) == request:  # what became of it on the fast path; as `Shard.answer`
+        if self._answered.get(key.worker) == request:  # what became of it on the fast path; as `Answers.again`
             self.crew[key.worker].answer = self.version, self.versions.lease(key.worker)
             return
         arrival = Arrival(computed_at, None)

@@ -13,7 +13,7 @@ from torchquorum.server.leading import Leading
 from torchquorum.server.outbox import Outbox
 from torchquorum.server.pending_gradients import PendingGradients
 from torchquorum.server.reply import Delivery
-from torchquorum.server.shard import Shard
+from torchquorum.server.shard_variables import ShardVariables
 from torchquorum.update.updater import Updater
 from torchquorum.worker.requests import Requests
 
@@ -130,14 +130,14 @@ def old_generation_believed() -> Iterator[None]:
 @contextmanager
 def half_a_version_published() -> Iterator[None]:
     """A version is published before all of it is written."""
-    publish = Shard._publish
+    publish = ShardVariables.publish
 
-    def hasty(shard: Shard, slot: int, version: int) -> None:
-        publish(shard, slot, version)
+    def hasty(variables: ShardVariables, slot: int, version: int) -> None:
+        publish(variables, slot, version)
         if version % 50 == 0:
-            shard.versions.slots.sections[slot][0][:1].zero_()
+            variables.versions.slots.sections[slot][0][:1].zero_()
 
-    with replaced(Shard, "_publish", hasty):
+    with replaced(ShardVariables, "publish", hasty):
         yield
 
 

@@ -145,7 +145,7 @@ class Ps:
     def values(self) -> torch.Tensor:
         """The elements of the current version, without what pads them."""
         shard = self.shard
-        sections = shard.versions.slots.sections[shard.versions.current]
+        sections = shard.variables.versions.slots.sections[shard.variables.versions.current]
         return torch.cat(
             [
                 memory[p.offset : p.offset + p.numel]

@@ -95,7 +95,7 @@ def test_an_update_that_fails_on_another_shard_ends_the_run_on_all(make: Make, m
     apply = Updater.apply
 
     def fail(updater: Updater, *given: object) -> object:
-        if updater is second.shard.update:
+        if updater is second.shard.variables.update:
             raise ValueError("only here")
         return apply(updater, *given)  # type: ignore[arg-type]
 

@@ -97,7 +97,7 @@ def test_a_round_whose_last_worker_died_before_it_was_published_counts_once_and_
 ) -> None:
     give(opened, 2)
     page, shard = page_of(opened), opened.shard
-    for section in shard.versions.slots.sections[page.words.target]:
+    for section in shard.variables.versions.slots.sections[page.words.target]:
         section.fill_(2.0)  # both have written their parts
     with page.locked() as held:
         assert held

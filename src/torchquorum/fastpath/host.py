@@ -53,15 +53,20 @@ class _Versions(Protocol):
     def expect(self, version: int, slot: int, /) -> None: ...
 
 
+class _Variables(Protocol):
+    @property
+    def update(self) -> Updater: ...
+    @property
+    def versions(self) -> _Versions: ...
+
+
 class _Shard(Protocol):
     """The shard whose variables are updated. `busy`: it has something to apply, to measure or to end first."""
 
     @property
     def plan(self) -> m.Plan: ...
     @property
-    def update(self) -> Updater: ...
-    @property
-    def versions(self) -> _Versions: ...
+    def variables(self) -> _Variables: ...
     @property
     def version(self) -> int: ...
     @property
@@ -126,7 +131,7 @@ class FastPathHost:
             return False
         if quorum.round or quorum.held or shard.busy or self._saves() or self._leader.awaits_assignment:
             return False
-        if self._leader.changes_settings or shard.update.steps_by_group is None:
+        if self._leader.changes_settings or shard.variables.update.steps_by_group is None:
             return False
         if self._rounds and quorum.live < shard.plan.num_workers:
             return False
@@ -139,13 +144,14 @@ class FastPathHost:
     def open(self) -> None:
         """Lets the workers that are alive make updates."""
         page, words, shard, quorum = self._page, self._page.words, self._shard, self._leader.quorum
+        variables = shard.variables
         with page.locked() as held:
             if not held:
                 return
             # First the id: a worker that waits without the lock must not take a version of this opening for its own.
             words.opening_id += 1
-            page.publish(shard.version, shard.versions.current, shard.update.state.current)
-            for group, steps in enumerate(shard.update.steps_by_group or ()):
+            page.publish(shard.version, variables.versions.current, variables.update.state.current)
+            for group, steps in enumerate(variables.update.steps_by_group or ()):
                 page.steps[group] = steps - shard.version
             words.limit, words.writer, words.full, words.lead = self._limit, NOBODY, -1, self._leader.lead
             page.workers.begin_rounds()
@@ -156,10 +162,10 @@ class FastPathHost:
                     page.workers.admit(worker, known.incarnation, shard.workers.gradients_of(worker))
                 else:
                     page.workers.admit(worker, 0, None)
-                leased = shard.versions.leased(worker)
+                leased = variables.versions.leased(worker)
                 page.workers.leases[worker] = -1 if leased is None else leased
             if shard.plan.schedule is None:
-                page.rates.hold(shard.version, shard.update.lr)
+                page.rates.hold(shard.version, variables.update.lr)
             self._publish_rates()
             page.ps_looks()
             # Everything is in place: from this word on workers use the page, once the lock is free.
@@ -197,7 +203,7 @@ class FastPathHost:
             found = page.records.drain()
             full = self._rounds and words.full == page.version + 1
             unfinished = page.records.given() if full else []
-            self._shard.update.state.current = self._state_after(found)
+            self._shard.variables.update.state.current = self._state_after(found)
             words.writer = NOBODY
             page.news.announce()
         page.news.wake()
@@ -217,7 +223,7 @@ class FastPathHost:
         """Reports gradients to the leader in their order; those that are in no version yet are kept for the ps to apply."""
         for r in sorted(records, key=lambda r: (r.version, r.now)):  # so that the quorum sees the same waits
             if made:
-                self._shard.versions.expect(r.version, r.slot)
+                self._shard.variables.versions.expect(r.version, r.slot)
             else:
                 self._shard.store_shared(r.key, r.request)
             self._leader.arrived_by_fastpath(r)
@@ -231,7 +237,7 @@ class FastPathHost:
             table.begin(version)
         most = min(max(table.known, made) + RATES_AT_ONCE, made + RATES_AHEAD)
         for update in range(table.known, most):
-            rates = self._shard.update.rates_ahead(update - version)
+            rates = self._shard.variables.update.rates_ahead(update - version)
             if rates is None:
                 break
             table.add(rates)

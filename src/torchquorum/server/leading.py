@@ -46,10 +46,14 @@ class Leading(Run):
     ) -> None:
         plan = shard.plan
         self.leader = Leader(
-            plan, life.tally, open_ledger(plan.logdir, life.announce, life.clock), shard.version, shard.update.settings
+            plan,
+            life.tally,
+            open_ledger(plan.logdir, life.announce, life.clock),
+            shard.version,
+            shard.variables.update.settings,
         )
         self.leader.decisions.scheduled_rates = lambda version: (
-            shard.update.rates_ahead(version - 1 - shard.version) or []
+            shard.variables.update.rates_ahead(version - 1 - shard.version) or []
         )
         self.buffers = buffers
         self.checkpoints = Checkpoints(

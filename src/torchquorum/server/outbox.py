@@ -72,4 +72,4 @@ class Outbox:
                 reply.delivery.sent = sent
             run = self._service.run
             if sent is not None and reply.slot is not None and run is not None:
-                run.shard.versions.sending(reply.slot, sent)
+                run.shard.variables.versions.sending(reply.slot, sent)

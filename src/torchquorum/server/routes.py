@@ -101,7 +101,7 @@ def _stop(run: Leading, got: Incoming[m.Stop]) -> list[Reply]:
 
 
 def _mean(run: Run, got: Incoming[m.MeanRequest]) -> list[Reply]:
-    return [Reply(got.peer, *run.shard.mean.answer(got.message.request))]
+    return [Reply(got.peer, *run.shard.variables.mean.answer(got.message.request))]
 
 
 def _data(handler: Handler) -> Handler:

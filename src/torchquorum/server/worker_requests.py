@@ -56,7 +56,7 @@ class WorkerRequests:
 
     def pull(self, got: Incoming[m.Pull]) -> list[Reply]:
         """A joined worker asks for the current version."""
-        if got.message.averaged and self.shard.averages is None:
+        if got.message.averaged and self.shard.variables.averages is None:
             raise ConfigError(
                 "no moving averages are kept; give tq.Optimizer an average=tq.ExponentialMovingAverage(0.99)"
             )
@@ -95,7 +95,7 @@ class WorkerRequests:
 
     def _answer(self, asked: m.Join | m.Push | m.Pull | m.Assign | m.Probe) -> list[Reply]:
         """Returns the answer to a request that has been answered before."""
-        return self.shard.answer(asked.worker, asked.incarnation, asked.request)
+        return self.shard.answers.again(asked.worker, asked.incarnation, asked.request)
 
     # -- what differs between shard 0 and the others ------------------------------------------------------------------
 

@@ -76,19 +76,20 @@ def test_it_is_bit_for_bit(tmp_path: Path, name: str, arguments: dict[str, Any])
         assert [r.version for r in restore_journal(again, restored)] == [1, 2, 3, 4, 5, 6]
         assert again.version == 6 and again.gradients.is_decided(Key(0, 9, 6))
         for ours, theirs in zip(
-            again.versions.slots.sections[again.versions.current],
-            shard.versions.slots.sections[shard.versions.current],
+            again.variables.versions.slots.sections[again.variables.versions.current],
+            shard.variables.versions.slots.sections[shard.variables.versions.current],
             strict=True,
         ):
             assert torch.equal(ours, theirs)
-        assert again.averages is not None and shard.averages is not None
-        for ours, theirs in zip(again.averages.shadows, shard.averages.shadows, strict=True):
+        assert again.variables.averages is not None and shard.variables.averages is not None
+        for ours, theirs in zip(again.variables.averages.shadows, shard.variables.averages.shadows, strict=True):
             assert torch.equal(ours, theirs)
-        states = {(p.variable, n): v for p, n, v in shard.update.states()}
-        assert {(p.variable, n) for p, n, _ in again.update.states()} == states.keys()
-        for piece, state, values in again.update.states():
+        states = {(p.variable, n): v for p, n, v in shard.variables.update.states()}
+        assert {(p.variable, n) for p, n, _ in again.variables.update.states()} == states.keys()
+        for piece, state, values in again.variables.update.states():
             assert torch.equal(values, states[piece.variable, state])
-        assert again.update.scalars() == shard.update.scalars() and again.update.lr == shard.update.lr
+        replayed, made = again.variables.update, shard.variables.update
+        assert replayed.scalars() == made.scalars() and replayed.lr == made.lr
     finally:
         shard.close()
         again.close()

@@ -53,6 +53,51 @@ class BufferSpec(msgspec.Struct, frozen=True):
         return f"{self.name} {self.dtype} {list(self.shape)}"
 
 
+class InitSpec(msgspec.Struct, frozen=True):
+    """What a row begins with, as it travels: see `torchquorum.update.row_inits`."""
+
+    name: str
+    numbers: dict[str, float] = {}
+
+
+class TableSpec(msgspec.Struct, kw_only=True):
+    """A table: a variable whose rows are pulled and pushed by key.
+
+    Attributes:
+        name: The parameter's, or the module's, qualified name.
+        dim: How wide a row is.
+        dtype: Of its rows, as torch names it.
+        rows: Keys are from 0 to one less; 0 for any int64.
+        is_fixed: Whether all rows are there from the beginning, as the chief's module has them.
+        group: The parameter group whose options hold; CONSTANT for `options`.
+        optimizer: The name of its row optimizer.
+        options: Those of a table that is in no parameter group.
+        init: What a row begins with.
+        seed: Of the initial rows.
+        touching: Whether a row's gradient is averaged over those workers that touch it, not over all.
+        admit: After how many sightings a key gets a row.
+        ttl_steps: After how many updates without it a row goes; 0 for never.
+        ttl_s: The same in seconds.
+        capacity: How many rows there may be, on all ps tasks; 0 for no limit.
+    """
+
+    name: str
+    dim: int
+    dtype: str = "float32"
+    rows: int = 0
+    is_fixed: bool = False
+    group: int = 0
+    optimizer: str = "SGD"
+    options: dict[str, Any] = {}
+    init: InitSpec = InitSpec("normal")
+    seed: int = 0
+    touching: bool = False
+    admit: int = 1
+    ttl_steps: int = 0
+    ttl_s: float = 0.0
+    capacity: int = 0
+
+
 class Plan(msgspec.Struct, kw_only=True):
     """All that the ps tasks need to know of a run; the chief makes it."""
 
@@ -77,6 +122,7 @@ class Plan(msgspec.Struct, kw_only=True):
     min_workers: int = 0
     must_save: bool = True
     save_s: float = 0.0
+    tables: list[TableSpec] = []
 
     @property
     def elastic(self) -> bool:

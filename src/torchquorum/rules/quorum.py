@@ -1,30 +1,46 @@
 """The quorum: one pure state machine that decides when gradients become an update.
 
 Owned by the thread of ps task 0 (and by tests and simulators). It takes events (a worker joined, a gradient arrived, time
-passed) and returns decisions as data: accepted, refused with a reason, applied, released. It holds no tensors, opens no
-sockets and reads no clock: `now` is an argument, in seconds of any monotonic clock.
+passed) and returns decisions as data (`torchquorum.rules.decisions`): accepted, refused with a reason, applied, released. It holds no
+tensors, opens no sockets and reads no clock: `now` is an argument, in seconds of any monotonic clock. A run has a track for each of its
+optimizers (`torchquorum.rules.track`), with a rule, a round and a version of its own; who is in and who is alive is one for all.
 
 What always holds:
-- the version never decreases, and grows by one per `Applied`;
-- every gradient is accepted or refused exactly once, and an accepted one is in exactly one `Applied` or, when the run
-  ends before its round closed, in `Discarded`;
+- no version ever decreases, and each grows by one per `Applied` of its track;
+- every gradient is accepted or refused exactly once, and an accepted one is in exactly one `Applied`, of its own track, or, when the
+  run ends before its round closed, in `Discarded`;
 - a waiting worker is released as soon as its condition holds: at least one live worker is always computing, unless the
-  run is over;
+  run is over, or all wait for each other in different tracks, which `Stuck` says;
 - the cost of an event depends on what follows from it, not on the number of workers.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import NamedTuple
 
 from torchquorum.rules.backup import BackupChooser
+from torchquorum.rules.decisions import Accepted as Accepted
+from torchquorum.rules.decisions import Action as Action
+from torchquorum.rules.decisions import Applied as Applied
+from torchquorum.rules.decisions import Chose as Chose
+from torchquorum.rules.decisions import Died as Died
+from torchquorum.rules.decisions import Discarded as Discarded
+from torchquorum.rules.decisions import Key as Key
+from torchquorum.rules.decisions import Reason as Reason
+from torchquorum.rules.decisions import Refused as Refused
+from torchquorum.rules.decisions import Released as Released
+from torchquorum.rules.decisions import Repeated as Repeated
+from torchquorum.rules.decisions import Stuck as Stuck
+from torchquorum.rules.decisions import Wait as Wait
 from torchquorum.rules.presets import Rule
+from torchquorum.rules.steps import Steps
+from torchquorum.rules.track import Place, Track
 
 LIVENESS_S = 5.0
 QUORUM, SLOWEST = "the quorum", "the slowest worker"  # what workers wait for
+LAST_GRADIENTS_S = 30.0  # how long after the last step the other tracks may complete what was begun
 
 
 def remembered_lives(num_workers: int) -> int:
@@ -32,140 +48,38 @@ def remembered_lives(num_workers: int) -> int:
     return max(1024, 4 * num_workers)
 
 
-class Reason(StrEnum):
-    """Why a gradient was accepted or refused; the ledger records these words."""
-
-    FRESH = "fresh"  # computed at the current version
-    WITHIN_BOUND = "within bound"  # stale, and the rule allows that much
-    STALE = "stale"  # older than max_staleness
-    ALREADY_IN_ROUND = "already in round"  # this worker counts once per round, and was counted
-    PAST_LAST_STEP = "past last step"  # the run has made its last update
-    OLD_INCARNATION = "old incarnation"  # sent by a process that has been replaced
-    EXPIRED = "expired"  # its worker was declared dead while it computed
-    NOT_FINITE = "not finite"  # it contains NaN or infinity
-
-
-class Key(NamedTuple):
-    """Identifies one gradient: the worker that computed it, its incarnation and its local step."""
-
-    worker: int
-    incarnation: int
-    local_step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """The gradient joined the round that was open at version `met`."""
-
-    key: Key
-    version: int
-    met: int
-    reason: Reason
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class Refused:
-    """The gradient is not used; its worker is told."""
-
-    key: Key
-    version: int
-    met: int
-    reason: Reason
-    now: float
-
-
-@dataclass(frozen=True, slots=True)
-class Repeated:
-    """The gradient was decided on before: the same answer is sent again."""
-
-    key: Key
-
-
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """The mean of these gradients is the update that makes `version`; keys are in order of worker and local step."""
-
-    keys: tuple[Key, ...]
-    version: int
-
-
-@dataclass(frozen=True, slots=True)
-class Discarded:
-    """Accepted gradients whose round never closed because the run ended."""
-
-    keys: tuple[Key, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """The worker may continue, from `version`; `stop` means that the run is over."""
-
-    worker: int
-    incarnation: int
-    local_step: int
-    version: int
-    stop: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Died:
-    """The worker no longer counts as alive."""
-
-    worker: int
-    incarnation: int
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
-class Chose:
-    """From here on an update takes `aggregate` gradients, of `live` workers, and a round is expected to take `round_s`."""
-
-    aggregate: int
-    live: int
-    round_s: float
-    now: float
-
-
-Action = Accepted | Refused | Repeated | Applied | Discarded | Released | Died | Chose
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """What a held worker waits for, for status messages."""
-
-    what: str
-    have: int
-    need: int
-    missing: tuple[int, ...]
-
-    def to_dict(self) -> dict[str, object]:
-        """Returns it for a status: at most eight missing workers, and their number."""
-        few = list(self.missing[:8])
-        return {"what": self.what, "have": self.have, "need": self.need, "missing": few, "count": len(self.missing)}
-
-
 @dataclass(slots=True)
 class Worker:
     """The state of one worker.
 
-    `clock` measures its lead: it counts its gradients, but starts level with the slowest live worker when it joins or
-    comes back, so that no worker waits for it to catch up. `gave_at` is the version whose round has its gradient.
-    `paused`: it is alive and has nothing to compute, so it is not counted and no worker waits for it. `left`: this
-    incarnation has said goodbye; `failed`: because its program failed, so that its part is not done.
+    `places` has where it stands in each track. `waits_in` is the track in which it waits, -1 while it computes. `paused`: it is alive and
+    has nothing to compute, so it is not counted and no worker waits for it. `left`: this incarnation has said goodbye; `failed`: because
+    its program failed, so that its part is not done. `out_of_step`: it may be at another place in its program than the others, as one is
+    that came later or was refused; `seen_in` are the tracks in which a round has closed with it since.
     """
 
     incarnation: int
     last_seen: float
-    clock: int
-    gave_at: int
+    places: list[Place]
     local_step: int = 0
     alive: bool = False
-    held: bool = False
+    waits_in: int = -1
     fenced: bool = False
     left: bool = False
     failed: bool = False
     paused: bool = False
+    out_of_step: bool = False
+    seen_in: set[int] = field(default_factory=set)
+
+    @property
+    def held(self) -> bool:
+        """Whether it waits."""
+        return self.waits_in >= 0
+
+    @property
+    def clock(self) -> int:
+        """Returns its clock in the first track."""
+        return self.places[0].clock
 
     @property
     def counted(self) -> bool:
@@ -178,52 +92,51 @@ class Worker:
         return not self.alive and (self.failed or not self.left)
 
 
-@dataclass(slots=True)
 class Quorum:
     """The state machine. The module's docstring lists what always holds.
 
-    Attributes:
-        rule: When gradients become an update.
+    Args:
+        rule: When gradients of the first optimizer become an update.
         num_workers: The number of workers in the cluster; `Sync()` waits for that many gradients.
-        version: The number of applied updates.
-        last_step: The version at which the run is over; None runs until it is stopped.
+        version: The number of applied updates of the first optimizer.
+        last_step: That at which the run is over; None runs until it is stopped.
         liveness_s: A worker that is silent for longer is declared dead.
-        stopped: Whether the run is over.
+        more: The rules of the other optimizers, and their versions.
+
+    Attributes:
+        tracks: The state of each optimizer.
         workers: Every worker that ever joined, by index.
-        round: The gradients of the open round, in order of arrival.
+        stopped: Whether the run is over. After its last step the other optimizers may still complete what was begun.
+        closed: Whether no gradient counts any more.
         held: The workers that have pushed and are not released.
         live: How many workers are alive and not paused.
         idle: How many of these are held; the others compute.
         replaced: Earlier incarnations, as (worker, incarnation), and the last local step of each that was decided on.
-        chooser: Chooses `needed`, where the rule says "auto".
-        needed: How many gradients make one update.
     """
 
-    rule: Rule
-    num_workers: int
-    version: int = 0
-    last_step: int | None = None
-    liveness_s: float = LIVENESS_S
-    stopped: bool = False
-    workers: dict[int, Worker] = field(default_factory=dict)
-    round: list[Key] = field(default_factory=list)
-    held: set[int] = field(default_factory=set)
-    live: int = 0
-    idle: int = 0
-    replaced: dict[tuple[int, int], int] = field(default_factory=dict)
-    chooser: BackupChooser | None = field(init=False, default=None)
-    needed: int = field(init=False)
-    _now: float = 0.0  # of the last event that had a time
-    _round_began: float = 0.0
-    _clocks: Counter[int] = field(default_factory=Counter)  # how many live workers are at each clock
-    _low: int = 0  # the slowest clock when it was last asked for
-    _slowest: int = 0  # the slowest clock when waiting workers were last checked
-    _came_back: bool = False  # a worker came back, and `_settle` has not run since
-
-    def __post_init__(self) -> None:
-        self.stopped = self.stopped or self._finished()
-        self.needed = self.rule.needed(self.num_workers)
-        self.chooser = BackupChooser(self.rule.noise) if self.rule.auto else None
+    def __init__(
+        self,
+        rule: Rule,
+        num_workers: int,
+        *,
+        version: int = 0,
+        last_step: int | None = None,
+        liveness_s: float = LIVENESS_S,
+        more: Sequence[tuple[Rule, int]] = (),
+    ) -> None:
+        rules = [(rule, version), *more]
+        self.num_workers, self.last_step, self.liveness_s = num_workers, last_step, liveness_s
+        self.tracks = [Track(k, of, num_workers, at) for k, (of, at) in enumerate(rules)]
+        self.workers: dict[int, Worker] = {}
+        self.replaced: dict[tuple[int, int], int] = {}
+        self.held: set[int] = set()
+        self.live = self.idle = 0
+        self.stopped = self._finished()
+        self.closed = self.stopped
+        self._now = 0.0  # of the last event that had a time
+        self._stopped_at = 0.0
+        self._came_back = False  # a worker came back, and `_settle` has not run since
+        self._steps = Steps(self.tracks, begun=any(at for _, at in rules))
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -240,19 +153,20 @@ class Quorum:
                 return []
             self.seen(worker, incarnation, now)
             known.fenced = False
+            self._steps.lost(known)
             return self._settle(worker) if known.held else [self._release(worker), *self._settle()]
         if known is not None:
-            self._mark(worker, alive=False, held=False)
+            self._mark(worker, alive=False)
             self.replaced[worker, known.incarnation] = known.local_step
             while len(self.replaced) > remembered_lives(self.num_workers):
                 del self.replaced[next(iter(self.replaced))]
-        self.workers[worker] = Worker(
-            incarnation=incarnation, last_seen=now, clock=self._level(), gave_at=known.gave_at if known else -1
-        )
-        self._mark(worker, alive=True, held=False)
+        places = [Place(self._level(t), known.places[t.index].gave_at if known else -1) for t in self.tracks]
+        self.workers[worker] = Worker(incarnation=incarnation, last_seen=now, places=places)
+        self._mark(worker, alive=True)
         self._now = now
-        if self.chooser is not None:
-            self.chooser.times.joins(worker)
+        self._steps.joined(self.workers[worker])
+        for chooser in self._choosers():
+            chooser.times.joins(worker)
         return [self._release(worker), *self._settle()]
 
     def seen(self, worker: int, incarnation: int, now: float) -> None:
@@ -265,8 +179,8 @@ class Quorum:
             return
         known.last_seen, self._now = max(known.last_seen, now), now
         if not known.alive:
-            known.clock = max(known.clock, self._level())
-            self._mark(worker, alive=True, held=known.held)
+            self._catch_up(known)
+            self._mark(worker, alive=True, waits_in=known.waits_in)
             self._came_back = True
 
     def leave(self, worker: int, incarnation: int, *, failed: str = "") -> list[Action]:
@@ -277,7 +191,7 @@ class Quorum:
         known = self.workers.get(worker)
         if known is None or known.incarnation != incarnation or known.left:
             return []
-        self._mark(worker, alive=False, held=False)
+        self._mark(worker, alive=False)
         known.left, known.failed = True, bool(failed)
         died: list[Action] = [Died(worker, incarnation, failed)] if failed else []
         return [*died, *self._settle()]
@@ -288,9 +202,9 @@ class Quorum:
         known = self.workers.get(worker)
         if known is None or known.incarnation != incarnation or not known.counted or known.held:
             return []
-        self._mark(worker, alive=True, held=False, paused=True)
-        if self.chooser is not None:
-            self.chooser.times.pauses(worker)
+        self._mark(worker, alive=True, paused=True)
+        for chooser in self._choosers():
+            chooser.times.pauses(worker)
         return self._settle()
 
     def resume(self, worker: int, incarnation: int, now: float) -> list[Action]:
@@ -299,10 +213,10 @@ class Quorum:
         known = self.workers.get(worker)
         if known is None or known.incarnation != incarnation or not known.paused:
             return []
-        known.clock = max(known.clock, self._level())
-        self._mark(worker, alive=known.alive, held=known.held)
-        if self.chooser is not None:
-            self.chooser.times.begins(worker, now)
+        self._catch_up(known)
+        self._mark(worker, alive=known.alive, waits_in=known.waits_in)
+        for chooser in self._choosers():
+            chooser.times.begins(worker, now)
         return self._settle()
 
     def fence(self, worker: int, incarnation: int) -> None:
@@ -334,56 +248,101 @@ class Quorum:
         died = [
             self._bury(i, f"not heard of for {s:.1f} s") for i, s in sorted(silent_s.items()) if s > self.liveness_s
         ]
-        late = self._choose() if self.chooser is not None and self.chooser.is_late(self._round_began, now) else []
-        changed = died or late or self._came_back
+        late = [action for t in self.tracks if t.is_late(now) for action in self._choose(t)]
+        ends = self.stopped and not self.closed and now - self._stopped_at > LAST_GRADIENTS_S
+        self.closed = self.closed or ends
+        changed = died or late or ends or self._came_back
         return [*died, *late, *self._settle(*(d.worker for d in died))] if changed else []
 
-    def push(self, key: Key, version: int, now: float, *, finite: bool = True) -> list[Action]:
-        """A gradient, computed at `version`, has arrived completely."""
-        worker = self.workers.get(key.worker)
+    def push(self, key: Key, version: int, now: float, *, finite: bool = True, track: int = 0) -> list[Action]:
+        """A gradient, computed at this version of its track, has arrived completely."""
+        worker, of = self.workers.get(key.worker), self.tracks[track]
         if worker is None or worker.incarnation != key.incarnation:
-            return [self._turn_away(key, version, now)]
+            return [self._turn_away(key, version, now, of)]
+        place = worker.places[track]
         self.seen(key.worker, key.incarnation, now)
-        if key.local_step <= worker.local_step:
+        if key.local_step <= place.local_step:
             return [Repeated(key)]
-        worker.local_step = key.local_step
+        place.local_step, worker.local_step = key.local_step, max(key.local_step, worker.local_step)
         if worker.left:
-            return [Refused(key, version, self.version, Reason.OLD_INCARNATION, now)]
+            return [Refused(key, version, of.version, Reason.OLD_INCARNATION, now)]
         if worker.paused:
-            worker.clock = max(worker.clock, self._level())
-            self._mark(key.worker, alive=True, held=worker.held)
-        if self.chooser is not None:
-            self.chooser.times.ends(key.worker, now)
-        self._tick(worker)
-        reason = self._verdict(worker, version, finite)
+            self._catch_up(worker)
+            self._mark(key.worker, alive=True, waits_in=worker.waits_in)
+        if of.chooser is not None:
+            of.chooser.times.ends(key.worker, now)
+        of.tick(place)
+        reason = self._verdict(worker, of, version, finite)
         worker.fenced = False
-        self._mark(key.worker, alive=True, held=True)
+        self._mark(key.worker, alive=True, waits_in=track)
         if reason in (Reason.FRESH, Reason.WITHIN_BOUND):
-            self.round.append(key)
-            worker.gave_at = self.version
-            return [Accepted(key, version, self.version, reason, now), *self._settle(key.worker)]
-        return [Refused(key, version, self.version, reason, now), *self._settle(key.worker)]
+            of.round.append(key)
+            place.gave_at = of.version
+            self._steps.begun = True
+            return [Accepted(key, version, of.version, reason, now), *self._settle(key.worker, track=of)]
+        self._steps.lost(worker)
+        return [Refused(key, version, of.version, reason, now), *self._settle(key.worker, track=of)]
 
-    def assign(self) -> list[Action]:
-        """The variables are given other values: the next version is no update's. The open round goes on after it."""
+    def assign(self, track: int = 0) -> list[Action]:
+        """A track's variables are given other values: the next version is no update's. The open round goes on after it."""
+        of = self.tracks[track]
         for worker in self.workers.values():
-            if worker.gave_at == self.version:
-                worker.gave_at += 1
-        self.version += 1
-        self.stopped = self.stopped or self._finished()
+            if worker.places[track].gave_at == of.version:
+                worker.places[track].gave_at += 1
+        of.version += 1
+        self._look_for_end()
         return self._settle()
 
     def stop(self) -> list[Action]:
         """The run is over: every waiting worker is released with `stop`."""
-        self.stopped = True
+        self.stopped = self.closed = True
+        return self._settle()
+
+    def conclude(self) -> list[Action]:
+        """Nobody completes anything any more: after the last step no gradient of any optimizer counts from now on."""
+        if not self.stopped or self.closed:
+            return []
+        self.closed = True
         return self._settle()
 
     def close(self) -> list[Action]:
-        """The server ends, and this is its last call: the gradients of the open round are discarded."""
-        keys, self.round = tuple(self.round), []
+        """The server ends, and this is its last call: the gradients of the open rounds are discarded."""
+        keys = tuple(key for t in self.tracks for key in t.round)
+        for t in self.tracks:
+            t.round = []
         return [Discarded(keys)] if keys else []
 
     # -- queries ------------------------------------------------------------------------------------------------------
+
+    @property
+    def rule(self) -> Rule:
+        """Returns the rule of the first optimizer."""
+        return self.tracks[0].rule
+
+    @property
+    def version(self) -> int:
+        """Returns the number of applied updates of the first optimizer."""
+        return self.tracks[0].version
+
+    @property
+    def place(self) -> int:
+        """Returns how many updates were applied in all."""
+        return sum(t.version for t in self.tracks)
+
+    @property
+    def needed(self) -> int:
+        """Returns how many gradients make an update of the first optimizer."""
+        return self.tracks[0].needed
+
+    @property
+    def chooser(self) -> BackupChooser | None:
+        """Returns what chooses that number, where the first optimizer's rule says "auto"."""
+        return self.tracks[0].chooser
+
+    @property
+    def round(self) -> list[Key]:
+        """Returns the gradients of the first optimizer's open round."""
+        return self.tracks[0].round
 
     @property
     def alive(self) -> list[int]:
@@ -397,35 +356,40 @@ class Quorum:
             return Wait("a batch: others have those that are left", 0, 1, ())
         if known is None or not known.held:
             return None
+        of = self.tracks[known.waits_in]
         if self.cause_of_wait(worker) == QUORUM:
-            given = {key.worker for key in self.round}
-            short = self.live < self.needed  # then workers that gave were asked again
+            given = {key.worker for key in of.round}
+            short = self.live < of.needed  # then workers that gave were asked again
             counted = [i for i in self.alive if self.workers[i].counted]
             missing = tuple(i for i in counted if (not self.workers[i].held if short else i not in given))
-            return Wait(QUORUM, len(self.round), self.needed, missing)
-        slowest = self._slowest_clock()
-        missing = tuple(i for i in self.alive if self.workers[i].counted and self.workers[i].clock == slowest)
-        return Wait(SLOWEST, known.clock - slowest, self.rule.max_lead or 0, missing)
+            return Wait(QUORUM, len(of.round), of.needed, missing, of.index)
+        slowest = of.slowest_clock()
+        missing = tuple(
+            i for i in self.alive if self.workers[i].counted and self.workers[i].places[of.index].clock == slowest
+        )
+        return Wait(SLOWEST, known.places[of.index].clock - slowest, of.rule.max_lead or 0, missing, of.index)
 
     def cause_of_wait(self, worker: int) -> str:
         """Returns what a held worker waits for, in words; `waits_for` says more, and takes longer."""
-        return QUORUM if self._counted_in_round(self.workers[worker]) else SLOWEST
+        known = self.workers[worker]
+        of = self.tracks[known.waits_in]
+        return QUORUM if of.has_given(known.places[of.index]) else SLOWEST
 
     # -- decisions ----------------------------------------------------------------------------------------------------
 
-    def _turn_away(self, key: Key, version: int, now: float) -> Action:
+    def _turn_away(self, key: Key, version: int, now: float, of: Track) -> Action:
         """Refuses a gradient whose sender was replaced, or never joined."""
         past = key.worker, key.incarnation
         if key.local_step <= self.replaced.get(past, key.local_step - 1):
             return Repeated(key)
         if past in self.replaced:
             self.replaced[past] = key.local_step
-        return Refused(key, version, self.version, Reason.OLD_INCARNATION, now)
+        return Refused(key, version, of.version, Reason.OLD_INCARNATION, now)
 
-    def _verdict(self, worker: Worker, version: int, finite: bool) -> Reason:
-        staleness = self.version - version
-        bound = self.rule.max_staleness
-        if self.stopped:
+    def _verdict(self, worker: Worker, of: Track, version: int, finite: bool) -> Reason:
+        staleness = of.version - version
+        bound = of.rule.max_staleness
+        if self._is_over(of):
             return Reason.PAST_LAST_STEP
         if worker.fenced:
             return Reason.EXPIRED
@@ -433,120 +397,158 @@ class Quorum:
             return Reason.NOT_FINITE
         if bound is not None and staleness > bound:
             return Reason.STALE
-        if self._counted_in_round(worker) and self.live >= self.needed:
+        if of.has_given(worker.places[of.index]) and self.live >= of.needed:
             return Reason.ALREADY_IN_ROUND
         return Reason.FRESH if staleness <= 0 else Reason.WITHIN_BOUND
 
-    def _settle(self, *changed: int) -> list[Action]:
-        """Closes the round if it is full, then releases every worker whose wait is over.
+    def _is_over(self, of: Track) -> bool:
+        """Whether a track makes no update any more."""
+        return self.closed or (self.stopped and of.index == 0)
+
+    def _settle(self, *changed: int, track: Track | None = None) -> list[Action]:
+        """Closes rounds that are full, then releases every worker whose wait is over.
 
         Only the workers that `changed` are checked, unless the event changed what others wait for: so the cost of a round is
-        linear in its gradients, not quadratic.
+        linear in its gradients, not quadratic. A gradient touches its own track only.
         """
-        actions, before = list[Action](), self.version
-        if self.chooser is not None and self.chooser.round_s is not None and self.needed > self.live:
-            actions += self._choose()
-        if len(self.round) >= self.needed and not self.stopped:
-            keys, self.round = tuple(sorted(self.round)), []
-            self.version += 1
-            self._round_began = self._now
-            actions.append(Applied(keys, self.version))
-            self.stopped = self._finished()
-            if self.chooser is not None and self.chooser.is_due(self.version, self._counted()):
-                actions += self._choose()
-        slowest = self._slowest_clock() if self.rule.max_lead is not None else 0
-        closed = self.version != before and self.rule.once_per_round
-        for_all = closed or self.stopped or slowest != self._slowest
-        looked_at = sorted(self.held if for_all else self.held.intersection(changed))
-        self._slowest, self._came_back = slowest, False
-        actions += [self._release(i) for i in looked_at if not self._must_wait(self.workers[i], slowest)]
-        return actions + self._ask_for_more()
+        actions, stopped = list[Action](), self.stopped
+        those = self.tracks if track is None or self._came_back else [track]
+        for of in those:
+            actions += self._settle_track(of, changed)
+        if self.stopped != stopped and len(those) < len(self.tracks):
+            for of in self.tracks[1:]:
+                actions += self._settle_track(of, changed)
+        self._came_back = False
+        for of in self.tracks:
+            actions += self._ask_for_more(of)
+        if len(self.tracks) > 1 and self.idle == self.live > 0:
+            actions += self.conclude() if self.stopped else self._let_go()
+        return actions
+
+    def _settle_track(self, of: Track, changed: tuple[int, ...]) -> list[Action]:
+        actions, before = list[Action](), of.version
+        if of.chooser is not None and of.chooser.round_s is not None and of.needed > self.live:
+            actions += self._choose(of)
+        if len(of.round) >= of.needed and not self._is_over(of):
+            keys, of.round = tuple(sorted(of.round)), []
+            of.version += 1
+            of.round_began = self._now
+            actions.append(Applied(keys, of.version, of.index))
+            self._steps.applied(of, (self.workers.get(key.worker) for key in keys))
+            self._look_for_end()
+            if of.chooser is not None and of.chooser.is_due(of.version, self._counted()):
+                actions += self._choose(of)
+        slowest = of.slowest_clock() if of.rule.max_lead is not None else 0
+        closed = of.version != before and of.rule.once_per_round
+        for_all = closed or self._is_over(of) or slowest != of.slowest
+        looked_at = sorted(of.held if for_all else of.held.intersection(changed))
+        of.slowest = slowest
+        return actions + [self._release(i) for i in looked_at if not self._must_wait(self.workers[i], of, slowest)]
 
     def _counted(self) -> list[int]:
         return [i for i, worker in self.workers.items() if worker.counted]
 
-    def _choose(self) -> list[Action]:
+    def _choosers(self) -> list[BackupChooser]:
+        return [t.chooser for t in self.tracks if t.chooser is not None]
+
+    def _choose(self, of: Track) -> list[Action]:
         """Chooses how many gradients make an update, if the rule leaves that open; says so if the number changes."""
-        assert self.chooser is not None
-        live, before = self._counted(), self.needed
-        if not live or self.stopped:
+        assert of.chooser is not None
+        live, before = self._counted(), of.needed
+        if not live or self._is_over(of):
             return []
-        floor = self.rule.least(self.num_workers)
-        self.needed = self.chooser.choose(live, floor, before, self.version, self._now)
-        if self.needed == before or self.chooser.round_s is None:
+        floor = of.rule.least(self.num_workers)
+        of.needed = of.chooser.choose(live, floor, before, of.version, self._now)
+        if of.needed == before or of.chooser.round_s is None:
             return []
-        return [Chose(self.needed, len(live), self.chooser.round_s, self._now)]
+        return [Chose(of.needed, len(live), of.chooser.round_s, self._now, of.index)]
 
-    def _must_wait(self, worker: Worker, slowest: int) -> bool:
-        lead = worker.clock - slowest
-        too_far_ahead = self.rule.max_lead is not None and worker.alive and lead > self.rule.max_lead
-        return not self.stopped and (too_far_ahead or self._counted_in_round(worker))
+    def _must_wait(self, worker: Worker, of: Track, slowest: int) -> bool:
+        place = worker.places[of.index]
+        return not self._is_over(of) and ((worker.alive and of.is_ahead(place, slowest)) or of.has_given(place))
 
-    def _counted_in_round(self, worker: Worker) -> bool:
-        """Whether this worker has given its one gradient to the open round."""
-        return self.rule.once_per_round and worker.gave_at == self.version
+    def _ask_for_more(self, of: Track) -> list[Action]:
+        """Releases as many workers as a round needs, those that gave least first, if it cannot fill otherwise.
 
-    def _ask_for_more(self) -> list[Action]:
-        """Releases as many workers as the round needs, those that gave least first, if it cannot fill otherwise.
-
-        That happens when fewer workers live than the quorum needs, and when all workers wait: some because they were
+        That happens when fewer workers live than the quorum needs, and when all workers wait here: some because they were
         counted, the others because those are too far behind.
         """
-        computing = self.live - self.idle
-        if self.stopped or not self.rule.once_per_round or (self.live >= self.needed and computing):
+        if self._is_over(of) or not of.rule.once_per_round or not of.held:
             return []
-        wanted = self.needed - len(self.round) - computing
+        computing = self.live - self.idle
+        if self.live >= of.needed and (computing or (len(self.tracks) > 1 and not self._all_wait_in(of))):
+            return []
+        wanted = of.needed - len(of.round) - computing
         if wanted <= 0:
             return []
-        idle = sorted(i for i in self.held if self.workers[i].alive)
+        idle = sorted(i for i in of.held if self.workers[i].alive)
         if len(idle) > wanted:
-            given = Counter(key.worker for key in self.round)
-            idle.sort(key=lambda i: (given[i], self.workers[i].clock))
+            given = Counter(key.worker for key in of.round)
+            idle.sort(key=lambda i: (given[i], self.workers[i].places[of.index].clock))
+        for i in idle[:wanted]:
+            self._steps.lost(self.workers[i])
         return [self._release(i) for i in idle[:wanted]]
 
-    def _slowest_clock(self) -> int:
-        """Returns the clock of the slowest live worker, which only grows: nobody joins or comes back below it."""
-        if self._low not in self._clocks:
-            self._low = self._low + 1 if self._low + 1 in self._clocks else min(self._clocks, default=self._low)
-        return self._low
+    def _all_wait_in(self, of: Track) -> bool:
+        return all(w.waits_in == of.index for w in self.workers.values() if w.counted)
 
-    def _level(self) -> int:
+    def _let_go(self) -> list[Action]:
+        """All live workers wait, and in different tracks: those that are out of step go on, and their gradients stay in their rounds.
+
+        Where nobody is, the workers run different programs, and would wait for ever.
+        """
+        waiting = {of.index: tuple(sorted(i for i in of.held if self.workers[i].counted)) for of in self.tracks}
+        goes = self._steps.who_goes({k: [(i, self.workers[i]) for i in those] for k, those in waiting.items() if those})
+        if not goes:
+            return [Stuck(tuple((k, those) for k, those in waiting.items() if those))]
+        return [self._release(i) for i in goes]
+
+    def _level(self, of: Track) -> int:
         """Returns the clock of a worker that joins now: that of the slowest live worker, or the highest if none lives."""
-        return self._slowest_clock() if self.live else max((w.clock for w in self.workers.values()), default=0)
+        if self.live:
+            return of.slowest_clock()
+        return max((w.places[of.index].clock for w in self.workers.values()), default=0)
+
+    def _catch_up(self, worker: Worker) -> None:
+        """A worker counts again: level with the slowest, and perhaps at another place in its program than the others."""
+        for of, place in zip(self.tracks, worker.places, strict=True):
+            place.clock = max(place.clock, self._level(of))
+        self._steps.lost(worker)
 
     def _bury(self, index: int, why: str) -> Died:
         worker = self.workers[index]
         worker.fenced = not worker.held  # a waiting worker was not computing a gradient that could be out of date
-        self._mark(index, alive=False, held=worker.held)
+        self._mark(index, alive=False, waits_in=worker.waits_in)
         return Died(index, worker.incarnation, why)
 
     def _release(self, index: int) -> Released:
         worker = self.workers[index]
-        self._mark(index, alive=worker.alive, held=False)
-        if self.chooser is not None:
-            self.chooser.times.begins(index, self._now)
-        return Released(index, worker.incarnation, worker.local_step, self.version, self.stopped)
+        version = self.tracks[max(0, worker.waits_in)].version
+        self._mark(index, alive=worker.alive)
+        for chooser in self._choosers():
+            chooser.times.begins(index, self._now)
+        return Released(index, worker.incarnation, worker.local_step, version, self.stopped)
 
-    def _tick(self, worker: Worker) -> None:
-        self._count_clock(worker.clock, -1)
-        worker.clock += 1
-        self._count_clock(worker.clock, 1)
-
-    def _mark(self, index: int, *, alive: bool, held: bool, paused: bool = False) -> None:
+    def _mark(self, index: int, *, alive: bool, waits_in: int = -1, paused: bool = False) -> None:
         """The only place that changes a worker's state, so that the counts stay right."""
-        worker = self.workers[index]
-        was, counted = worker.alive and not worker.paused, alive and not paused
+        worker, held = self.workers[index], waits_in >= 0
+        was, counted = worker.counted, alive and not paused
         if counted != was:
-            self._count_clock(worker.clock, 1 if counted else -1)
+            for of, place in zip(self.tracks, worker.places, strict=True):
+                of.count_clock(place.clock, 1 if counted else -1)
         self.live += counted - was
         self.idle += (counted and held) - (was and worker.held)
-        worker.alive, worker.held, worker.paused = alive, held, paused
+        if worker.held:
+            self.tracks[worker.waits_in].held.discard(index)
+        if held:
+            self.tracks[waits_in].held.add(index)
+        worker.alive, worker.waits_in, worker.paused = alive, waits_in, paused
         (self.held.add if held else self.held.discard)(index)
 
-    def _count_clock(self, clock: int, change: int) -> None:
-        self._clocks[clock] += change
-        if not self._clocks[clock]:
-            del self._clocks[clock]
+    def _look_for_end(self) -> None:
+        """After the last step of the first optimizer the others may complete what was begun; alone, it has been."""
+        if not self.stopped and self._finished():
+            self.stopped, self.closed, self._stopped_at = True, len(self.tracks) == 1, self._now
 
     def _finished(self) -> bool:
         return self.last_step is not None and self.version >= self.last_step

@@ -37,6 +37,7 @@ from torchquorum.rules.quorum import (
     Repeated,
     Worker,
 )
+from torchquorum.rules.track import Track
 
 WORKERS = st.integers(0, 4)
 BOUNDS = st.none() | st.integers(0, 3)
@@ -355,9 +356,9 @@ class Counting(Quorum):
 
     looks = 0
 
-    def _must_wait(self, worker: Worker, slowest: int) -> bool:
+    def _must_wait(self, worker: Worker, of: Track, slowest: int) -> bool:
         self.looks += 1
-        return super()._must_wait(worker, slowest)
+        return super()._must_wait(worker, of, slowest)
 
 
 def joined(rule: Rule, num_workers: int) -> Counting:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from torchquorum.rules import Async as Async
     from torchquorum.rules import Bounded as Bounded
     from torchquorum.rules import Buffered as Buffered
+    from torchquorum.rules import Local as Local
     from torchquorum.rules import Rule as Rule
     from torchquorum.rules import Sync as Sync
     from torchquorum.session.hooks.evaluation import EvaluateHook as EvaluateHook

@@ -14,7 +14,7 @@ import torch
 
 from torchquorum.errors import SegmentError
 from torchquorum.memory.segments import PAGE_BYTES, Segment
-from torchquorum.placement.layout import Region
+from torchquorum.placement.layout import Region, Section
 from torchquorum.wire.messages import MemoryRef
 
 DTYPES = {
@@ -44,6 +44,15 @@ class Sections(list[torch.Tensor]):
 def section_views(region: Region, memory: torch.Tensor) -> Sections:
     """Returns a flat typed view of each section of a region that starts at the first byte of `memory`."""
     return Sections(memory[s.start_byte : s.start_byte + s.size_bytes].view(DTYPES[s.dtype]) for s in region.sections)
+
+
+def clear_padding(section: Section, values: torch.Tensor) -> None:
+    """Makes what lies between the pieces of a section zero."""
+    at = 0
+    for piece in section.pieces:
+        values[at : piece.offset] = 0
+        at = piece.offset + piece.numel
+    values[at:] = 0
 
 
 def region_bytes(region: Region, sections: Sequence[torch.Tensor]) -> npt.NDArray[np.uint8]:

@@ -9,10 +9,25 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from torchquorum.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Outer:
+    """The optimizer that the ps tasks run on what workers have gained by their local steps: its class and its options."""
+
+    name: str
+    options: tuple[tuple[str, Any], ...]
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{name}={value!r}' for name, value in self.options)})"
+
+
+# Douillard et al. 2023, DiLoCo, table 5: the best outer optimizer and its options.
+DILOCO = Outer("SGD", (("lr", 0.7), ("momentum", 0.9), ("nesterov", True)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +45,9 @@ class Rule:
         floor: With "auto", the least number that is chosen; None means half of the workers, rounded up.
         noise: With "auto", how many gradients it takes until the mean of more of them helps little; None means that every
             gradient helps as much as every other.
+        local_steps: How many steps a worker makes with its own optimizer before it gives what they have changed, which is then what
+            "gradient" means above; None means that it gives every gradient.
+        outer: With local steps, the optimizer that makes the updates from what workers give.
     """
 
     name: str = "Rule"
@@ -39,6 +57,8 @@ class Rule:
     pipeline: bool = False
     floor: int | None = None
     noise: float | None = None
+    local_steps: int | None = None
+    outer: Outer | None = None
 
     def __post_init__(self) -> None:
         if self.auto:
@@ -51,6 +71,7 @@ class Rule:
                 )
         _check("max_staleness", self.max_staleness, 0, "leave it out for no bound")
         _check("max_lead", self.max_lead, 0, "leave it out for no bound")
+        _check("local_steps", self.local_steps, 1, "leave it out to give every gradient")
         if self.pipeline and self.max_staleness is not None:
             raise ConfigError(
                 f"pipeline=True with max_staleness={self.max_staleness}: a pipelined gradient is always one version older; "
@@ -93,6 +114,8 @@ class Rule:
     def text(self) -> str:
         """Returns a preset in the notation of the command line, such as sync:2; `noise` is not part of it."""
         match self.name:
+            case "Local":
+                return f"local:{self.local_steps}" + ("" if (among := self._among()) == Sync() else f":{among.text}")
             case "Async":
                 return "async:pipeline" if self.pipeline else "async"
             case "Sync":
@@ -104,8 +127,22 @@ class Rule:
                 return f"buffered:{self.aggregate}"
         return str(self)
 
+    def _among(self) -> Rule:
+        """Returns the preset that decides on what workers give after their local steps."""
+        plain = replace(self, local_steps=None, outer=None)
+        aggregate = self.aggregate if isinstance(self.aggregate, int) else 1
+        presets = [Async(), Sync(self.aggregate), Buffered(aggregate), Bounded(self.max_lead or 0)]
+        return next((p for p in presets if replace(plain, name=p.name) == p), replace(plain, name="Rule"))
+
     def __str__(self) -> str:
         match self.name:
+            case "Local":
+                among = self._among()
+                return (
+                    f"Local({self.local_steps}, outer={self.outer}"
+                    + ("" if among == Sync() else f", rule={among}")
+                    + ")"
+                )
             case "Async":
                 return "Async(pipeline=True)" if self.pipeline else "Async()"
             case "Sync":
@@ -170,16 +207,78 @@ def Buffered(aggregate: int) -> Rule:
     return Rule(name="Buffered", aggregate=aggregate)
 
 
-_NUMBERS = {"bounded": 3, "buffered": 2}
-_FORMS = "async, async:pipeline, sync, sync:K, sync:KofN, sync:auto, sync:auto:FLOOR, bounded:S, buffered:K"
+def Local(
+    h: int,
+    outer: Any = None,
+    *,
+    rule: Rule | None = None,
+    aggregate: int | None = None,
+    max_staleness: int | None = 0,
+    max_lead: int | None = None,
+) -> Rule:
+    """Local steps: every worker makes `h` steps with its own optimizer, then gives what they have changed, as one gradient.
+
+    With x_v the variables of version v and y a worker's parameters h steps later, it gives x_v - y; the quorum decides on it like on
+    any gradient, and the outer optimizer, on the ps tasks, makes an update of the mean (Douillard et al. 2023, DiLoCo). The optimizer in
+    `tq.Optimizer(...)` is the inner one: it runs in the worker, and its settings and state are the worker's own. `global_step` and
+    `last_step` count outer steps, `session.inner_step` the others. What is not used, because it came too late, is part of what the
+    worker gives next.
+
+    Args:
+        h: How many inner steps are one outer step.
+        outer: The optimizer on the ps tasks: one of torch.optim over the model's parameters, of which class and options count, or
+            functools.partial(torch.optim.SGD, lr=0.7); None for SGD with lr=0.7, momentum=0.9 and Nesterov, as in DiLoCo.
+        rule: Which rule holds for outer steps: `tq.Sync()` (the default), `tq.Sync(k)`, `tq.Async()`, `tq.Bounded(s)`,
+            `tq.Buffered(k)`; instead of the three that follow.
+        aggregate: How many workers' changes make one update; None for all.
+        max_staleness: Older ones are not used now, but given again; None for no bound.
+        max_lead: How many outer steps a worker may be ahead of the slowest.
+    """
+    _check_number("h", h, 1, "1 gives every step")
+    if rule is not None and (aggregate, max_staleness, max_lead) != (None, 0, None):
+        raise ConfigError(
+            "Local(rule=...) says when an outer step is made; leave out aggregate, max_staleness and max_lead"
+        )
+    if rule is not None and (not isinstance(rule, Rule) or rule.local_steps is not None or rule.pipeline):
+        raise ConfigError(f"Local(rule={rule}): give tq.Sync(), tq.Async(), tq.Bounded(s) or tq.Buffered(k)")
+    among = rule or Rule(aggregate=aggregate, max_staleness=max_staleness, max_lead=max_lead)
+    return replace(among, name="Local", local_steps=h, outer=_read_outer(outer))
+
+
+def _read_outer(given: Any) -> Outer:
+    """Reads an outer optimizer: an object of torch.optim, or a functools.partial of a class."""
+    if given is None:
+        return DILOCO
+    if isinstance(given, Outer):
+        return given
+    kind, options = getattr(given, "func", None), getattr(given, "keywords", None)
+    if isinstance(kind, type) and isinstance(options, dict) and not getattr(given, "args", ()):
+        return Outer(kind.__name__, tuple(options.items()))
+    defaults, groups = getattr(given, "defaults", None), getattr(given, "param_groups", None)
+    if not isinstance(defaults, dict) or not isinstance(groups, list):
+        raise ConfigError(
+            f"Local(outer={given!r}): give an optimizer of torch.optim over the model's parameters, or "
+            "functools.partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)"
+        )
+    options = {name: groups[0].get(name, value) for name, value in defaults.items()}
+    options = {name: value for name, value in options.items() if value is not None}
+    if any(group.get(name) != value for group in groups for name, value in options.items()):
+        raise ConfigError(
+            "Local(outer=...): an outer optimizer has the same options for all parameters; give it one group"
+        )
+    return Outer(type(given).__name__, tuple(options.items()))
+
+
+_NUMBERS = {"bounded": 3, "buffered": 2, "local": 50}
+_FORMS = "async, async:pipeline, sync, sync:K, sync:KofN, sync:auto, sync:auto:FLOOR, bounded:S, buffered:K, local:H, local:H:RULE"
 
 
 def parse_rule(text: str, num_workers: int | None = None) -> Rule:
     """Reads a rule in the notation of the command line.
 
     Args:
-        text: One of async, async:pipeline, sync, sync:2, sync:2of3, sync:auto, sync:auto:2, bounded:3, buffered:4 (case and
-            spaces do not matter).
+        text: One of async, async:pipeline, sync, sync:2, sync:2of3, sync:auto, sync:auto:2, bounded:3, buffered:4, local:50,
+            local:50:async (case and spaces do not matter).
         num_workers: How many workers there are, where that is known; then sync:2of3 is for three of them.
 
     Raises:
@@ -202,7 +301,10 @@ def parse_rule(text: str, num_workers: int | None = None) -> Rule:
         return Bounded(_number(text, argument))
     if name == "buffered" and argument:
         return Buffered(_number(text, argument))
-    near = difflib.get_close_matches(name, ["async", "sync", "bounded", "buffered"], 1)
+    if name == "local" and argument:
+        steps, _, among = argument.partition(":")
+        return Local(_number(text, steps), rule=parse_rule(among, num_workers) if among else None)
+    near = difflib.get_close_matches(name, ["async", "sync", "bounded", "buffered", "local"], 1)
     hint = f"; did you mean {near[0]}?" if near and near[0] != name else ""
     if name in _NUMBERS:
         hint = f"; it needs a number, such as {name}:{_NUMBERS[name]}"
@@ -226,6 +328,7 @@ def _number(text: str, digits: str) -> int:
 
 
 _SHOWN = re.compile(r"(Async|Sync|Bounded|Buffered)\((.*)\)")
+_SHOWN_LOCAL = re.compile(r"Local\((\d+), outer=(\w+)\(([^()]*)\)(?:, rule=(.*))?\)")
 
 
 def read_rule(shown: str) -> Rule:
@@ -234,19 +337,29 @@ def read_rule(shown: str) -> Rule:
     Raises:
         ConfigError: It is not a preset.
     """
+    if local := _SHOWN_LOCAL.fullmatch(shown):
+        steps, kind, options, among = local.groups()
+        return Local(
+            int(steps), Outer(kind, tuple(_read_values(options).items())), rule=read_rule(among) if among else None
+        )
     match = _SHOWN.fullmatch(shown)
     if match is None:
         raise ConfigError(f"rule {shown!r}: is no preset; name a rule, such as {_FORMS}")
-    values: dict[str, Any] = {}
-    for part in filter(None, match[2].replace(" ", "").split(",")):
-        name, _, value = part.rpartition("=")
-        values[name] = _read_value(value)
+    values = _read_values(match[2])
     first = values.pop("", None)
     presets: dict[str, Any] = {"Async": Async, "Sync": Sync, "Bounded": Bounded, "Buffered": Buffered}
     return presets[match[1]](*([] if first is None else [first]), **values)
 
 
+def _read_values(text: str) -> dict[str, Any]:
+    values: dict[str, Any] = {}
+    for part in filter(None, text.replace(" ", "").split(",")):
+        name, _, value = part.rpartition("=")
+        values[name] = _read_value(value)
+    return values
+
+
 def _read_value(text: str) -> object:
-    if text in ("True", "False"):
-        return text == "True"
+    if text in ("True", "False", "None"):
+        return None if text == "None" else text == "True"
     return text.strip("'\"") if text[:1] in "'\"" else float(text) if "." in text or "e" in text else int(text)

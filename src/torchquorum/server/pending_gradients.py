@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from torchquorum.memory.slots import Slots, section_views
+from torchquorum.compress.compressor import read_compressor
+from torchquorum.memory.slots import DTYPES, Slots, clear_padding, section_views
 from torchquorum.placement.layout import Region
 from torchquorum.rules.quorum import Key
 from torchquorum.wire.codec import Frame
@@ -37,8 +38,9 @@ class Gradient:
 class PendingGradients:
     """The undecided gradients of one shard, and up to which step those of each incarnation are decided."""
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: Region, compress: str = "") -> None:
         self._region = region
+        self._compressor = read_compressor(compress) if compress else None
         self._gradients: dict[Key, Gradient] = {}
         self._requests: dict[int, tuple[int, Key]] = {}
         self._decided: dict[tuple[int, int], int] = {}
@@ -65,8 +67,9 @@ class PendingGradients:
         else:
             if len(frames) != 1:
                 raise ValueError(f"{len(frames)} tensor frames, expected 1")
-            sections = self._cut(frames[0])
-        self._gradients[key] = Gradient(sections, frozenset(push.absent), borrowed=True, version=push.version)
+            sections = self._cut(frames[0]) if self._compressor is None else self._decode(frames[0])
+        borrowed = push.slot >= 0 or self._compressor is None
+        self._gradients[key] = Gradient(sections, frozenset(push.absent), borrowed=borrowed, version=push.version)
 
     def store_shared(self, key: Key, memory: Slots) -> None:
         """Keeps a gradient of the fast path, which lies in the first slot of its worker's memory."""
@@ -82,6 +85,23 @@ class PendingGradients:
             views = section_views(self._region, frame_tensor(frame, self._region.size_bytes))
             kept = room.cut = (self._region, views)
         return kept[1]
+
+    def _decode(self, frame: Frame) -> list[torch.Tensor]:
+        """Returns the sections that a compressed gradient stands for, in memory of its own.
+
+        Raises:
+            ValueError: It does not fit the variables, or is damaged.
+        """
+        assert self._compressor is not None
+        sizes = [self._compressor.size_bytes(section.numel) for section in self._region.sections]
+        parts = frame_tensor(frame, sum(sizes)).split(sizes)
+        sections = []
+        for section, part in zip(self._region.sections, parts, strict=True):
+            values = torch.empty(section.numel, dtype=torch.float32)
+            self._compressor.decode(part.clone(), values)  # a clone is aligned
+            clear_padding(section, values)
+            sections.append(values.to(DTYPES[section.dtype]))
+        return sections
 
     def note_request(self, request: int, key: Key) -> None:
         """Notes which request pushed a gradient, the latest if several did."""

@@ -20,6 +20,7 @@ _COMPARED = (
     "average",
     "after_update",
     "rule",
+    "compress",
     "placement",
     "slice_bytes",
     "num_workers",

@@ -64,7 +64,7 @@ class Shard:
             self.variables.versions.also_busy = self.page.workers.busy_slots
             self.variables.update.state.also_busy = self.page.workers.busy_states
         self.workers = WorkerTable(plan.num_workers, self.region)
-        self.gradients = PendingGradients(self.region)
+        self.gradients = PendingGradients(self.region, plan.compress)
         self.given = GivenValues()
         self.answers = Answers(index, generation, self.variables, self.workers, self.page)
         self.followed = 0

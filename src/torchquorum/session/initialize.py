@@ -49,6 +49,7 @@ class Initializer:
             schedule=optimizer.schedule,
             average=optimizer.average,
             after_update=optimizer.after_update,
+            compress=optimizer.compress,
             num_shards=setup.task.num_ps,
             num_workers=setup.task.num_workers,
             placement=optimizer.placement,

@@ -285,6 +285,11 @@ class Session:
         return self._part.link.local_step
 
     @property
+    def inner_step(self) -> int:
+        """Returns how many steps this worker's own optimizer has made, under `tq.Local`; else how many gradients it has computed."""
+        return self.optimizer.inner_step
+
+    @property
     def saved_step(self) -> int:
         """Returns the global step of the last checkpoint that was waited for or restored, -1 for none."""
         return self._part.saved_step

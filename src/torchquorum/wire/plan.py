@@ -109,6 +109,7 @@ class Plan(msgspec.Struct, kw_only=True):
     schedule: ScheduleSpec | None = None
     average: AverageSpec | None = None
     after_update: list[AfterSpec] = []
+    compress: str = ""
     placement: str = "round_robin"
     slice_bytes: int | None = None
     last_step: int | None = None

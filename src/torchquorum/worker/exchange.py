@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 import torchquorum.wire.messages as m
-from torchquorum.memory.slots import Slots, section_views
+from torchquorum.memory.slots import Sections, Slots, section_views
 from torchquorum.wire import codec
 from torchquorum.wire.channel import Choose, Pieces
 from torchquorum.wire.codec import Frame
@@ -110,6 +110,16 @@ class Exchange:
                 absent.append(pusher(held) if self._pieces[k] is None else [])
         self.settle()
         return absent
+
+    def sections(self) -> list[Sections]:
+        """Returns, of each shard, the memory in which the gradients were filled in."""
+        found = []
+        for k, region in enumerate(self._flat.layout.trained):
+            slots, buffer = self._gradients[k], self._buffers[k]
+            memory = slots.bytes[0] if slots is not None else buffer
+            assert memory is not None
+            found.append(section_views(region, memory))
+        return found
 
     def finite(self) -> bool:
         """Whether what was filled in last holds neither NaN nor infinity."""

@@ -33,6 +33,7 @@ from torchquorum.worker.polls import (
 from torchquorum.worker.positions import CapturedPosition, Positions
 from torchquorum.worker.ps_channels import PsChannels
 from torchquorum.worker.requests import Requests
+from torchquorum.worker.residuals import Residuals, make_residuals
 from torchquorum.worker.run_member import Assignment, LaterLoss, RunMember
 from torchquorum.worker.run_view import RunView
 from torchquorum.worker.step import Step
@@ -60,6 +61,7 @@ class Link(RunView):
         requests: The joins, pushes and pulls on them.
         joined: The worker's part in the run, once it has joined.
         while_waiting: Is called while the link waits; may raise to end the wait.
+        residuals: What this worker has computed and not yet given, where something can be kept.
         leads: Says whether the settings of this worker's program count: it is the chief, or stands in for it.
         allow_nonfinite: Whether gradients with NaN or infinity are pushed as if they were whole.
     """
@@ -77,6 +79,7 @@ class Link(RunView):
         self._shared: list[bool] = []
         self._buffers: BufferExchange | None = None
         self.joined: RunMember | None = None
+        self.residuals: Residuals | None = None
         self.while_waiting: Callable[[], None] = lambda: None
         self.leads: Callable[[], bool] = lambda: end.index == 0
         self.allow_nonfinite = False
@@ -86,7 +89,7 @@ class Link(RunView):
         self.channels.count, self.local_step = before.channels.count, before.local_step
         self.version, self.lr, self.generation = before.version, before.lr, before.generation
         self.used_lr, self.settings = before.used_lr, before.settings
-        self.assignments = before.assignments
+        self.assignments, self.residuals = before.assignments, before.residuals
 
     # -- coming and going ---------------------------------------------------------------------------------------------
 
@@ -142,8 +145,16 @@ class Link(RunView):
     def _join(self, plan: m.Plan, flat: FlatParameters) -> None:
         if self.joined is not None:
             self.joined.close()
+        if self.residuals is None:
+            self.residuals = make_residuals(flat.layout, plan.compress, local=plan.rule.local_steps is not None)
         self.joined = joined = RunMember(
-            plan, flat, self._shared, requests=self.requests, view=self, positions=self._positions
+            plan,
+            flat,
+            self._shared,
+            requests=self.requests,
+            view=self,
+            positions=self._positions,
+            residuals=self.residuals,
         )
         joined.on_stop = self._buffers.send_final if self._buffers is not None else joined.on_stop
         for k in range(len(self.end.ps)):
@@ -236,6 +247,8 @@ class Link(RunView):
         # The ps tasks know nothing of it: it is pushed again, as the same local step and as computed at its own version.
         self.local_step = push.local_step - 1
         version, self.version = self.version, push.version
+        if self.residuals is not None:
+            self.residuals.undo()
         try:
             return self.push(push.loss, push.settings)
         finally:

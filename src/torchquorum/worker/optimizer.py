@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from torchquorum.compress.compressor import read_compressor
 from torchquorum.errors import ConfigError, LostPlaceError, TaskLostError
 from torchquorum.rules import Rule, Sync
 from torchquorum.update.constraints import read_after_update
@@ -23,6 +24,7 @@ from torchquorum.wire.messages import AverageSpec, OptimizerSpec, ScheduleSpec
 from torchquorum.wire.settings import RATE, Settings, changes, describe, encode
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.link import Link
+from torchquorum.worker.local_steps import LocalSteps, outer_spec
 from torchquorum.worker.nonfinite import Nonfinite
 from torchquorum.worker.program_settings import ProgramSettings
 from torchquorum.worker.run_member import LaterLoss
@@ -119,11 +121,14 @@ class Optimizer(torch.optim.Optimizer):
 
     Args:
         optimizer: Any optimizer of torch.optim over the model's parameters; its class and arguments are what counts.
-        rule: When gradients become an update: `tq.Sync()` (the default), `tq.Async()`, `tq.Bounded(s)`, `tq.Buffered(k)`.
+        rule: When gradients become an update: `tq.Sync()` (the default), `tq.Async()`, `tq.Bounded(s)`, `tq.Buffered(k)`,
+            `tq.Local(h)`.
         schedule: A learning-rate schedule by global step, see `tq.schedule` and `tq.ExponentialDecay`; instead of a scheduler object.
         placement: How variables are placed on ps tasks: `round_robin` or `greedy`.
         slice_bytes: A variable of more bytes is sliced over all ps tasks.
         average: Moving averages of the variables, see `tq.ExponentialMovingAverage`; evaluate with `session.averaged()`.
+        compress: Sends gradients in fewer bytes and keeps what that loses for the next one: `int8`, `int4`, `bfloat16`, `topk:64/4096`,
+            `topk:64/4096+2bit`; see docs/slow-networks.md.
         after_update: What is done to the variables after every update, where that is made: `tq.Clamp`, `tq.MaxNorm`, `tq.UnitNorm`.
         allow_nonfinite: Apply gradients with NaN or infinity, as plain PyTorch does; by default they are refused.
     """
@@ -138,6 +143,7 @@ class Optimizer(torch.optim.Optimizer):
         slice_bytes: int | None = None,
         average: AverageSpec | None = None,
         after_update: Any = None,
+        compress: str | None = None,
         allow_nonfinite: bool = False,
     ) -> None:
         if isinstance(optimizer, Optimizer):
@@ -148,7 +154,17 @@ class Optimizer(torch.optim.Optimizer):
             raise ConfigError(
                 f"rule={rule!r}: give tq.Sync(), tq.Async(), tq.Bounded(s) or tq.Buffered(k), with parentheses"
             )
-        name_of(type(optimizer))
+        self._local = LocalSteps(optimizer, rule.local_steps) if rule is not None and rule.local_steps else None
+        if rule is not None and self._local is not None:
+            outer_spec(rule, 1)
+        if self._local is None:
+            name_of(type(optimizer))
+        if compress is not None:
+            read_compressor(compress)
+            if allow_nonfinite:
+                raise ConfigError(
+                    "compress= and allow_nonfinite=True: NaN and infinity cannot be compressed; leave one of them out"
+                )
         self._link: Link | None = None
         self._observer: StepObserver | None = None
         with warnings.catch_warnings():
@@ -160,7 +176,7 @@ class Optimizer(torch.optim.Optimizer):
         self.schedule = _as_schedule(schedule)
         self.placement, self.slice_bytes, self.average = placement, slice_bytes, average
         self.after_update = read_after_update(after_update)
-        self.allow_nonfinite = allow_nonfinite
+        self.compress, self.allow_nonfinite = compress or "", allow_nonfinite
         self._nonfinite = Nonfinite()
         self._last: Step | None = None
         self._last_lr = self._given_rates()
@@ -210,6 +226,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def spec(self) -> OptimizerSpec:
         """Returns the optimizer as it travels to the ps tasks: as it was when the session began."""
+        if self._spec is None and self._local is not None:
+            self._program = None
+            self._spec = outer_spec(self.rule, len(self.param_groups))
         if self._spec is None:
             name = name_of(type(self.inner))
             program = self._program = ProgramSettings(self.inner, more=is_own(name))
@@ -244,6 +263,8 @@ class Optimizer(torch.optim.Optimizer):
         self._link, self._observer = link, observer
         if link is not None:
             link.allow_nonfinite = self.allow_nonfinite
+        if self._local is not None:
+            self._local.attach(link)
 
     def take_settings(self, settings: Settings) -> None:
         """Writes the run's settings into the parameter groups; only what the program changes afterwards counts."""
@@ -277,6 +298,8 @@ class Optimizer(torch.optim.Optimizer):
             What the closure returned; None without one, as in torch.optim.
         """
         self.check()
+        if self._local is not None:
+            return self._local_step(self._local, closure, loss)
         found = None
         if closure is not None:
             with torch.enable_grad():
@@ -285,6 +308,29 @@ class Optimizer(torch.optim.Optimizer):
             loss = loss.detach()
         self.push(float(loss) if loss is not None else None)
         return found
+
+    def _local_step(self, local: LocalSteps, closure: Callable[[], Any] | None, loss: Any) -> Any:
+        """Makes an inner step, and the outer one if it is due; observers follow the outer ones."""
+        assert self._link is not None
+        found = local.step(
+            closure, float(loss.detach() if isinstance(loss, torch.Tensor) else loss) if loss is not None else None
+        )
+        if local.is_due:
+            local.push(lambda: self.push(local.loss))
+        else:
+            if self._observer is not None:
+                self._observer.before_run()
+            self._last = Step(
+                self._link.version, self._link.local_step, None, "inner", 0, self._link.lr[0], self._link.stopped
+            )
+        return found
+
+    @property
+    def inner_step(self) -> int:
+        """Returns how many steps this worker's own optimizer has made, under `tq.Local`; else how many gradients it has computed."""
+        if self._local is not None:
+            return self._local.inner_step
+        return self._link.local_step if self._link is not None else 0
 
     def check(self) -> None:
         """Raises ConfigError if there is no session, or the program sets learning rates beside a schedule."""
@@ -313,6 +359,7 @@ class Optimizer(torch.optim.Optimizer):
             self._pushed(loss)
         except (LostPlaceError, TaskLostError) as error:
             self._last = self._observer.recover(error)
+            self._keep_unused(self._link)
         self._observer.after_run(self.last, loss() if callable(loss) else loss, time.perf_counter() - started)
         return self.last
 
@@ -324,9 +371,17 @@ class Optimizer(torch.optim.Optimizer):
         self._last = link.push(loss, own if leads else None)
         self.inner._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # for scheduler objects of the one that is wrapped
         self._nonfinite.follow(self.last, link)
+        self._keep_unused(link)
         if own is not None and not leads and self.last.accepted and self.rule.once_per_round:
             self._compare(own, link)
         return self.last
+
+    def _keep_unused(self, link: Link) -> None:
+        """What was pushed and will not be used stays with this worker; of a plain gradient, what had been kept before."""
+        if link.residuals is not None and self.last.accepted is False and not self.last.stop:
+            link.residuals.undo()
+            if self._local is not None and self.flat is not None and self.last.reason != "not finite":
+                link.residuals.add_gradients(self.flat)
 
     def _compare(self, own: Settings, link: Link) -> None:
         """Says once that this worker's settings differ from the run's, when they have in several rounds running."""
@@ -348,6 +403,8 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: There is no session, so the state is not to be had.
         """
+        if self._local is not None:
+            return self.inner.state_dict()
         link, flat = self._link, self.flat
         if link is None or flat is None:
             raise ConfigError(

@@ -27,9 +27,10 @@ from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.optimizer_state import OptimizerState
 from torchquorum.worker.positions import Positions
 from torchquorum.worker.requests import Requests
+from torchquorum.worker.residuals import Residuals
 from torchquorum.worker.run_view import RunView
 from torchquorum.worker.step import Step
-from torchquorum.worker.writes import SuspectedWriteError, WriteWatch, same_bits
+from torchquorum.worker.writes import SuspectedWriteError, Watch, WriteWatch, same_bits
 
 LISTEN_S = 0.001
 LaterLoss = Callable[[], float]
@@ -64,6 +65,7 @@ class RunMember:
         requests: How the ps tasks are asked.
         view: Where this worker stands; kept up to date here.
         positions: Notes where it stood at each version.
+        residuals: What this worker has computed and not yet given, where something can be kept.
 
     Attributes:
         exchange: The memory that gradients and variables go through.
@@ -83,16 +85,18 @@ class RunMember:
         requests: Requests,
         view: RunView,
         positions: Positions,
+        residuals: Residuals | None = None,
     ) -> None:
         self.plan, self.flat = plan, flat
-        self.exchange = Exchange(flat, shared, in_place=not plan.rule.pipeline)
+        self.residuals = residuals
+        self.exchange = Exchange(flat, shared, in_place=not plan.rule.pipeline and residuals is None)
         self.fastpath: FastPathSteps | None = None
         self._requests, self._channels = requests, requests.channels
         self._view, self._positions = view, positions
         self.on_stop: Callable[[], None] = lambda: None
         end = requests.channels.end
         self._who, self._round_s, self._clock = (end.index, end.incarnation), end.patience.round_s, end.clock
-        self.watch = WriteWatch(flat, end.clock)
+        self.watch: Watch = WriteWatch(flat, end.clock)
         self._pushed_at = 0
         self._state: list[tuple[m.StateRef, Frame]] = []
         self._listen_at = 0.0
@@ -108,7 +112,9 @@ class RunMember:
         self._requests.begin(number, messages)
         answer = self.take(self._channels.end.patience.start_s)
         updates_here = self.fastpath is not None and self.fastpath.direct  # there is a fast path only where it is used
-        if not self.pipeline and not updates_here:  # pipelined, the ps reads one gradient while the next is computed
+        if (
+            not self.pipeline and not updates_here and self.residuals is None
+        ):  # pipelined, the ps reads one gradient while the next is computed
             self.exchange.copy_early(lambda: not self._requests.is_open)
         return answer
 
@@ -165,6 +171,8 @@ class RunMember:
         if self.fastpath is not None and exchange.device is not None:
             self.fastpath.done()
         finite = allow_nonfinite or exchange.finite()
+        if self.residuals is not None:
+            self.residuals.apply(exchange.sections(), finite=finite)
         if fastpath is not None and not fastpath.direct and finite and not absent[0]:
             step = self._push_fast(fastpath, number, loss, rates)
             if step is not None:
@@ -191,7 +199,8 @@ class RunMember:
             message = m.Push(*self._who, number, local_step, computed_at, slot, without, loss, finite)
             if k == 0:
                 message.settings, message.revision = settings or [], self._view.revision
-            messages.append((message, self.exchange.frames(k)))
+            compressed = self.residuals.frame(k) if self.residuals is not None and slot < 0 else None
+            messages.append((message, self.exchange.frames(k) if compressed is None else [compressed]))
         self._requests.begin(number, messages)
 
     def _push_fast(
@@ -336,12 +345,14 @@ class RunMember:
     def pull(self, *, averaged: bool = False) -> m.Variables:
         """Takes the current version, or the moving averages at it; returns shard 0's answer."""
         self.finish_request()
+        self.watch.before_pull()
         self._send_pull(averaged=averaged)
         return self.take(self._round_s)
 
     def pull_state(self) -> OptimizerState:
         """Takes the current version, and returns the optimizer's state at it, as all ps tasks have it."""
         self.finish_request()
+        self.watch.before_pull()
         self._send_pull(averaged=False, state=True)
         self.take(self._round_s)
         state, self._state = self._state, []

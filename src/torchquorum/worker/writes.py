@@ -37,6 +37,26 @@ class SuspectedWriteError(Exception):
         self.variables = sorted(set(variables))
 
 
+class Watch(Protocol):
+    """Is told what comes into the parameters; a worker's part in the run has one."""
+
+    def note(self) -> None:
+        """The parameters hold a version."""
+        ...
+
+    def look(self) -> None:
+        """A step begins."""
+        ...
+
+    def confirm(self) -> None:
+        """A GPU, if there is one, has been waited for since `look`."""
+        ...
+
+    def before_pull(self) -> None:
+        """Another version is about to come, which no step has asked for."""
+        ...
+
+
 class _Area(Protocol):
     """Memory in which some parameters lie one after the other."""
 
@@ -176,6 +196,9 @@ class WriteWatch:
         if found:
             raise SuspectedWriteError(found)
         self._counted = True
+
+    def before_pull(self) -> None:
+        """Another version is about to come: what the program has written was looked for at the last step."""
 
     def confirm(self) -> None:
         """The GPU has been waited for since `look`.

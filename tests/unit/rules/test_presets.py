@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import functools
 from dataclasses import FrozenInstanceError
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from torchquorum import rules
 from torchquorum.errors import ConfigError
-from torchquorum.rules import Async, Bounded, Buffered, Rule, Sync, parse_rule
+from torchquorum.rules import Async, Bounded, Buffered, Local, Outer, Rule, Sync, parse_rule
 from torchquorum.rules.presets import read_rule
 
 
@@ -188,7 +190,7 @@ def test_a_rule_with_a_senseless_number_says_which(text, what):
 def test_a_rule_that_lacks_its_number_is_answered_with_an_example(text, example):
     with pytest.raises(ConfigError) as error:
         parse_rule(text)
-    assert str(error.value).endswith(f"buffered:K; it needs a number, such as {example}")
+    assert str(error.value).endswith(f"local:H:RULE; it needs a number, such as {example}")
     assert isinstance(parse_rule(example), Rule)
 
 
@@ -214,7 +216,7 @@ def test_a_rule_without_options_is_async_under_another_name():
 
 def test_the_package_offers_the_rules_by_name():
     names = {name: getattr(rules, name) for name in rules.__all__}
-    assert names.keys() == {"Async", "Bounded", "Buffered", "Quorum", "Rule", "Sync", "parse_rule"}
+    assert names.keys() == {"Async", "Bounded", "Buffered", "Local", "Outer", "Quorum", "Rule", "Sync", "parse_rule"}
 
 
 # -- auto -------------------------------------------------------------------------------------------------------------
@@ -254,6 +256,7 @@ def test_auto_is_for_rounds_of_one_version(more: dict[str, Any]):
 
 
 SHOWN = [Async(), Async(pipeline=True), Sync(), Sync(2), Sync("auto", floor=3), Bounded(0), Buffered(4)]
+SHOWN += [Local(50), *(Local(3, rule=rule) for rule in (Async(), Sync(2), Sync("auto"), Bounded(2), Buffered(4)))]
 
 
 @pytest.mark.parametrize("rule", [*SHOWN, Sync("auto", noise=2.5), Sync("auto", noise=4)], ids=str)
@@ -275,3 +278,70 @@ def test_what_is_no_preset_has_no_text_and_is_not_read():
         parse_rule("sync:auto:x")
     with pytest.raises(ConfigError, match="'' is not a whole number"):
         parse_rule("sync:auto:")
+
+
+# -- local steps ------------------------------------------------------------------------------------------------------
+
+
+def test_local_steps_are_decided_on_by_another_rule():
+    assert options(Local(5)) == options(Sync()) and Local(5).local_steps == 5 and Local(5).name == "Local"
+    assert options(Local(5, rule=Async())) == options(Async())
+    assert options(Local(5, aggregate=2)) == options(Sync(2))
+    assert options(Local(5, aggregate=2, max_staleness=None)) == options(Buffered(2))
+    assert options(Local(5, aggregate=1, max_staleness=None, max_lead=3)) == options(Bounded(3))
+    assert Sync().local_steps is None and Sync().outer is None
+    assert str(Local(5, aggregate=2, max_staleness=1)).endswith(
+        ", rule=Rule(aggregate=2, max_staleness=1, max_lead=None))"
+    )
+
+
+def test_the_outer_optimizer_is_that_of_the_paper_unless_one_is_given():
+    assert str(Local(5)) == "Local(5, outer=SGD(lr=0.7, momentum=0.9, nesterov=True))"
+    assert Local(5, functools.partial(dict, lr=0.5)).outer == Outer("dict", (("lr", 0.5),))
+    assert Local(5, Outer("Adam", ())).outer == Outer("Adam", ())
+    optimizer = SimpleNamespace(defaults={"lr": 1, "eps": 0.1, "foreach": None}, param_groups=[{"lr": 0.3}])
+    assert Local(5, optimizer).outer == Outer("SimpleNamespace", (("lr", 0.3), ("eps", 0.1)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0,), "h=0: must be 1 or more; 1 gives every step"),
+        ((True,), "h=True: must be a whole number"),
+        ((5, 0.7), "Local(outer=0.7): give an optimizer of torch.optim over the model's parameters"),
+        ((5, functools.partial(dict, [])), "Local(outer=functools.partial"),
+        ((5, SimpleNamespace(defaults={}, param_groups=1)), "Local(outer=namespace"),
+        (
+            (5, SimpleNamespace(defaults={"lr": 1}, param_groups=[{"lr": 1}, {"lr": 2}])),
+            "Local(outer=...): an outer optimizer",
+        ),
+    ],
+)
+def test_what_local_cannot_mean_is_an_error(arguments: Any, message: str):
+    with pytest.raises(ConfigError) as error:
+        Local(*arguments)
+    assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize("more", [{"aggregate": 2}, {"max_staleness": None}, {"max_lead": 1}])
+def test_local_takes_a_rule_or_its_options(more: dict[str, Any]):
+    with pytest.raises(ConfigError, match="leave out aggregate, max_staleness and max_lead"):
+        Local(5, rule=Async(), **more)
+
+
+@pytest.mark.parametrize("rule", [Async(pipeline=True), Local(2), "async"], ids=str)
+def test_local_steps_go_with_rules_that_answer_every_gradient(rule: Any):
+    with pytest.raises(ConfigError, match=r"give tq.Sync\(\), tq.Async\(\)"):
+        Local(5, rule=rule)
+
+
+def test_a_rule_with_local_steps_that_is_misspelt_is_refused():
+    for text, what in [("local", "it needs a number, such as local:50"), ("local:x", "'x' is not a whole number")]:
+        with pytest.raises(ConfigError, match=what):
+            parse_rule(text)
+    with pytest.raises(ConfigError, match="did you mean async"):
+        parse_rule("local:5:asink")
+    with pytest.raises(ConfigError, match="and there are 4"):
+        parse_rule("local:5:sync:2of3", num_workers=4)
+    with pytest.raises(ConfigError, match="is no preset"):
+        read_rule("Local(5, outer=SGD(lr=0.7), rule=Unknown())")

@@ -1,0 +1,151 @@
+"""Local steps: the worker's own optimizer runs here, and what it has changed is what the worker gives.
+
+Owned by `tq.Optimizer` of a `tq.Local` rule, on the worker's thread; it stands in the place of the watch for writes, since here the
+program and its optimizer may write to the parameters as they like. With x the version that the parameters were given and y what they
+hold `h` inner steps later, x - y is pushed as the gradient (Douillard et al. 2023, DiLoCo). What always holds: `anchor` is the version
+that the parameters were given last; whatever the worker has changed since is pushed, kept in the residual, or still in the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from torchquorum.errors import ConfigError
+from torchquorum.rules import Rule
+from torchquorum.update.optimizers import build
+from torchquorum.wire.messages import OptimizerSpec
+from torchquorum.wire.settings import encode
+from torchquorum.worker.flat import FlatParameters
+from torchquorum.worker.link import Link
+
+
+class LocalSteps:
+    """The local steps of one worker.
+
+    Args:
+        inner: The optimizer that makes them.
+        h: How many of them are one outer step.
+
+    Attributes:
+        inner_step: How many inner steps this worker has made.
+    """
+
+    def __init__(self, inner: torch.optim.Optimizer, h: int) -> None:
+        self.inner, self.h = inner, h
+        self.inner_step = self._since = 0
+        self._losses: list[float] = []
+        self._link: Link | None = None
+        self._flat: FlatParameters | None = None
+        self._areas: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # parameters, anchor, change
+        self._changes: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
+
+    def attach(self, link: Link | None) -> None:
+        """The parameters hold a version, and from now on the changes to it are looked at; None: the session is over."""
+        self._link, joined = link, link.joined if link is not None else None
+        if joined is None:
+            self._flat, self._areas, self._changes = None, [], []
+            return
+        if joined.flat is not self._flat:
+            self._flat = joined.flat
+            self._lay_out(joined.flat)
+        joined.watch = self
+        self.note()
+
+    def _lay_out(self, flat: FlatParameters) -> None:
+        """Makes room for the anchor and the changes, laid out as the parameters are."""
+        self._areas, self._changes = [], []
+        for memory, members in flat.memory():
+            change = torch.zeros_like(memory)
+            self._areas.append((memory, memory.clone(), change))
+            for variable, offset, _ in members:
+                parameter = flat.parameters[variable]
+                view = change.as_strided(parameter.shape, parameter.stride(), offset)
+                self._changes.append((parameter, view))
+
+    # -- in the place of the watch for writes -------------------------------------------------------------------------
+
+    def note(self) -> None:
+        """The parameters hold a version."""
+        self._since = 0
+        self._losses = []
+        with torch.no_grad():
+            for memory, anchor, _ in self._areas:
+                anchor.copy_(memory)
+
+    def look(self) -> None:
+        """A push begins: the program may write to the parameters, which is a local step of its own."""
+
+    def confirm(self) -> None:
+        """There is nothing to confirm."""
+
+    def before_pull(self) -> None:
+        """Another version is about to come into the parameters: what has been changed is kept for the next push."""
+        if self._since and self._link is not None and self._flat is not None and self._link.residuals is not None:
+            with self._as_gradients():
+                self._link.residuals.add_gradients(self._flat)
+            self._since = 0
+
+    # -- steps --------------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], Any] | None, loss: float | None) -> Any:
+        """Makes an inner step; returns what the closure returned."""
+        found = self.inner.step(closure) if closure is not None else self.inner.step()
+        self.inner_step += 1
+        self._since += 1
+        value = found if closure is not None else loss
+        if value is not None:
+            self._losses.append(float(value))
+        return found
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next thing to do is an outer step."""
+        return self._since >= self.h
+
+    @property
+    def loss(self) -> float | None:
+        """Returns the mean loss of the inner steps since the last outer one, where the program gave any."""
+        return sum(self._losses) / len(self._losses) if self._losses else None
+
+    def push(self, push: Callable[[], Any]) -> Any:
+        """Calls what pushes the gradients, with the changes in their place."""
+        with self._as_gradients():
+            return push()
+
+    @contextmanager
+    def _as_gradients(self) -> Iterator[None]:
+        """Inside this block the parameters' gradients are what has been changed, with the opposite sign."""
+        assert self._flat is not None
+        self._flat.take_back()  # a program may have given a parameter other memory
+        with torch.no_grad():
+            for memory, anchor, change in self._areas:
+                torch.sub(anchor, memory, out=change)
+        gradients = [parameter.grad for parameter, _ in self._changes]
+        for parameter, change in self._changes:
+            parameter.grad = change
+        try:
+            yield
+        finally:
+            for (parameter, _), gradient in zip(self._changes, gradients, strict=True):
+                parameter.grad = gradient
+
+
+def outer_spec(rule: Rule, groups: int) -> OptimizerSpec:
+    """Returns the outer optimizer of a rule as it travels; each of the inner one's groups has its options.
+
+    Raises:
+        ConfigError: A ps cannot run it.
+    """
+    assert rule.outer is not None, "a rule with local steps has an outer optimizer"
+    options = dict(rule.outer.options)
+    try:
+        build(rule.outer.name, [{"params": [torch.nn.Parameter(torch.zeros(1))], **options}])
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"Local(outer={rule.outer}): {error}") from None
+    return OptimizerSpec(
+        rule.outer.name, [{name: encode(value) for name, value in options.items()} for _ in range(groups)]
+    )

@@ -11,7 +11,7 @@ from torchquorum import lazy
 PUBLIC = {
     "torchquorum": """
         Async Batches Bounded Buffered Clamp ClusterSpec EvaluateHook ExponentialDecay ExponentialMovingAverage Hook LaunchError
-        LogHook MaxNorm NanLossError Optimizer Ray Rule Session StopAtStepHook SummaryHook Sync Task TorchQuorumError Towers
+        Local LogHook MaxNorm NanLossError Optimizer Ray Rule Session StopAtStepHook SummaryHook Sync Task TorchQuorumError Towers
         UnitNorm capture data devices errors graph hooks join launch register_optimizer schedule simulate tensorflow types
     """,
     "torchquorum.data": """

@@ -262,7 +262,7 @@ def _read_outer(given: Any) -> Outer:
         )
     options = {name: groups[0].get(name, value) for name, value in defaults.items()}
     options = {name: value for name, value in options.items() if value is not None}
-    if any(group.get(name) != value for group in groups for name, value in options.items()):
+    if any(group.get(name, value) != value for group in groups for name, value in options.items()):
         raise ConfigError(
             "Local(outer=...): an outer optimizer has the same options for all parameters; give it one group"
         )

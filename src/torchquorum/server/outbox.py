@@ -44,6 +44,9 @@ class Outbox:
         """Sends replies, or keeps them until `commit`."""
         if self._uncommitted or self._service.uncommitted:
             self._uncommitted += replies
+            for reply in replies:
+                if reply.delivery is not None:
+                    reply.delivery.waits = True  # whoever asks again before the disk has it need not get it twice
         else:
             self._send_now(replies)
 
@@ -69,7 +72,7 @@ class Outbox:
                 continue
             sent = self._listener.send(reply.peer, frames)
             if reply.delivery is not None:
-                reply.delivery.sent = sent
+                reply.delivery.waits, reply.delivery.sent = False, sent
             run = self._service.run
             if sent is not None and reply.slot is not None and run is not None:
                 run.shard.variables.versions.sending(reply.slot, sent)

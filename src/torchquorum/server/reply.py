@@ -21,14 +21,21 @@ _M = TypeVar("_M")
 
 @dataclass(slots=True)
 class Delivery:
-    """Where a large answer to a peer is. What sends it fills `sent` in; None says that nothing of it is on its way."""
+    """Where a large answer to a peer is, as what sends it says.
+
+    Attributes:
+        peer: Who gets it.
+        waits: It is kept until the disk has what it says.
+        sent: How it was sent; None says that nothing of it is on its way.
+    """
 
     peer: Peer
+    waits: bool = False
     sent: Sent | None = None
 
     def is_under_way_to(self, peer: Peer) -> bool:
         """Whether some of it has yet to reach a peer, and will."""
-        return self.peer == peer and self.sent is not None and self.sent.on_its_way
+        return self.peer == peer and (self.waits or (self.sent is not None and self.sent.on_its_way))
 
 
 @dataclass(slots=True)

@@ -2,15 +2,17 @@
 
 import threading
 from pathlib import Path
+from types import NoneType
 
 import pytest
 
+import torchquorum as tq
 from tests.protocol.by_hand import Ps
 from torchquorum.server.outbox import Outbox
 from torchquorum.server.reply import LEADER, Reply
 from torchquorum.wire import codec
 from torchquorum.wire.inprocess import InProcessChannel, InProcessListener, InProcessNetwork
-from torchquorum.wire.messages import Alive, Message
+from torchquorum.wire.messages import Alive, Held, Message, Probe, Variables
 
 WORKER = b"worker/0"
 
@@ -64,6 +66,22 @@ def test_where_the_journal_is_not_on_the_disk_replies_wait_for_the_commit_and_ke
     assert wires.arrived() is None
     wires.outbox.commit()
     assert [wires.arrived(), wires.arrived()] == [Alive(1, False), Alive(2, False)]
+    ps.close()
+
+
+def test_an_answer_that_waits_for_the_disk_is_not_made_again_for_whoever_asks_meanwhile(ps: Ps, tmp_path: Path) -> None:
+    wires = Wires(ps)
+    ps.create(logdir=str(tmp_path), durable="fsync", rule=tq.Async())
+    ps.run.checkpoints.first_is_due = False
+    ps.join(0)
+    wires.outbox.send(ps.push(0, 1, 0))
+    for _ in range(3):  # as after a freeze of this task: the probes came while nobody committed
+        wires.outbox.send(ps.send(WORKER, Probe(0, 1, 2)))
+    wires.outbox.commit()
+    arrived = [wires.arrived() for _ in range(5)]
+    assert [type(message) for message in arrived] == [Variables, Held, Held, Held, NoneType]
+    again = ps.send(WORKER, Probe(0, 1, 2))  # it has left, and was lost
+    assert [type(reply.message) for reply in again] == [Variables]
     ps.close()
 
 

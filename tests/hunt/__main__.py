@@ -10,6 +10,7 @@ Ends with 1 if something was broken: the first finding is cut down to its shorte
 from __future__ import annotations
 
 import argparse
+import gc
 import sys
 import time
 from collections import Counter
@@ -56,8 +57,12 @@ def hunt(
 ) -> Hunt:
     """Plays runs from a seed on until the time is over by a clock, so many were played, or something was found."""
     so_far, begun, used = Hunt(), clock(), time.process_time()
-    while so_far.runs < runs and clock() - begun < seconds and so_far.found is None:
-        so_far.add(play(draw(first + so_far.runs, steps=steps)))
+    gc.freeze()  # what is there already is not looked through after each run
+    try:
+        while so_far.runs < runs and clock() - begun < seconds and so_far.found is None:
+            so_far.add(play(draw(first + so_far.runs, steps=steps)))
+    finally:
+        gc.unfreeze()
     so_far.seconds = time.process_time() - used
     return so_far
 

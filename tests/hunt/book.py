@@ -159,10 +159,13 @@ class Book:
         before = self.current
         if before is None or self.excuse:
             return
+        whose = made.parent
+        while whose is not None and whose.parent is not None and made.base <= whose.base:
+            whose = whose.parent  # which came to nothing, as a ps was lost while it was created
         self.check(
             "goes on from its own past",
-            made.parent is None or before.goes_through(made.parent, made.base),
-            f"version {made.base} of generation {made.parent and made.parent.number} is not in the past of the run",
+            whose is None or before.goes_through(whose, made.base),
+            f"version {made.base} of generation {whose and whose.number} is not in the past of the run",
         )
         if self.config.durable:
             at = f"restored at {made.base}, and a worker was given {before.given}"

@@ -137,6 +137,11 @@ class Disk:
         """A descriptor is closed."""
         self._fds.pop(fd, None)
 
+    @property
+    def holds_for_the_dead(self) -> bool:
+        """Whether descriptors of dead processes are still taken."""
+        return bool(self._ghosts)
+
     def _bury(self, fd: int, process: Process, *, owned: bool) -> None:
         """Does what the system does for a dead process; the number stays taken, so that a late close harms nobody."""
         known = self._fds.get(fd)

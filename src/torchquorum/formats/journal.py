@@ -319,7 +319,8 @@ class Contents:
     Attributes:
         last: The version after the last record that can be used.
         seen: The last version of which there is a record at all, also after a damaged one.
-        told: The newest version that a worker was told of, as far as the records say.
+        told: The newest version that a worker was told of, as far as the records say. The file's beginning says nothing of it: this
+            shard had that version, and others may not have had it yet.
         damage: What is wrong in it, for people; empty if nothing is, or only its last record is unfinished.
     """
 
@@ -335,7 +336,7 @@ def look_through(path: Path, head: Head) -> Contents:
     Raises:
         JournalError: The file cannot be read.
     """
-    contents, bad_at = Contents(head.start, head.start, head.start), 0
+    contents, bad_at = Contents(head.start, head.start, 0), 0
     try:
         with path.open("rb") as file:
             _take_head(file)
@@ -391,7 +392,7 @@ class Lineage:
         """Adds a file of this line: its records are replayed if they go on from those before."""
         contents = look_through(path, head)
         if head.start > self.version:  # what lies between is missing
-            self.seen, self.told = max(self.seen, contents.seen), max(self.told, contents.told)
+            self.seen, self.told = max(self.seen, contents.seen), max(self.told, contents.told, head.start)
             return
         if head.generation not in self.generations:
             # It began with all updates up to its start: what the generation before wrote beyond that does not count.

@@ -256,6 +256,23 @@ def test_damage_behind_what_another_shard_has_is_none_of_an_update_that_was_told
     assert line.version < 3 and len(line.damage) == 1
 
 
+def test_a_shard_that_begins_a_file_before_the_others_have_come_so_far_promises_nothing_of_that(tmp_path: Path) -> None:
+    first = JournalWriter(tmp_path, head(shard=0, shards=2), "write")
+    for version in range(1, 5):
+        first.append(Record(version, [], [(0, 5, version)], told=version - 2), b"mean")
+    first.rotate(4)  # a checkpoint of version 4 begins
+    first.close()
+    write(tmp_path, head(shard=1, shards=2), range(1, 4))  # killed before it had version 4
+    line = find_common(tmp_path, 2, 1, 0)
+    assert (line.version, line.told, line.damage) == (3, 2, [])
+
+
+def test_a_file_that_begins_behind_what_is_missing_tells_that_it_is_missing(tmp_path: Path) -> None:
+    write(tmp_path, head(start=4), range(5, 5))
+    line = find_lineage(tmp_path, 0, 1, 1, 0)
+    assert (line.version, line.told) == (0, 4)
+
+
 def test_a_loss_of_power_may_damage_the_end_of_a_synced_file_and_not_its_middle(tmp_path: Path) -> None:
     path = write(tmp_path, head(), range(1, 4), "fsync")
     whole = path.read_bytes()

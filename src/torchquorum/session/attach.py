@@ -175,7 +175,7 @@ class Attachment:
             position.restore(link.position, data, self._setup.say)
         if self._setup.logdir is not None:
             optimizer = self._setup.optimizer
-            link.begin_positions(lambda: position.capture(data, local, optimizer.look_at_settings))
+            link.positions.begin(lambda: position.capture(data, local, optimizer.look_at_settings), link.version)
 
     def _take_settings(self, link: Link) -> None:
         """Writes the run's settings into the optimizer's groups, or this worker's own, where they were saved with its schedulers."""

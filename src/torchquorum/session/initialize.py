@@ -21,6 +21,7 @@ from torchquorum.wire.messages import JournalRef, Plan
 from torchquorum.worker.flat import FlatParameters, describe
 from torchquorum.worker.link import Link
 from torchquorum.worker.local_buffers import tied_names
+from torchquorum.worker.polls import wait_until_settled
 
 
 class Initializer:
@@ -106,7 +107,7 @@ class Initializer:
         if not recovering and not any(created):
             check_free(self._setup.logdir, self._setup.say, self._setup.clock)
         if any(created):
-            link.wait_until_settled()
+            wait_until_settled(link.channels)
         # No checkpoint is being written: the newest in the folder stays the newest.
         found, afresh = self._newest(recovering=recovering), self._setup.restore.start_afresh
         if found.path is None and (any(created) or recovering) and not afresh:

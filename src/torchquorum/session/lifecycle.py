@@ -37,6 +37,7 @@ from torchquorum.session.share import Share
 from torchquorum.session.states import SessionState, StateMachine
 from torchquorum.session.stop_condition import StopCondition
 from torchquorum.worker.link import Link
+from torchquorum.worker.polls import wait_until_saved
 from torchquorum.worker.step import Step
 
 _Answer = TypeVar("_Answer")
@@ -228,7 +229,7 @@ class Lifecycle:
         if setup.logdir is None or not setup.save.required or not link.stopped or self.signals.asked:
             return
         try:
-            why = link.wait_until_saved()
+            why = wait_until_saved(link.channels)
         except (TaskLostError, LostPlaceError, DeadlineError) as error:
             setup.say(f"it is not known here whether the last step was saved: {error}")
             return
@@ -308,7 +309,7 @@ class Lifecycle:
         self.check_requests()
         over = self._stop_requested or self.running_link.stopped
         if over:
-            self.running_link.finish_position()
+            self.running_link.positions.before_push()
         return over
 
     def request_stop(self) -> None:
@@ -340,11 +341,11 @@ class Lifecycle:
 
     def assign(self) -> int:
         """What the chief has written to its parameters becomes the next version, for all workers; returns it."""
-        assignment = self.running_link.begin_assignment()
+        assignment = self.running_link.member.writes.begin()
         gives = self._setup.task.is_chief or self.leads
-        made = self.surviving(lambda: self.running_link.assign(assignment, gives=gives))
+        made = self.surviving(lambda: self.running_link.member.writes.assign(assignment, gives=gives))
         while not made:  # the chief is dead, and this worker stands in for it
-            made = self.surviving(lambda: self.running_link.assign(assignment, gives=True))
+            made = self.surviving(lambda: self.running_link.member.writes.assign(assignment, gives=True))
         return self.running_link.version
 
     @contextmanager
@@ -376,7 +377,7 @@ class Lifecycle:
         if folder is None:
             raise ConfigError("session.save(): the session has no logdir to save into")
         self._attachment.initializer.has_saved = True
-        self.running_link.send_position(final=wait_s > 0)
+        self.running_link.positions.send(self.running_link.version, final=wait_s > 0)
         draw, retries = self._setup.task.random_bits, self._check_retries
         state = self.surviving(lambda: self.running_link.save(draw(48), folder, keep, wait_s=wait_s, retries=retries))
         if state is None:

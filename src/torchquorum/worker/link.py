@@ -22,19 +22,12 @@ from torchquorum.worker.buffer_exchange import BufferExchange
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.link_states import LinkState, LinkStates
 from torchquorum.worker.local_buffers import LocalBuffers
-from torchquorum.worker.optimizer_state import OptimizerState
-from torchquorum.worker.polls import (
-    wait_for_place,
-    wait_for_save,
-    wait_for_workers,
-    wait_until_saved,
-    wait_until_settled,
-)
-from torchquorum.worker.positions import CapturedPosition, Positions
+from torchquorum.worker.polls import wait_for_place, wait_for_save, wait_for_workers
+from torchquorum.worker.positions import Positions
 from torchquorum.worker.ps_channels import PsChannels
 from torchquorum.worker.requests import Requests
 from torchquorum.worker.residuals import Residuals, make_residuals
-from torchquorum.worker.run_member import Assignment, LaterLoss, RunMember
+from torchquorum.worker.run_member import LaterLoss, RunMember
 from torchquorum.worker.run_view import RunView
 from torchquorum.worker.step import Step
 from torchquorum.worker.worker_end import WorkerEnd
@@ -59,6 +52,7 @@ class Link(RunView):
     Attributes:
         channels: The channels to the ps tasks, over which everything of this worker but its heartbeat goes.
         requests: The joins, pushes and pulls on them.
+        positions: Where this worker stood at its last versions.
         joined: The worker's part in the run, once it has joined.
         while_waiting: Is called while the link waits; may raise to end the wait.
         residuals: What this worker has computed and not yet given, where something can be kept.
@@ -72,8 +66,8 @@ class Link(RunView):
         self._states = LinkStates()
         self.channels = PsChannels(end)
         self.requests = Requests(self.channels, self._states)
-        self._positions = Positions(self.channels)
-        self.requests.save_wanted = self._positions.send
+        self.positions = Positions(self.channels)
+        self.requests.save_wanted = self.positions.send
         self.channels.while_waiting = lambda: self.while_waiting()
         self._welcomes: list[m.Welcome] = []
         self._shared: list[bool] = []
@@ -86,10 +80,8 @@ class Link(RunView):
 
     def go_on_from(self, before: Link) -> None:
         """Continues the counts of a link that was lost."""
-        self.channels.count, self.local_step = before.channels.count, before.local_step
-        self.version, self.lr, self.generation = before.version, before.lr, before.generation
-        self.used_lr, self.settings = before.used_lr, before.settings
-        self.assignments, self.residuals = before.assignments, before.residuals
+        self.take_over(before)
+        self.channels.count, self.residuals = before.channels.count, before.residuals
 
     # -- coming and going ---------------------------------------------------------------------------------------------
 
@@ -153,7 +145,7 @@ class Link(RunView):
             self._shared,
             requests=self.requests,
             view=self,
-            positions=self._positions,
+            positions=self.positions,
             residuals=self.residuals,
         )
         joined.on_stop = self._buffers.send_final if self._buffers is not None else joined.on_stop
@@ -170,7 +162,9 @@ class Link(RunView):
         self, *, failed: BaseException | None = None, loss: float | None = None, accuracy: float | None = None
     ) -> None:
         """Says goodbye, with what the program failed with if it did; a ps that is gone is no error."""
-        self.send_position()  # a checkpoint may still be made of this version, and nobody could ask any more
+        self.positions.send(
+            self.version, final=True
+        )  # a checkpoint may still be made of this version, and nobody could ask any more
         why = _in_a_line(failed) if failed is not None else ""
         goodbye = m.Leave(self.end.index, self.incarnation, loss, accuracy, failed is None, why)
         for k in reversed(range(len(self.end.ps))):
@@ -192,33 +186,18 @@ class Link(RunView):
         A loss that a GPU still computes is a function, which is called when the gradients are there. `settings` are those of the program,
         if they count.
         """
-        assert self.joined is not None
-        return self.joined.push(loss, settings, allow_nonfinite=self.allow_nonfinite)
+        return self.member.push(loss, settings, allow_nonfinite=self.allow_nonfinite)
 
     def pull(self, *, averaged: bool = False) -> int:
         """Takes the current version, or the moving averages at it; returns it."""
-        assert self.joined is not None
-        self.joined.pull(averaged=averaged)
+        self.member.pull(averaged=averaged)
         return self.version
 
-    def pull_state(self) -> OptimizerState:
-        """Takes the current version, and returns the optimizer's state at it."""
+    @property
+    def member(self) -> RunMember:
+        """Returns the worker's part in the run; it has joined."""
         assert self.joined is not None
-        return self.joined.pull_state()
-
-    def begin_assignment(self) -> Assignment:
-        """This worker has come to an assignment: keeps what the parameters hold."""
-        assert self.joined is not None
-        return self.joined.begin_assignment()
-
-    def assign(self, assignment: Assignment, *, gives: bool) -> bool:
-        """Waits until the assignment is made, and takes the version; with `gives`, what this worker has written is assigned.
-
-        Returns:
-            False if this worker has to give its values, as it stands in for the chief.
-        """
-        assert self.joined is not None
-        return self.joined.assign(assignment, gives=gives)
+        return self.joined
 
     @property
     def unsettled(self) -> Unsettled | None:
@@ -259,11 +238,6 @@ class Link(RunView):
         """Whether a gradient is computed while the one before is on its way."""
         return self.joined is not None and self.joined.pipeline
 
-    def nonfinite(self) -> list[str]:
-        """Returns the variables whose gradients hold NaN or infinity."""
-        assert self.joined is not None
-        return self.joined.exchange.nonfinite()
-
     # -- questions and news -------------------------------------------------------------------------------------------
 
     @property
@@ -293,17 +267,9 @@ class Link(RunView):
         """Waits until no other process is at work as this task; one that stays is an error."""
         wait_for_place(self.channels, name_life(self.incarnation))
 
-    def wait_until_settled(self) -> None:
-        """Waits until ps task 0 is making no checkpoint, so that the newest in the folder stays the newest."""
-        wait_until_settled(self.channels)
-
     def stop(self) -> None:
         """Ends the run for all workers; those that wait are released. Not answered here: the next answer says so."""
         self.channels.post(0, m.Stop(self.end.index, self.incarnation))
-
-    def wait_until_saved(self) -> str:
-        """Waits until the last version of a run that is over is saved; returns why not, if it cannot be."""
-        return wait_until_saved(self.channels)
 
     def save(
         self,
@@ -325,30 +291,18 @@ class Link(RunView):
             return None
         return wait_for_save(self.channels, request, wait_s, retries)
 
-    # -- positions and buffers ----------------------------------------------------------------------------------------
-
-    def begin_positions(self, capture: Callable[[], CapturedPosition]) -> None:
-        """From now on this worker's position is noted whenever it takes a new version; now for the first time."""
-        self._positions.begin(capture, self.version)
-
-    def send_position(self, *, final: bool = True) -> None:
-        """Tells shard 0 where this worker stood when it first held its current version; `final` if there may be no push after this."""
-        self._positions.send(self.version, final=final)
-
-    def finish_position(self) -> None:
-        """The loop is over, and the program has asked its schedulers for the last time: their state follows, if it is wanted."""
-        self._positions.before_push()
+    # -- buffers ------------------------------------------------------------------------------------------------------
 
     def use_buffers(self, local: LocalBuffers) -> None:
         """Shares the model's buffers with the run; called before the link joins."""
         self._buffers = BufferExchange(self.channels, self, local)
-        self._positions.send_buffers = self._buffers.send
+        self.positions.send_buffers = self._buffers.send
         self.channels.unasked = self._buffers.send_wanted
 
     def take_buffers(self, *, joining: bool = False) -> dict[str, torch.Tensor]:
         """Asks for the run's buffers and waits for them; while it waits, this worker's own may be asked for."""
-        assert self._buffers is not None and self.joined is not None
-        self.joined.finish_request()
+        assert self._buffers is not None
+        self.member.finish_request()
         return self._buffers.take(joining=joining)
 
 

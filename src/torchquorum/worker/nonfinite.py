@@ -34,7 +34,7 @@ class Nonfinite:
         self._in_a_row += 1
         if self._in_a_row not in (1, MOST_IN_A_ROW):
             return
-        names = link.nonfinite()
+        names = link.member.exchange.nonfinite()
         shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
         if self._in_a_row == 1:
             link.say(f"the gradient of local step {step.local_step} was refused: not finite in {shown or 'a variable'}")

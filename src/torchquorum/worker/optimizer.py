@@ -26,6 +26,7 @@ from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.link import Link
 from torchquorum.worker.local_steps import LocalSteps, outer_spec
 from torchquorum.worker.nonfinite import Nonfinite
+from torchquorum.worker.optimizer_state import OptimizerState
 from torchquorum.worker.program_settings import ProgramSettings
 from torchquorum.worker.run_member import LaterLoss
 from torchquorum.worker.step import Step
@@ -405,12 +406,17 @@ class Optimizer(torch.optim.Optimizer):
         """
         if self._local is not None:
             return self.inner.state_dict()
-        link, flat = self._link, self.flat
-        if link is None or flat is None:
+        first, flat = self._link, self.flat
+        if first is None or flat is None:
             raise ConfigError(
                 "optimizer.state_dict() outside of `with tq.Session(...)`: the optimizer's state lives on the ps tasks; call it inside"
             )
-        found = self._observer.surviving(link.pull_state) if self._observer is not None else link.pull_state()
+
+        def ask() -> tuple[Link, OptimizerState]:
+            now = self._link or first  # another one, if a ps task was lost meanwhile
+            return now, now.member.pull_state()
+
+        link, found = self._observer.surviving(ask) if self._observer is not None else ask()
         return found.in_torchs_layout(self.param_groups, flat.parameters, link.settings, link.lr)
 
     def load_state_dict(self, state_dict: Any) -> None:

@@ -8,51 +8,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
 import torchquorum.wire.messages as m
-from torchquorum.errors import ConfigError
 from torchquorum.fastpath.records import GradientId
 from torchquorum.fastpath.steps import FastPathSteps
-from torchquorum.memory.slots import Slots, section_views
-from torchquorum.placement.layout import CONSTANT
+from torchquorum.memory.slots import Slots
 from torchquorum.wire.codec import Frame
-from torchquorum.wire.frames import tensor_frame
 from torchquorum.wire.settings import RATE, Settings, changes, only_rates, with_rates
 from torchquorum.worker.exchange import Exchange
 from torchquorum.worker.fastpath import can_use_fastpath, open_fastpath
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.optimizer_state import OptimizerState
+from torchquorum.worker.own_writes import OwnWrites
 from torchquorum.worker.positions import Positions
 from torchquorum.worker.requests import Requests
 from torchquorum.worker.residuals import Residuals
 from torchquorum.worker.run_view import RunView
 from torchquorum.worker.step import Step
-from torchquorum.worker.writes import SuspectedWriteError, Watch, WriteWatch, same_bits
+from torchquorum.worker.writes import SuspectedWriteError, Watch, WriteWatch
 
 LISTEN_S = 0.001
 LaterLoss = Callable[[], float]
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """A worker's assignment: what its parameters held when it came to it.
-
-    Attributes:
-        number: Which assignment of this worker it is.
-        held: The version that the parameters had been given.
-        exact: Whether all of them had; not if another version was on its way.
-        suspected: The variables that had been written to, or may have been.
-        values: What the parameters held, by variable.
-    """
-
-    number: int
-    held: int
-    exact: bool
-    suspected: list[int]
-    values: dict[int, torch.Tensor]
 
 
 class RunMember:
@@ -69,6 +47,7 @@ class RunMember:
 
     Attributes:
         exchange: The memory that gradients and variables go through.
+        writes: What the program has written to its parameters.
         fastpath: The fast path, if ps task 0 offers one.
         on_stop: Is called when an answer says that the run is over.
 
@@ -97,6 +76,7 @@ class RunMember:
         end = requests.channels.end
         self._who, self._round_s, self._clock = (end.index, end.incarnation), end.patience.round_s, end.clock
         self.watch: Watch = WriteWatch(flat, end.clock)
+        self.writes = OwnWrites(flat, self.exchange, requests, view, self)
         self._pushed_at = 0
         self._state: list[tuple[m.StateRef, Frame]] = []
         self._listen_at = 0.0
@@ -141,7 +121,7 @@ class RunMember:
         """
         view, requests, exchange = self._view, self._requests, self.exchange
         self._channels.end.check_process()
-        self._look_for_writes()
+        self.writes.look()
         # Pipelined, the gradient before this one is still on its way: its answer is taken first.
         computed_at = view.version
         previous = self.take(self._round_s) if requests.is_open else None
@@ -165,7 +145,7 @@ class RunMember:
             absent = exchange.fill()
             self.watch.confirm()
         except SuspectedWriteError as suspected:  # by a GPU, nothing is sent yet
-            self._judge(suspected.variables)
+            self.writes.judge(suspected.variables)
             number, absent = self._channels.next_number(), exchange.fill()
         loss = _known(loss)
         if self.fastpath is not None and exchange.device is not None:
@@ -242,103 +222,6 @@ class RunMember:
         else:
             accepted, reason, staleness = outcome.accepted, outcome.reason, max(0, outcome.met - computed_at)
         return Step(view.version, view.local_step, accepted, reason, staleness, view.lr[0], view.stopped)
-
-    # -- what the program has written to the parameters ---------------------------------------------------------------
-
-    def _look_for_writes(self) -> None:
-        """Raises ConfigError if the program has written to parameters since they were given a version."""
-        try:
-            self.watch.look()
-        except SuspectedWriteError as suspected:
-            if not self._view.stopped:
-                self._judge(suspected.variables)
-
-    def _judge(self, suspected: Sequence[int]) -> None:
-        """Raises ConfigError, with the parameters as the program left them, unless they hold what they held before."""
-        kept = self._keep(suspected, suspected)
-        written = self._find_written(kept)
-        if not written:
-            return
-        self._put_back(kept, written)
-        raise ConfigError(
-            f"parameter{'s' if len(written) > 1 else ''} {self._names(written)}: written to inside the run, which changes this "
-            "worker's copy only, until the next version comes from the ps tasks. To make the values the run's, call "
-            "session.assign() after the write, on all workers at the same place; for a constraint after every update give "
-            "tq.Optimizer(after_update=tq.Clamp(...)), tq.MaxNorm or tq.UnitNorm. Values to begin with are written before the "
-            "session begins."
-        )
-
-    def _names(self, variables: Sequence[int]) -> str:
-        names = [self.flat.layout.variables[i].name for i in variables]
-        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-    def _keep(self, suspected: Sequence[int], looked_at: Sequence[int]) -> Assignment:
-        """Returns what these parameters hold, which stay as they are; all are in their places afterwards."""
-        chosen = sorted({*suspected, *looked_at})
-        values = {i: self.flat.parameters[i].detach().clone() for i in chosen}
-        self.flat.take_back()
-        number = self._view.assignments
-        return Assignment(number, self._view.version, not self._requests.is_open, list(suspected), values)
-
-    def _find_written(self, kept: Assignment) -> list[int]:
-        """Takes the current version and returns which of the kept values are the program's and not that version's.
-
-        That is exact if it still is the version that was held then; if others have followed, the suspected ones are returned.
-        """
-        self.pull()
-        if not kept.exact or self._view.version != kept.held:
-            return kept.suspected
-        parameters = self.flat.parameters
-        return [i for i, value in kept.values.items() if not same_bits(value, parameters[i].detach())]
-
-    def _put_back(self, kept: Assignment, written: Sequence[int]) -> None:
-        with torch.no_grad():
-            for i in written:
-                self.flat.parameters[i].data.copy_(kept.values[i])
-
-    def begin_assignment(self) -> Assignment:
-        """This worker has come to an assignment: keeps what the parameters hold, written to or not."""
-        suspected: list[int] = []
-        try:
-            self.watch.look()
-            self.exchange.settle()
-            self.watch.confirm()
-        except SuspectedWriteError as found:
-            suspected = found.variables
-        self._view.assignments += 1
-        trained = [i for i, v in enumerate(self.flat.layout.variables) if v.group != CONSTANT]
-        return self._keep(suspected, trained)
-
-    def assign(self, assignment: Assignment, *, gives: bool) -> bool:
-        """Waits until an assignment is made and takes the version; False if this worker has to give its own values."""
-        written: list[int] = []
-        if gives:
-            written = self._find_written(assignment)
-            if written:
-                self._put_back(assignment, written)
-                self._send_values(assignment, written)
-        self.finish_request()
-        number = self._channels.next_number()
-        message = m.Assign(*self._who, number, assignment.number, assignment.held, gives, written)
-        self._requests.begin(number, [(message, []) for _ in self._channels.end.ps])
-        answer = self.take(self._round_s)
-        return answer.outcome is None or answer.outcome.reason != m.STANDS_IN
-
-    def _send_values(self, assignment: Assignment, written: list[int]) -> None:
-        """Sends what the parameters hold to every ps task, each its part."""
-        message = m.Values(*self._who, assignment.number, written)
-        for k, region in enumerate(self.flat.layout.trained):
-            memory = torch.zeros(region.size_bytes, dtype=torch.uint8)
-            with torch.no_grad():
-                self.flat.store(region, section_views(region, memory))
-            self._channels.ask(
-                k,
-                message,
-                [tensor_frame(memory)],
-                kind=m.ValuesKept,
-                what="values to be kept for an assignment",
-                limit_s=self._round_s,
-            )
 
     # -- variables ----------------------------------------------------------------------------------------------------
 

@@ -37,3 +37,9 @@ class RunView:
     assignments: int = 0
     stopped: bool = False
     position: dict[str, Any] | None = None
+
+    def take_over(self, before: RunView) -> None:
+        """Continues where another one, whose link was lost, stood."""
+        self.local_step, self.version, self.generation = before.local_step, before.version, before.generation
+        self.lr, self.used_lr, self.settings = before.lr, before.used_lr, before.settings
+        self.assignments = before.assignments

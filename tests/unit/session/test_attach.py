@@ -65,6 +65,7 @@ def make(
         def __init__(self, end: WorkerEnd) -> None:
             self.incarnation, self.generation, self.version, self.local_step = end.incarnation, 0, 0, 0
             self.settings: list[Any] = []
+            self.positions = self
             self.while_waiting, self.unsettled, self.position, self.went_on = (
                 None,
                 f"push {len(world.links)}",
@@ -98,7 +99,7 @@ def make(
             world.do(f"resume {unsettled}")
             return PUSHED
 
-        def begin_positions(self, capture: Callable[[], Any]) -> None:
+        def begin(self, capture: Callable[[], Any], version: int) -> None:
             world.do("positions")
 
         def close(self) -> None:

@@ -1,0 +1,118 @@
+"""What ps tasks say to each other: shard 0's log, and what the others tell it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchquorum.wire.protocol import Message
+
+
+class ShardHello(Message):
+    """A shard tells shard 0 that it is there, how far it has followed the log, and why it cannot, if so; repeated as a heartbeat."""
+
+    shard: int
+    incarnation: int
+    followed: int
+    pid: int
+    host: str
+    generation: int = 0
+    protocol: int = 1  # of one that does not say
+    package: str = ""
+    broken: str = ""
+
+
+class Have(Message):
+    """A shard holds its part of this gradient."""
+
+    shard: int
+    worker: int
+    incarnation: int
+    request: int
+    local_step: int
+    followed: int
+    generation: int = 0
+
+
+class Apply(Message):
+    """Log entry: the mean of these gradients (worker, incarnation, local step) makes `version`.
+
+    `batches` are those of shared data that they were computed from, by share; a journal keeps them. `settings` are the options of the
+    optimizer that change with this update, by parameter group.
+    """
+
+    keys: list[tuple[int, int, int]]
+    version: int
+    batches: dict[str, list[int]] = {}
+    settings: list[dict[str, Any]] = []
+
+
+class Drop(Message):
+    """Log entry: these gradients will not be used."""
+
+    keys: list[tuple[int, int, int]]
+
+
+class Release(Message):
+    """Log entry: answer this worker's request with the version (or its averages) reached at this place of the log.
+
+    With `state` the optimizer's state goes with it.
+    """
+
+    worker: int
+    incarnation: int
+    request: int
+    version: int
+    stop: bool
+    averaged: bool = False
+    state: bool = False
+
+
+class Assigned(Message):
+    """Log entry: what this worker gave as values of these variables for its nth assignment makes `version`."""
+
+    worker: int
+    incarnation: int
+    number: int
+    version: int
+    variables: list[int]
+
+
+class Snapshot(Message):
+    """Log entry: every shard writes itself, as it is at this place of the log, into the folder `partial`."""
+
+    number: int
+    version: int
+    partial: str
+
+
+class End(Message):
+    """Log entry: the job is over."""
+
+    ok: bool
+    why: str
+
+
+class Log(Message):
+    """Entries of shard 0's log, the first of which is number `first`; every shard follows them in order."""
+
+    generation: int
+    first: int
+    entries: list[Apply | Assigned | Drop | Release | Snapshot | End]
+
+
+class Part(Message):
+    """A shard has written its part of a checkpoint, or failed to; repeated until PartTaken."""
+
+    shard: int
+    number: int
+    size_bytes: int
+    sha256: str
+    pieces: list[dict[str, Any]]
+    scalars: dict[str, Any]
+    error: str
+
+
+class PartTaken(Message):
+    """Shard 0 has heard of a part."""
+
+    number: int

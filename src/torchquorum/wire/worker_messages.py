@@ -1,0 +1,255 @@
+"""What workers, and those who look at a run, say to ps tasks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchquorum.wire.plan import JournalRef, MemoryRef, Plan, ShareSpec
+from torchquorum.wire.protocol import Message
+
+
+class Hello(Message):
+    """The first message of a task on a connection. Answered by Welcome. `package` is the version of torchquorum."""
+
+    protocol: int
+    task: str
+    incarnation: int
+    host: str
+    pid: int
+    package: str = ""
+
+
+class Create(Message):
+    """The chief's plan; frames: the initial trained values and constants of this shard. Answered by Created.
+
+    With `restore`, the path of a checkpoint, those are left out: the ps reads its shard from there. To shard 0 the model's
+    buffers follow in a further frame, if the plan has any. `generation` names this
+    creation on all shards; `replace` says to give up variables that are there, because another ps has lost its own.
+    `journal` says how far the updates after that checkpoint are to be made again from the journal; nothing if there are none.
+    With `only_existing` nothing is created: a ps that was restarted since it said that it has variables refuses.
+    """
+
+    plan: Plan
+    restore: str | None = None
+    generation: int = 0
+    replace: bool = False
+    journal: JournalRef | None = None
+    only_existing: bool = False
+
+
+class Join(Message):
+    """A worker is ready to compute. To shard 0 with the plan it expects, to the others without. Answered by Variables."""
+
+    worker: int
+    incarnation: int
+    request: int
+    gradients: MemoryRef | None
+    plan: Plan | None
+    fastpath: bool = False
+
+
+class Push(Message):
+    """One gradient; in frame 0, or in the worker's shared memory at `slot`. Answered by Variables.
+
+    `finite` is False if it holds NaN or infinity: it will be refused. `settings` are those of the program, from the worker that leads and
+    only to shard 0, where they differ from the run's as the worker knows them, at `revision`.
+    """
+
+    worker: int
+    incarnation: int
+    request: int
+    local_step: int
+    version: int
+    slot: int
+    absent: list[int]
+    loss: float | None
+    finite: bool = True
+    settings: list[dict[str, Any]] = []
+    revision: int = -1
+
+
+class Pull(Message):
+    """The worker asks for the current version, or for the moving averages at it. Answered by Variables.
+
+    With `state` the optimizer's state at that version comes with it.
+    """
+
+    worker: int
+    incarnation: int
+    request: int
+    averaged: bool = False
+    state: bool = False
+
+
+class Values(Message):
+    """Values of these variables, in frame 0 with the rest of the shard's memory, which the worker is about to assign.
+
+    `number` is its nth assignment. Answered by ValuesKept.
+    """
+
+    worker: int
+    incarnation: int
+    number: int
+    variables: list[int]
+
+
+class Assign(Message):
+    """The worker has come to its nth assignment, at `version`; `has_values` if every shard keeps its values. Answered by Variables.
+
+    It is answered when n assignments have been made; or before, with an outcome that asks this worker for its values.
+    """
+
+    worker: int
+    incarnation: int
+    request: int
+    number: int
+    version: int
+    has_values: bool
+    variables: list[int]
+
+
+class Probe(Message):
+    """The worker has had no answer to `request`. Answered by Held, Unknown or the answer again."""
+
+    worker: int
+    incarnation: int
+    request: int
+
+
+class Beat(Message):
+    """A sign of life. Answered by Alive."""
+
+    worker: int
+    incarnation: int
+
+
+class Leave(Message):
+    """The worker goes for good; what it found at its end, or, if its program failed, `why`. Answered by Bye."""
+
+    worker: int
+    incarnation: int
+    loss: float | None
+    accuracy: float | None
+    finished: bool
+    why: str = ""
+
+
+class Stay(Message):
+    """A worker's program goes on after its session, and may begin another one; or, if `gone`, it has ended. Not answered."""
+
+    worker: int
+    gone: bool = False
+
+
+class Save(Message):
+    """The chief wants a checkpoint, its `number`th; sent again to ask how that goes. Answered by SaveState."""
+
+    worker: int
+    incarnation: int
+    number: int
+    folder: str
+    keep: int
+
+
+class Settle(Message):
+    """The chief is about to choose the checkpoint that the run goes on from: none may appear after that. Answered by Settled."""
+
+
+class Stop(Message):
+    """The chief ends the run now: everybody is released and told so. Answered by Alive."""
+
+    worker: int
+    incarnation: int
+
+
+class Position(Message):
+    """Where a worker stood in its data, and its random state, when it first held `version`. Not answered.
+
+    Its schedulers are asked after that: what they are at the next push follows, unless this is `final`.
+    """
+
+    worker: int
+    incarnation: int
+    version: int
+    body: dict[str, Any]
+    final: bool = True
+
+
+class Buffers(Message):
+    """A worker's buffers, in frame 0, as it first held `version`; or as they are, for `number`, or, if final, at its end.
+
+    Not answered.
+    """
+
+    worker: int
+    incarnation: int
+    version: int
+    number: int = -1
+    final: bool = False
+
+
+class TakeBuffers(Message):
+    """A worker asks for the run's buffers, its `number`th time; as one that joins, for those to begin with.
+
+    Answered by SharedBuffers.
+    """
+
+    worker: int
+    incarnation: int
+    number: int
+    joining: bool
+
+
+class TakeBatches(Message):
+    """A worker asks for its share of the data: a batch for each of these local steps. Answered by LeasedBatches.
+
+    `void` says that it holds nothing any more and has made so many local steps; -1 says neither. `idle` says that it has
+    nothing to compute until it is given something. Sent again under the same request if no answer comes.
+    """
+
+    worker: int
+    incarnation: int
+    request: int
+    share: ShareSpec
+    steps: list[int]
+    void: int = -1
+    idle: bool = False
+
+
+class UseBatches(Message):
+    """A worker says for which local steps its batches are, otherwise than before: [batch, step]. Answered by BatchesUsed."""
+
+    worker: int
+    incarnation: int
+    request: int
+    name: str
+    steps: list[tuple[int, int]]
+
+
+class Scale(Message):
+    """Anybody says how many workers are wanted, within the cluster's range. Answered by Scaled."""
+
+    workers: int
+
+
+class FateOf(Message):
+    """A client asks shard 0 what became of a gradient whose worker it has lost. Answered by Fate."""
+
+    worker: int
+    incarnation: int
+    local_step: int
+
+
+class StatusRequest(Message):
+    """Anybody asks how the run is doing. Answered by Status, under the same `request`."""
+
+    request: int = -1
+
+
+class MeanRequest(Message):
+    """Anybody asks a shard for the mean gradient of a recent update. Answered by Mean at once.
+
+    The shard keeps the next update's mean after that, for the next time it is asked.
+    """
+
+    request: int = -1

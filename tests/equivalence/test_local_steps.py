@@ -1,7 +1,10 @@
 """`tq.Local` against the same algorithm in a plain loop: several workers, outer optimizers, transports, compression."""
 
 import functools
+import shutil
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +13,16 @@ from torch import nn
 
 import torchquorum as tq
 from tests.equivalence.test_one_worker import OPTIMIZERS, Net, backward, plain, same
-from tests.harness import train
+from tests.harness import PATIENCE, Cluster, train
 from torchquorum.compress.compressor import read_compressor
 from torchquorum.compress.feedback import Feedback
+from torchquorum.session.join import Task
+from torchquorum.worker.local_steps import outer_spec
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
+X = torch.randn(600, 37, generator=torch.Generator().manual_seed(0))
+Y = torch.randint(0, 5, (600,), generator=torch.Generator().manual_seed(1))
+_LOCK = threading.Lock()
 ONE = functools.partial(torch.optim.SGD, lr=1.0)
 
 
@@ -130,3 +138,107 @@ def test_every_preset_decides_on_outer_steps(rule: tq.Rule) -> None:
     _, steps = ours(OPTIMIZERS["sgd"], rule, workers=2, outer_steps=6)
     assert steps[-1].version == 6
     assert [s.reason for s in steps].count("inner") == len(steps) // 2
+
+
+def resumable(
+    folder: Path, last_step: int, *, workers: int = 2, rule: tq.Rule | None = None, **options: Any
+) -> tuple[list[torch.Tensor], list[int], list[str]]:
+    """Trains to a step in a folder, from where the folder is; returns worker 0's parameters, all inner steps, and what was said."""
+    cluster, all_in, lines = Cluster(workers=workers), threading.Barrier(workers), list[str]()
+
+    def work(task: Task) -> Any:
+        with _LOCK:
+            model = Net()
+        batches = tq.Batches((X, Y), 10, worker=task.index, workers=workers)
+        inner = torch.optim.AdamW(model.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(inner, 0.97)
+        optimizer = tq.Optimizer(inner, rule=rule or tq.Local(3, OUTERS["diloco"]), **options)
+        data = {"batches": batches, "scheduler": scheduler}
+        with tq.Session(
+            task, model, optimizer, last_step=last_step, logdir=folder, data=data, patience=PATIENCE
+        ) as session:
+            all_in.wait(20)
+            while not session.should_stop():
+                x, y = next(batches)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x, batches.step_in_epoch % 3 != 1), y).backward()
+                optimizer.step()
+                scheduler.step()
+            inner_step = session.inner_step
+            session.pull()
+        return [p.detach().clone() for p in model.parameters()], inner_step
+
+    results = cluster.run(*[work] * workers)
+    return results[0][0], [inner_step for _, inner_step in results], lines
+
+
+@pytest.mark.parametrize("compress", [None, "int4", "topk:4/64"])
+def test_a_stopped_run_goes_on_with_the_same_bits(compress: str | None, tmp_path: Path) -> None:
+    whole, inner_steps, _ = resumable(tmp_path / "whole", 6, compress=compress)
+    resumable(tmp_path / "parts", 2, compress=compress)
+    parts, inner_again, _ = resumable(tmp_path / "parts", 6, compress=compress)
+    assert same(whole, parts)
+    assert inner_steps == inner_again == [18, 18]
+
+
+def test_a_worker_without_its_file_begins_empty_and_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    resumable(tmp_path, 2)
+    shutil.rmtree(tmp_path / "local" / "worker-1")
+    _, inner_steps, _ = resumable(tmp_path, 4)
+    assert inner_steps == [12, 6]
+    assert "/job:worker/task:1: no inner optimizer's state of step 2 or before" in "".join(capfd.readouterr())
+
+
+def test_a_damaged_file_is_named_and_the_one_before_is_used(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    resumable(tmp_path, 2)
+    resumable(tmp_path, 3)
+    damaged = tmp_path / "local" / "worker-0" / "3.safetensors"
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    _, inner_steps, _ = resumable(tmp_path, 4)
+    said = "".join(capfd.readouterr())
+    assert inner_steps == [9, 12]
+    assert f"{damaged} cannot be read" in said
+    assert "/job:worker/task:0: goes on at global step 3 with its inner optimizer's state of step 2" in said
+
+
+def test_momentum_is_applied_once_in_a_round_where_every_change_is_an_update() -> None:
+    lone, _ = ours(OPTIMIZERS["sgd"], tq.Local(2, OUTERS["diloco"], rule=tq.Async()), workers=1, outer_steps=4)
+    assert same(lone, diloco(OPTIMIZERS["sgd"], OUTERS["diloco"], h=2, workers=1, outer_steps=4))
+    spec = outer_spec(tq.Local(2, OUTERS["diloco"], rule=tq.Async()), 1, num_workers=4)
+    assert (spec.name, spec.groups[0]["every"]) == ("DelayedNesterov", 4)
+    assert outer_spec(tq.Local(2, OUTERS["diloco"], rule=tq.Buffered(2)), 1, num_workers=4).groups[0]["every"] == 2
+    assert outer_spec(tq.Local(2, OUTERS["diloco"]), 1, num_workers=4).name == "SGD"
+    _, steps = ours(OPTIMIZERS["sgd"], tq.Local(2, OUTERS["diloco"], rule=tq.Async()), workers=2, outer_steps=6)
+    assert steps[-1].version == 6
+
+
+def test_what_came_too_late_is_given_with_the_next_change() -> None:
+    """Two workers, an update of one change at the same version: whoever loses the race gives both changes the next time."""
+    rule, ended = tq.Local(1, ONE, aggregate=1, max_staleness=0), threading.Barrier(2)
+    cluster, all_in = Cluster(workers=2), threading.Barrier(2)
+
+    def work(task: Task) -> Any:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), rule=rule)
+        given = 0
+        with tq.Session(task, model, optimizer, last_step=24, patience=PATIENCE) as session:
+            all_in.wait(20)
+            while not session.should_stop():
+                optimizer.zero_grad()
+                model.weight.grad = torch.full((1, 1), -1.0 if task.index == 0 else -100.0)
+                optimizer.step()
+                given += optimizer.last.accepted is not None and not optimizer.last.stop
+            session.pull()
+            link = session.optimizer.link
+            assert link is not None and link.residuals is not None
+            kept = float(link.residuals.by_variable()["weight"].sum())
+            ended.wait(20)
+        return float(model.weight.detach()), kept, optimizer.last.reason
+
+    (value, kept, _), (same_value, kept_by_other, _) = cluster.run(work, work)
+    assert value == same_value
+    # All that either has computed is in the variable or kept: a whole number of its ones, or of its hundreds.
+    assert (value - kept - kept_by_other) % 1 == 0
+    assert kept <= 0 and kept_by_other <= 0 and kept_by_other % 100 == 0
+    assert value >= 24

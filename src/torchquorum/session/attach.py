@@ -173,9 +173,21 @@ class Attachment:
             self._take_settings(link)
         if restore and link.position is not None:
             position.restore(link.position, data, self._setup.say)
+        self._take_local_state(link, restore=restore)
         if self._setup.logdir is not None:
             optimizer = self._setup.optimizer
-            link.positions.begin(lambda: position.capture(data, local, optimizer.look_at_settings), link.version)
+            link.positions.begin(
+                lambda: position.capture(data, local, optimizer.look_at_settings, optimizer.local), link.version
+            )
+
+    def _take_local_state(self, link: Link, *, restore: bool) -> None:
+        """Under local steps every worker has state of its own, which is in no checkpoint."""
+        steps = self._setup.optimizer.local
+        if steps is not None:
+            steps.attach(link)
+            steps.open_states(self._setup.logdir, self._setup.save.keep)
+            if restore:
+                steps.restore(link.version)
 
     def _take_settings(self, link: Link) -> None:
         """Writes the run's settings into the optimizer's groups, or this worker's own, where they were saved with its schedulers."""

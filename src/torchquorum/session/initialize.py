@@ -45,7 +45,7 @@ class Initializer:
         variables, parameters = describe(setup.model, optimizer.inner)
         plan = Plan(
             variables=variables,
-            optimizer=optimizer.spec(),
+            optimizer=optimizer.spec(setup.task.num_workers),
             rule=optimizer.rule,
             schedule=optimizer.schedule,
             average=optimizer.average,

@@ -18,6 +18,7 @@ import torch
 from torchquorum.errors import ConfigError
 from torchquorum.session import late_state
 from torchquorum.worker.local_buffers import CapturedBuffers, LocalBuffers
+from torchquorum.worker.local_steps import LocalSteps
 
 
 class Resumable(Protocol):
@@ -45,7 +46,7 @@ class Captured:
     """A position as captured at every step, which has to be cheap; `encode` turns it into JSON values when one is needed.
 
     `late` are the schedulers, by name, whose state is captured when the program has asked them; `settings` returns what stands in the
-    optimizer's parameter groups then.
+    optimizer's parameter groups then. `local` is captured then, too, and stays with the worker.
     """
 
     data: dict[str, dict[str, Any]]
@@ -57,16 +58,24 @@ class Captured:
     late: Mapping[str, Resumable] = field(default_factory=dict)
     settings: Callable[[], Any] = lambda: None
     late_states: dict[str, Any] = field(default_factory=dict)
+    local: LocalSteps | None = None
 
     @property
     def is_late(self) -> bool:
-        """Whether there are schedulers."""
-        return bool(self.late)
+        """Whether there are schedulers, or a worker's own optimizer."""
+        return bool(self.late) or self.local is not None
 
     def capture_late(self) -> None:
         """Captures the state of the schedulers, and the settings that they have made."""
         states = {name: source.state_dict() for name, source in self.late.items()}
-        self.late_states = {"schedulers": states, "settings": self.settings()}
+        self.late_states = {"schedulers": states, "settings": self.settings()} if self.late else {}
+        if self.local is not None:
+            self.local.capture()
+
+    def save_beside(self, version: int) -> None:
+        """Saves what stays with the worker, at the version of this position."""
+        if self.local is not None:
+            self.local.save(version)
 
     def encode(self) -> dict[str, Any]:
         """Returns the position as JSON values."""
@@ -83,7 +92,10 @@ class Captured:
 
 
 def capture(
-    data: Mapping[str, Resumable], buffers: LocalBuffers | None = None, settings: Callable[[], Any] = lambda: None
+    data: Mapping[str, Resumable],
+    buffers: LocalBuffers | None = None,
+    settings: Callable[[], Any] = lambda: None,
+    local: LocalSteps | None = None,
 ) -> Captured:
     """Captures the position of the data, the generators of torch, Python and NumPy in this process, and the buffers.
 
@@ -91,6 +103,7 @@ def capture(
         data: The sources; schedulers among them are captured later.
         buffers: The model's buffers.
         settings: Returns what stands in the optimizer's parameter groups.
+        local: The worker's local steps, whose state is saved beside.
     """
     late = {name: source for name, source in data.items() if late_state.is_late(source)}
     return Captured(
@@ -102,6 +115,7 @@ def capture(
         python=random.getstate(),
         numpy=cast(Any, np.random.get_state(legacy=True)),
         buffers=buffers.capture() if buffers is not None else None,
+        local=local,
     )
 
 

@@ -14,11 +14,14 @@ from typing import Any, TypeVar
 import torch
 
 from torchquorum.errors import ConfigError
+from torchquorum.update.delayed_nesterov import DelayedNesterov
 from torchquorum.wire.settings import decode
 
 _Kind = TypeVar("_Kind", bound=type[torch.optim.Optimizer])
 # These need a closure or sparse gradients, which a ps does not have.
 IMPOSSIBLE = {"LBFGS": "it evaluates the loss again during a step", "SparseAdam": "it takes sparse gradients only"}
+# Not for users to name: what others become under some rules.
+_OURS: dict[str, type[torch.optim.Optimizer]] = {"DelayedNesterov": DelayedNesterov}
 _registered: dict[str, type[torch.optim.Optimizer]] = {}
 
 
@@ -82,7 +85,7 @@ def build(name: str, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
     """
     if name in IMPOSSIBLE:
         raise ConfigError(f"torch.optim.{name} cannot run on a ps: {IMPOSSIBLE[name]}; use SGD, Adam or another")
-    kind = _registered.get(name) or _of_torch(name)
+    kind = _registered.get(name) or _of_torch(name) or _OURS.get(name)
     if kind is None:
         near = difflib.get_close_matches(name, [*_registered, *dir(torch.optim)], 1)
         more = f"; did you mean {near[0]}?" if near else "."

@@ -28,7 +28,20 @@ from torchquorum.wire.settings import RATE, Settings, changed, changes, decode
 
 # These update each element independently, so they may run over flat memory and over slices of a variable.
 ELEMENTWISE = frozenset(
-    ["SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop"]
+    [
+        "SGD",
+        "Adam",
+        "AdamW",
+        "Adagrad",
+        "RMSprop",
+        "Adadelta",
+        "Adamax",
+        "NAdam",
+        "RAdam",
+        "ASGD",
+        "Rprop",
+        "DelayedNesterov",
+    ]
 )
 
 

@@ -21,6 +21,7 @@ from torchquorum.wire.messages import OptimizerSpec
 from torchquorum.wire.settings import encode
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.link import Link
+from torchquorum.worker.local_state import LocalState, LocalStates
 
 
 class LocalSteps:
@@ -40,6 +41,7 @@ class LocalSteps:
         self._losses: list[float] = []
         self._link: Link | None = None
         self._flat: FlatParameters | None = None
+        self._states: LocalStates | None = None
         self._areas: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # parameters, anchor, change
         self._changes: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
@@ -47,7 +49,7 @@ class LocalSteps:
         """The parameters hold a version, and from now on the changes to it are looked at; None: the session is over."""
         self._link, joined = link, link.joined if link is not None else None
         if joined is None:
-            self._flat, self._areas, self._changes = None, [], []
+            self._flat, self._areas, self._changes, self._states = None, [], [], None
             return
         if joined.flat is not self._flat:
             self._flat = joined.flat
@@ -65,6 +67,41 @@ class LocalSteps:
                 parameter = flat.parameters[variable]
                 view = change.as_strided(parameter.shape, parameter.stride(), offset)
                 self._changes.append((parameter, view))
+
+    # -- what is kept between runs of the program ---------------------------------------------------------------------
+
+    def open_states(self, logdir: str | None, keep: int) -> None:
+        """The run has a folder: the state of this worker is kept beside its checkpoints."""
+        link = self._link
+        if self._states is None and logdir is not None and link is not None:
+            self._states = LocalStates(logdir, link.end.index, keep, link.say, link.end.clock)
+
+    def capture(self) -> None:
+        """Nothing has been computed yet from the version that the parameters hold: this worker's state belongs to it."""
+        if self._states is not None and self._link is not None:
+            residuals = self._link.residuals.by_variable() if self._link.residuals is not None else {}
+            self._states.capture(self._link.version, LocalState(self.inner.state_dict(), self.inner_step, residuals))
+
+    def save(self, version: int) -> None:
+        """Saves this worker's state at a version, if it has been captured."""
+        if self._states is not None:
+            self._states.write(version)
+
+    def restore(self, version: int) -> None:
+        """The run goes on at a version: so does this worker's state, where it was saved; else it begins anew, and that is said."""
+        if self._states is None or self._link is None:
+            return
+        self._states.forget()
+        found = self._states.read(version) if version > 0 else None
+        if found is None and version > 0:
+            self._link.say(
+                f"no inner optimizer's state of step {version} or before is in {self._states.folder}: it begins empty"
+            )
+        if found is not None:
+            self.inner.load_state_dict(found.inner)
+            self.inner_step = found.inner_step
+        if self._link.residuals is not None:
+            self._link.residuals.load(found.residuals if found is not None else {})
 
     # -- in the place of the watch for writes -------------------------------------------------------------------------
 
@@ -134,8 +171,10 @@ class LocalSteps:
                 parameter.grad = gradient
 
 
-def outer_spec(rule: Rule, groups: int) -> OptimizerSpec:
+def outer_spec(rule: Rule, groups: int, num_workers: int = 1) -> OptimizerSpec:
     """Returns the outer optimizer of a rule as it travels; each of the inner one's groups has its options.
+
+    Where less than a round of all workers makes an update, whatever its staleness, momentum is applied once in a round.
 
     Raises:
         ConfigError: A ps cannot run it.
@@ -146,6 +185,14 @@ def outer_spec(rule: Rule, groups: int) -> OptimizerSpec:
         build(rule.outer.name, [{"params": [torch.nn.Parameter(torch.zeros(1))], **options}])
     except (TypeError, ValueError) as error:
         raise ConfigError(f"Local(outer={rule.outer}): {error}") from None
-    return OptimizerSpec(
-        rule.outer.name, [{name: encode(value) for name, value in options.items()} for _ in range(groups)]
-    )
+    every, name = round(num_workers / rule.needed(num_workers)), rule.outer.name
+    if name == "SGD" and options.get("momentum") and rule.max_staleness is None and every > 1:
+        name, kept = "DelayedNesterov", ("lr", "momentum", "nesterov")
+        refused = [k for k in ("weight_decay", "dampening", "maximize") if options.get(k)]
+        if refused:
+            raise ConfigError(
+                f"Local(outer={rule.outer}, rule=...): {', '.join(refused)} cannot be had with momentum where less than a round makes "
+                "an update; leave one of them out"
+            )
+        options = {"nesterov": False, **{k: v for k, v in options.items() if k in kept}, "every": every}
+    return OptimizerSpec(name, [{k: encode(value) for k, value in options.items()} for _ in range(groups)])

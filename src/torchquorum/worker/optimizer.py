@@ -225,11 +225,11 @@ class Optimizer(torch.optim.Optimizer):
         """Returns the learning rate of each parameter group in the last update that this worker knows of."""
         return self._link.used_lr if self._link is not None else self._last_lr
 
-    def spec(self) -> OptimizerSpec:
-        """Returns the optimizer as it travels to the ps tasks: as it was when the session began."""
+    def spec(self, num_workers: int = 1) -> OptimizerSpec:
+        """Returns the optimizer as it travels to the ps tasks, for a run of so many workers: as it was when the session began."""
         if self._spec is None and self._local is not None:
             self._program = None
-            self._spec = outer_spec(self.rule, len(self.param_groups))
+            self._spec = outer_spec(self.rule, len(self.param_groups), num_workers)
         if self._spec is None:
             name = name_of(type(self.inner))
             program = self._program = ProgramSettings(self.inner, more=is_own(name))
@@ -313,6 +313,7 @@ class Optimizer(torch.optim.Optimizer):
     def _local_step(self, local: LocalSteps, closure: Callable[[], Any] | None, loss: Any) -> Any:
         """Makes an inner step, and the outer one if it is due; observers follow the outer ones."""
         assert self._link is not None
+        self._link.positions.before_push()  # the program has asked its schedulers, and no step has been made of this version
         found = local.step(
             closure, float(loss.detach() if isinstance(loss, torch.Tensor) else loss) if loss is not None else None
         )
@@ -325,6 +326,11 @@ class Optimizer(torch.optim.Optimizer):
                 self._link.version, self._link.local_step, None, "inner", 0, self._link.lr[0], self._link.stopped
             )
         return found
+
+    @property
+    def local(self) -> LocalSteps | None:
+        """Returns the local steps under `tq.Local`."""
+        return self._local
 
     @property
     def inner_step(self) -> int:
@@ -383,6 +389,7 @@ class Optimizer(torch.optim.Optimizer):
             link.residuals.undo()
             if self._local is not None and self.flat is not None and self.last.reason != "not finite":
                 link.residuals.add_gradients(self.flat)
+                self._local.capture()
 
     def _compare(self, own: Settings, link: Link) -> None:
         """Says once that this worker's settings differ from the run's, when they have in several rounds running."""

@@ -35,6 +35,10 @@ class CapturedPosition(Protocol):
         """Returns the position in JSON's types."""
         ...
 
+    def save_beside(self, version: int) -> None:
+        """Saves what belongs to it and stays with the worker."""
+        ...
+
 
 class Positions:
     """The positions of the last few versions.
@@ -85,6 +89,7 @@ class Positions:
             if early:
                 position.capture_late()
                 self._sent_early = found
+            position.save_beside(found)
             self._post(found, position, final=final or not early)
             if position.buffers is not None:
                 self.send_buffers(found, position.buffers)

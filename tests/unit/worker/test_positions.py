@@ -27,6 +27,9 @@ class Captured:
         assert self._asked is not None
         self._captured = self._asked[0]
 
+    def save_beside(self, version: int) -> None:
+        pass
+
     def encode(self) -> dict[str, Any]:
         return {"number": self.number} if self._asked is None else {"asked": self._captured}
 

@@ -19,6 +19,9 @@ LOGDIR = "TORCHQUORUM_LOGDIR"
 DURABLE = "TORCHQUORUM_DURABLE"
 START_AFRESH = "TORCHQUORUM_START_AFRESH"
 ACCEPT_LOSS = "TORCHQUORUM_ACCEPT_LOSS"
+RECORD = "TORCHQUORUM_RECORD"
+REPLAY = "TORCHQUORUM_REPLAY"
+FORK = "TORCHQUORUM_FORK"
 STARTED_AT = "TORCHQUORUM_STARTED_AT"
 SECRET = "TORCHQUORUM_SECRET"
 SECRET_FILE = "TORCHQUORUM_SECRET_FILE"
@@ -26,6 +29,23 @@ INSECURE = "TORCHQUORUM_INSECURE"
 PS = "TORCHQUORUM_PS"
 PORT = "TORCHQUORUM_PORT"
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
+# What of an environment changes what a program computes: a record keeps it. Everything else may hold secrets.
+OF_COMPUTING = (
+    "PYTHON",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "OPENBLAS_",
+    "GOTO_",
+    "DNNL_",
+    "ONEDNN_",
+    "ATEN_",
+    "TORCH_",
+    "CUBLAS_",
+    "CUDA_",
+    "NVIDIA_TF32",
+)
+TO_REPEAT = {"PYTHONHASHSEED": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 RAY_ADDRESS = "RAY_ADDRESS"
 RAY_AUTH_MODE = "RAY_AUTH_MODE"
 
@@ -89,6 +109,31 @@ def start_afresh() -> bool:
 def accept_loss() -> bool:
     """Returns whether the launcher was asked to let a durable run go on without updates that are lost."""
     return _read(ACCEPT_LOSS) is not None
+
+
+def record() -> bool:
+    """Returns whether the launcher was asked to record the run."""
+    return _read(RECORD) is not None
+
+
+def replay() -> str | None:
+    """Returns the file that says which life of a recorded worker this process is, or None."""
+    return _read(REPLAY)
+
+
+def is_fork() -> bool:
+    """Whether this process is a fork of `tq.launch`, so that no command starts it."""
+    return _read(FORK) is not None
+
+
+def to_repeat() -> dict[str, str]:
+    """Returns what the environment of a task needs so that it computes the same when it is run again, unless the user has chosen."""
+    return {name: text for name, text in TO_REPEAT.items() if _read(name) is None}
+
+
+def of_computing() -> dict[str, str]:
+    """Returns the variables that change what a program computes."""
+    return {name: value for name, value in _environment().items() if name.startswith(OF_COMPUTING)}
 
 
 def started_at() -> float | None:
@@ -171,6 +216,20 @@ def child_environment(**extra: str | None) -> dict[str, str]:
         else:
             environment[name] = value
     return environment
+
+
+def for_replay(recorded: Mapping[str, str], file: str) -> dict[str, str]:
+    """Returns the environment of a worker's process that is run again: this one's, but for what changes what is computed.
+
+    Args:
+        recorded: Those variables, as they were.
+        file: Says which life the process is.
+    """
+    own = {
+        name: value for name, value in _environment().items() if not name.startswith((*OF_COMPUTING, "TORCHQUORUM_"))
+    }
+    own.pop(TF_CONFIG, None)
+    return {**own, **recorded, REPLAY: file, "PYTHONUNBUFFERED": "1"}
 
 
 def become_child(**extra: str | None) -> None:

@@ -356,6 +356,7 @@ def run(command: Sequence[str]) -> NoReturn:
 
 def _run(command: Sequence[str]) -> None:
     del sys.path[0]  # the folder of the program that forks
+    sys.orig_argv = list(command)
     if command[1] == "-m":
         sys.argv = list(command[2:])
         sys.path.insert(0, os.getcwd())

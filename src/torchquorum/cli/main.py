@@ -27,6 +27,7 @@ COMMANDS = {
     "report": ("torchquorum.cli.report", "Write an HTML page with the charts of a run."),
     "compare": ("torchquorum.cli.compare", "Train MNIST with several rules and compare them."),
     "simulate": ("torchquorum.cli.simulate", "Simulate rules: what they would do with these workers."),
+    "replay": ("torchquorum.cli.replay", "Make a recorded run again, bit for bit."),
     "board": ("torchquorum.cli.tensorboard", "Show a run in TensorBoard."),
     "checkpoints": ("torchquorum.cli.checkpoints", "List the checkpoints of a run."),
     "export": ("torchquorum.cli.checkpoints", "Export a plain state_dict from a checkpoint."),

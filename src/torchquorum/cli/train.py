@@ -103,6 +103,7 @@ HAND = "One task of a cluster started by hand"
 @durable_option("--durable", section=CLUSTER)
 @option("--start-afresh", is_flag=True, section=CLUSTER, help="begin at step 0 if nothing can be restored")
 @option("--accept-loss", is_flag=True, section=CLUSTER, help="durable: go on although updates are lost")
+@option("--record", is_flag=True, section=CLUSTER, help="record the run, for `torchquorum replay`")
 @option("--report", metavar="FILE", section=CLUSTER, help="write the final report to this file, as JSON")
 @option("--quiet", is_flag=True, section=CLUSTER, help="print only the result")
 @option("--job-name", metavar="JOB", section=HAND, help="ps or worker")
@@ -143,6 +144,7 @@ def train(**given: Any) -> int:
     check_workers(options, workers)
     options.logdir = options.logdir or new_run_folder("mnist")
     cluster = LaunchOptions(command=[], ps=ps, workers=workers, transport=transport, secret_file=secret_file)
+    cluster.record = options.record
     return _cluster(options, cluster, report, quiet)
 
 

@@ -48,6 +48,7 @@ class MnistOptions:
         durable: How updates are journalled: write or fsync; None for no journal.
         start_afresh: Whether a run that cannot be restored begins again at step 0.
         accept_loss: Whether a durable run goes on without updates that are lost.
+        record: Whether the run is recorded.
         device: The device of the workers, such as cuda:0 or /gpu:0; None for the CPU.
         log_device_placement: Print the device of every variable and of every operation of the first step.
         allow_soft_placement: Use the CPU for a device that is missing or cannot run an operation.
@@ -77,6 +78,7 @@ class MnistOptions:
     durable: str | None = None
     start_afresh: bool = False
     accept_loss: bool = False
+    record: bool = False
     device: str | None = None
     log_device_placement: bool = False
     allow_soft_placement: bool = False
@@ -181,6 +183,7 @@ def train(options: MnistOptions, argv: list[str] | None = None, report: str | No
         max_seconds=options.seconds,
         data=batches,
         durable=options.durable,
+        record=options.record or None,
         start_afresh=options.start_afresh,
         accept_loss=options.accept_loss,
         # On a local cluster all workers start together, so the run is reproducible; by hand some may start minutes later.

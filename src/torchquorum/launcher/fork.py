@@ -141,7 +141,7 @@ def _be_the_child(
         sys.stdout = os.fdopen(1, "w", buffering=1, encoding="utf-8", errors="replace")
         sys.stderr = os.fdopen(2, "w", buffering=1, encoding="utf-8", errors="replace")
         sys.argv = [task.job]  # a notebook's arguments belong to its kernel
-        env.become_child(**extra)
+        env.become_child(**extra, **{env.FORK: "1"})
         # The parent's thread pool has no threads in a fork: an operation on more than one thread would wait for ever.
         torch.set_num_threads(1)
         if task.job == "ps":

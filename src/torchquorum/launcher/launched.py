@@ -62,6 +62,7 @@ class LaunchOptions:
         durable: How updates are journalled: write or fsync; None leaves it to the program.
         start_afresh: Whether a run that cannot be restored begins again at step 0.
         accept_loss: Whether a durable run goes on without updates that are lost.
+        record: Whether the run is recorded, so that it can be replayed.
         range: `workers`, parsed.
     """
 
@@ -77,6 +78,7 @@ class LaunchOptions:
     durable: str | None = None
     start_afresh: bool = False
     accept_loss: bool = False
+    record: bool = False
     range: WorkerRange = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,9 +89,10 @@ class LaunchOptions:
 
     def for_sessions(self) -> dict[str, str]:
         """Returns the variables of the environment by which sessions get what the launcher was asked for."""
-        chosen = {env.START_AFRESH: self.start_afresh, env.ACCEPT_LOSS: self.accept_loss}
+        chosen = {env.START_AFRESH: self.start_afresh, env.ACCEPT_LOSS: self.accept_loss, env.RECORD: self.record}
         return {
             **({env.DURABLE: self.durable} if self.durable else {}),
+            **(env.to_repeat() if self.record else {}),
             **{name: "1" for name, asked in chosen.items() if asked},
         }
 

@@ -66,6 +66,12 @@ class Answers:
             variables.versions.lease(worker)
         return self.again(worker, entry.incarnation, entry.request)
 
+    def renumber(self, worker: int, incarnation: int, request: int, outcome: Outcome | None = None) -> list[Reply]:
+        """Answers another request of a worker with the version that it was given last."""
+        before = self._last[worker]
+        self._last[worker] = Answer(incarnation, request, before.version, before.stop, outcome)
+        return self.again(worker, incarnation, request)
+
     def again(self, worker: int, incarnation: int, request: int) -> list[Reply]:
         """Returns the answer to a request again, if it has been decided and the worker is known here.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from torchquorum.server.decisions import Decisions
 from torchquorum.server.value_assignments import ValueAssignments
 from torchquorum.wire.messages import STANDS_IN, Assign, Assigned, Held, Outcome
+from torchquorum.wire.recorded import ASSIGN
 
 
 class Assigning:
@@ -20,7 +21,7 @@ class Assigning:
     def ask(self, assign: Assign, wall: float) -> None:
         """A joined worker has come to an assignment, with its values or without."""
         assignments, quorum = self._assignments, self._quorum
-        self._decisions.asks(assign.worker, assign.incarnation, assign.request)
+        self._decisions.asks(assign.worker, assign.incarnation, assign.request, ASSIGN, assign.number)
         assignments.wait(assign)
         if not quorum.stopped and assignments.is_due(assign, quorum):
             assignments.make(assign)

@@ -54,6 +54,9 @@ class BufferHome:
         version: The version that the run begins or goes on at.
         peer_of: Where a worker can be reached.
         say: Prints a line for people.
+
+    Attributes:
+        given: Hears of what workers are given.
     """
 
     def __init__(self, plan: m.Plan, initial: torch.Tensor, version: int, peer_of: PeerOf, say: Say) -> None:
@@ -61,6 +64,7 @@ class BufferHome:
         self._packing = Packing(plan.buffers)
         self._home, self._sources, self._began_at = initial, [0], version
         self._peer_of, self._say = peer_of, say
+        self.given: Callable[[m.TakeBuffers, Sequence[int], torch.Tensor], None] = lambda _take, _whose, _values: None
         self._restored: dict[int, torch.Tensor] = {}
         self._by_version: dict[int, dict[int, torch.Tensor]] = {}
         self._final: dict[int, torch.Tensor] = {}
@@ -188,6 +192,7 @@ class BufferHome:
     def _answer(self, peer: Peer, request: m.TakeBuffers, values: torch.Tensor, sources: Sequence[int]) -> Reply:
         reply = Reply(peer, m.SharedBuffers(request.number, list(sources)), [tensor_frame(values)])
         self._answered[request.worker] = reply
+        self.given(request, sources, values)
         return reply
 
     def combine(self, packed: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -16,6 +16,7 @@ from torchquorum.server.following import Following
 from torchquorum.server.identity import Identity
 from torchquorum.server.journaling import take_up_journal
 from torchquorum.server.leading import Leading
+from torchquorum.server.recorder import describe_beginning
 from torchquorum.server.shard import Shard
 from torchquorum.server.snapshot import check_same_model
 from torchquorum.server.task_life import TaskLife
@@ -85,6 +86,11 @@ def create_run(life: TaskLife, create: Create, frames: Sequence[Frame], now: flo
             buffers = BufferHome.opened(plan, frames[-1], create.restore, shard.workers.peer_of, life.announce)
         positions, data = (manifest.workers, manifest.data) if manifest is not None else ({}, {})
         run = Leading(life, shard, buffers, positions)
+        if run.recorder is not None:
+            base = (
+                -1 if manifest is None else create.journal.after if create.journal is not None else manifest.generation
+            )
+            run.recorder.began(describe_beginning(plan, create.generation, shard.version, base, frames, wall))
         run.checkpoints.last_good = create.restore or ""
         run.begin(data, replayed, now, wall, save=bool(plan.durable) and manifest is None)
         return run

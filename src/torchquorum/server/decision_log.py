@@ -6,22 +6,26 @@ until every shard has followed it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torchquorum.wire.messages import Apply, Assigned, Drop, End, Release, Snapshot
 
 LogEntry = Apply | Assigned | Drop | Release | Snapshot | End
 
 
 class DecisionLog:
-    """The entries that some shard has not followed yet; `start` is the number of the first."""
+    """The entries that some shard has not followed yet; `start` is the number of the first, `record` hears of every one."""
 
     def __init__(self, num_shards: int) -> None:
         self._num_shards = num_shards
         self.entries: list[LogEntry] = []
         self.start = 0
+        self.record: Callable[[LogEntry], None] = lambda _entry: None
         self._followed: dict[int, int] = {}
 
     def append(self, entry: LogEntry) -> None:
         """Adds an entry."""
+        self.record(entry)
         self.entries.append(entry)
 
     def unseen_by(self, shard: int) -> tuple[int, list[LogEntry]]:

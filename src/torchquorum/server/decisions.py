@@ -11,13 +11,15 @@ from collections.abc import Callable
 from torchquorum.formats.ledger_write import LedgerWriter
 from torchquorum.rules import quorum
 from torchquorum.rules.quorum import Quorum
-from torchquorum.server.decision_log import DecisionLog
+from torchquorum.server.decision_log import DecisionLog, LogEntry
 from torchquorum.server.membership import Membership
+from torchquorum.server.recorder import Recorder
 from torchquorum.server.run_history import RunHistory
 from torchquorum.server.run_settings import RunSettings
 from torchquorum.server.shared_data import SharedData
 from torchquorum.server.tally import Tally
 from torchquorum.wire.messages import Apply, Drop, Outcome, Plan, Release
+from torchquorum.wire.recorded import DIED, PUSH
 from torchquorum.wire.settings import Settings
 
 
@@ -31,6 +33,7 @@ class Decisions:
         requests: Of each worker, its incarnation and its newest request.
         outcomes: What became of each worker's last gradient, until it asks for something else.
         notes: Lines for people, printed and cleared by the owner.
+        recorder: Hears of every decision, where the run is recorded.
     """
 
     def __init__(
@@ -46,14 +49,29 @@ class Decisions:
         self.requests: dict[int, tuple[int, int]] = {}
         self.outcomes: dict[int, Outcome] = {}
         self.notes: list[str] = []
+        self.recorder: Recorder | None = None
+        self.log.record = self._record
+
+    def _record(self, entry: LogEntry) -> None:
+        if self.recorder is not None:
+            outcome = self.outcomes.get(entry.worker) if isinstance(entry, Release) else None
+            self.recorder.entry(entry, outcome)
 
     def note(self, line: str | None) -> None:
         """Keeps a line for people, if there is one."""
         if line is not None:
             self.notes.append(line)
 
-    def asks(self, worker: int, incarnation: int, request: int) -> None:
+    def pushes(self, worker: int, incarnation: int, request: int, local_step: int) -> None:
+        """A worker asks what becomes of a gradient."""
+        self.requests[worker] = (incarnation, request)
+        if self.recorder is not None:
+            self.recorder.asks(worker, PUSH, local_step)
+
+    def asks(self, worker: int, incarnation: int, request: int, what: str, number: int = 0) -> None:
         """A worker asks for something else than what became of its last gradient."""
+        if self.recorder is not None:
+            self.recorder.asks(worker, what, number)
         self.requests[worker] = (incarnation, request)
         self.outcomes.pop(worker, None)
 
@@ -100,6 +118,8 @@ class Decisions:
             self.outcomes[key.worker] = Outcome(accepted, action.reason.value, action.met)
         batches = self.data.decided(key, action.reason, accepted=accepted) if self.data else {}
         self.history.decided(action, loss, wall, batches, rates)
+        if self.recorder is not None:
+            self.recorder.decided(action, loss)
         if not accepted:
             self.log.append(Drop([(key.worker, key.incarnation, key.local_step)]))
 
@@ -113,6 +133,8 @@ class Decisions:
     def died(self, worker: int, incarnation: int, why: str, wall: float) -> None:
         """A worker counts as dead from now on."""
         self.data.gone(worker, incarnation, for_good=False)
+        if self.recorder is not None:
+            self.recorder.gone(worker, incarnation, DIED, why)
         self.history.wall = wall
         self.history.note("died", worker, why)
         chief = " (ps task 0 saves in its place)" if worker == 0 and self.plan.logdir else ""

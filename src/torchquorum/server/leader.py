@@ -17,6 +17,7 @@ from torchquorum.server.assigning import Assigning
 from torchquorum.server.decisions import Decisions
 from torchquorum.server.tally import Tally
 from torchquorum.wire.messages import Drop, End, Fate, Held, LeasedBatches, Plan, Snapshot, TakeBatches
+from torchquorum.wire.recorded import FAILED, JOIN, LEFT, PULL
 from torchquorum.wire.settings import Settings
 
 
@@ -60,7 +61,7 @@ class Leader:
         """A worker is ready to compute."""
         if (worker, incarnation) in self.quorum.replaced:
             return
-        self.decisions.asks(worker, incarnation, request)
+        self.decisions.asks(worker, incarnation, request, JOIN)
         known = self.quorum.workers.get(worker)
         counts = self.history.tally.worker(worker)
         counts.transport = transport
@@ -85,7 +86,7 @@ class Leader:
 
     def pull(self, worker: int, incarnation: int, request: int, *, averaged: bool = False, state: bool = False) -> None:
         """A joined worker asks for the current version, outside of a push."""
-        self.decisions.asks(worker, incarnation, request)
+        self.decisions.asks(worker, incarnation, request, PULL)
         self.decisions.release(worker, incarnation, request, averaged=averaged, state=state)
 
     @property
@@ -105,7 +106,7 @@ class Leader:
             return  # it has been decided on: its worker has its answer, or waits for it
         arrival = self.arrivals.add(shard, key, push)
         if push is not None and current:
-            self.decisions.requests[key.worker] = (key.incarnation, request)
+            self.decisions.pushes(key.worker, key.incarnation, request, key.local_step)
         if arrival is None:
             return
         # The gradient is on every shard: the quorum decides.
@@ -142,7 +143,7 @@ class Leader:
             or request <= self.decisions.requests.get(key.worker, (0, 0))[1]
         ):
             return
-        self.decisions.requests[key.worker] = (key.incarnation, request)
+        self.decisions.pushes(key.worker, key.incarnation, request, key.local_step)
         if not known.held:
             self.decisions.release(key.worker, key.incarnation, request)
 
@@ -154,6 +155,9 @@ class Leader:
         counts = self.history.tally.worker(worker)
         counts.release(wall)
         self.history.wall = wall
+        recorder = self.decisions.recorder
+        if recorder is not None and not known.left:
+            recorder.gone(worker, incarnation, FAILED if failed else LEFT, failed)
         if not known.left and not failed:
             results = {"loss": counts.final_loss, "accuracy": counts.accuracy}
             values = {name: value for name, value in results.items() if value is not None}
@@ -172,6 +176,8 @@ class Leader:
         answer = self.data.take(take, self.quorum.live, stopped=self.quorum.stopped)
         self.notes += self.data.notes
         self.data.notes.clear()
+        if self.decisions.recorder is not None:
+            self.decisions.recorder.handed(take, answer)
         if answer.numbers:
             self.decisions.follow(self.quorum.resume(take.worker, take.incarnation, now), wall)
         return answer

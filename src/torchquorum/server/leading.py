@@ -21,6 +21,7 @@ from torchquorum.server.buffer_home import BufferHome
 from torchquorum.server.checkpoints import Checkpoints
 from torchquorum.server.leader import Leader
 from torchquorum.server.leading_requests import LeadingRequests
+from torchquorum.server.recorder import open_recorder
 from torchquorum.server.reply import Incoming, Reply
 from torchquorum.server.run import Run
 from torchquorum.server.run_status import describe_run
@@ -56,6 +57,9 @@ class Leading(Run):
             shard.variables.update.rates_ahead(version - 1 - shard.version) or []
         )
         self.buffers = buffers
+        self.recorder = self.leader.decisions.recorder = open_recorder(plan, life.announce)
+        if self.recorder is not None and buffers is not None:
+            buffers.given = self.recorder.gave_buffers
         self.checkpoints = Checkpoints(
             self.leader, life.saver, life.announce, buffers=buffers, positions=positions, generation=shard.generation
         )
@@ -162,6 +166,8 @@ class Leading(Run):
         replies = self._follow_log()
         if self.fastpath is not None and self.fastpath.may_open():
             self.fastpath.open()
+        if self.recorder is not None:
+            self.recorder.flush()  # before any reply leaves
         return replies
 
     def _follow_log(self, *, silent: bool = False) -> list[Reply]:
@@ -262,3 +268,5 @@ class Leading(Run):
         """Releases memory and files."""
         super().close()
         self.leader.history.close()
+        if self.recorder is not None:
+            self.recorder.close()

@@ -44,6 +44,8 @@ class LeadingRequests(WorkerRequests):
 
     def _joined(self, got: Incoming[m.Join]) -> list[Reply]:
         join = got.message
+        if (recorder := self._leader.decisions.recorder) is not None:
+            recorder.joined(join)
         transport = "shm" if join.gradients is not None else "tcp"
         self._leader.join(join.worker, join.incarnation, join.request, got.now, got.wall, transport)
         theirs = join.plan.last_step if join.plan is not None else None
@@ -119,6 +121,8 @@ class LeadingRequests(WorkerRequests):
                 answer.save = self._checkpoints.wants_position(worker)
                 if self.shard.workers.is_join(worker, answer.request):
                     answer.position = self._checkpoints.restored_position(worker)
+                    if (recorder := self._leader.decisions.recorder) is not None and answer.position is not None:
+                        recorder.placed(worker, self.shard.workers[worker].incarnation, answer.position)
         return replies
 
     def hear_bytes(self, moved_bytes: Callable[[Peer], int], now: float) -> None:

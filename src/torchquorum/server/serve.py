@@ -66,6 +66,7 @@ class ServeOptions:
         random_bits: Returns a random number of so many bits, for ids.
         jobs: Writes checkpoints; by default a thread.
         refuses: Whether nobody listens at an address, as its host says.
+        make_service: Makes what answers messages; a replay has its own.
     """
 
     listen_fd: int | None = None
@@ -77,6 +78,7 @@ class ServeOptions:
     random_bits: Callable[[int], int] = secrets.randbits
     jobs: Jobs | None = None
     refuses: Callable[[str], bool] = refuses
+    make_service: Callable[[Identity, Callable[[str], None], Clock, Saver], Service] = Service
 
 
 class PsTask:
@@ -127,12 +129,12 @@ class PsTask:
             ways=tuple(self._listener.ways),
         )
         self._leader = leader
-        if index > 0 and leader is None:
+        if index > 0 and leader is None and options.make_service is Service:
             name = f"ps/{index}/{incarnation:016x}".encode()
             self._leader = transports.connector(cluster, options.access, self._clock)(
                 cluster.address(TaskId("ps", 0)), name
             )
-        self.service = Service(me, self._say, self._clock, Saver(self._clock, options.jobs))
+        self.service = options.make_service(me, self._say, self._clock, Saver(self._clock, options.jobs))
         self.service.turned_away = lambda: self._listener.turned_away
         self.service.moved_bytes = self._listener.moved_bytes
         self._outbox = Outbox(self.service, self._listener, self._leader)

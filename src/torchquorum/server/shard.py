@@ -23,7 +23,7 @@ from torchquorum.server.given_values import GivenValues
 from torchquorum.server.pending_gradients import PendingGradients
 from torchquorum.server.reply import Reply
 from torchquorum.server.shard_variables import ShardVariables
-from torchquorum.server.snapshot import ShardSnapshot, check_same_model, frames_of
+from torchquorum.server.snapshot import ShardSnapshot, StateReader, check_same_model, frames_of
 from torchquorum.server.worker_table import WorkerTable
 from torchquorum.wire.channel import Peer
 from torchquorum.wire.codec import Frame
@@ -79,13 +79,18 @@ class Shard:
         manifest = load_manifest(path)
         with CheckpointReader(path, manifest) as reader:
             check_same_model(manifest, reader, plan)
-            shard = cls(index, plan, *frames_of(reader, plan, index), manifest.step, generation)
-            try:
-                shard.variables.restore(reader, manifest)
-            except BaseException:
-                shard.close()
-                raise
-        return shard, manifest
+            return cls.made_of(index, plan, reader, manifest, generation), manifest
+
+    @classmethod
+    def made_of(cls, index: int, plan: Plan, reader: StateReader, manifest: Manifest, generation: int = 0) -> Shard:
+        """Makes a shard of a saved state of the whole run."""
+        shard = cls(index, plan, *frames_of(reader, plan, index), manifest.step, generation)
+        try:
+            shard.variables.restore(reader, manifest)
+        except BaseException:
+            shard.close()
+            raise
+        return shard
 
     @property
     def version(self) -> int:

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
-from torchquorum.formats.checkpoint import CheckpointReader
 from torchquorum.formats.checkpoint_manifest import Manifest
 from torchquorum.memory.slots import section_views
 from torchquorum.server.mean_gradient import MeanGradient
 from torchquorum.server.run_settings import resumed
-from torchquorum.server.snapshot import SavedState, ShardSnapshot, SnapshotBuilder, read_region
+from torchquorum.server.snapshot import SavedState, ShardSnapshot, SnapshotBuilder, StateReader, read_region
 from torchquorum.server.versions import SAVING, Versions
 from torchquorum.update.averages import Averages
 from torchquorum.update.constraints import Constraints
@@ -68,7 +67,7 @@ class ShardVariables:
         self.mean = MeanGradient(region, plan.variables)
         self.revision = 0
 
-    def restore(self, reader: CheckpointReader, manifest: Manifest) -> None:
+    def restore(self, reader: StateReader, manifest: Manifest) -> None:
         """Takes settings, the optimizer's state and moving averages from a checkpoint."""
         settings = resumed(self._plan, manifest.plan, manifest.scalars.get("settings"))
         self.update.change(changes(self.update.settings, settings))

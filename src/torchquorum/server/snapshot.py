@@ -8,7 +8,7 @@ how many ps tasks there are, so any number of them can be made from it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -71,10 +71,36 @@ class SnapshotBuilder:
                 self.add(kind, piece.variable, kept[piece.offset : piece.offset + piece.numel], piece.start)
 
 
+class StateReader(Protocol):
+    """A saved state of a whole run: a checkpoint, or what a replay has kept."""
+
+    def states(self, variable: str) -> dict[str, Spec]:
+        """Returns the shape and dtype of each state of a variable."""
+        ...
+
+    def averages(self) -> Any:
+        """Returns something true if it has moving averages."""
+        ...
+
+    def read(
+        self,
+        kind: Any,
+        variable: str,
+        state: str = "",
+        start: int = 0,
+        stop: int | None = None,
+        *,
+        expect: Spec | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Returns elements of a tensor, flat."""
+        ...
+
+
 class SavedState:
     """A checkpoint's optimizer state, as `Update.restore` asks for it."""
 
-    def __init__(self, reader: CheckpointReader) -> None:
+    def __init__(self, reader: StateReader) -> None:
         self._reader = reader
 
     def states(self, variable: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -98,7 +124,7 @@ def state_frame(update: Updater) -> tuple[StateRef, Frame]:
     return ref, b"".join(parts)
 
 
-def read_region(reader: CheckpointReader, kind: Any, region: Region, variables: tuple[Variable, ...]) -> torch.Tensor:
+def read_region(reader: StateReader, kind: Any, region: Region, variables: tuple[Variable, ...]) -> torch.Tensor:
     """Returns the memory of a region, read from a checkpoint."""
     memory = torch.zeros(region.size_bytes, dtype=torch.uint8)
     for section, values in zip(region.sections, section_views(region, memory), strict=True):
@@ -110,7 +136,7 @@ def read_region(reader: CheckpointReader, kind: Any, region: Region, variables: 
     return memory
 
 
-def frames_of(reader: CheckpointReader, plan: Plan, index: int) -> tuple[memoryview, memoryview]:
+def frames_of(reader: StateReader, plan: Plan, index: int) -> tuple[memoryview, memoryview]:
     """Returns what a Create would have carried for this shard: its variables and its constants."""
     layout = plan.layout()
     regions = layout.trained[index], layout.constants[index]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchquorum.errors import DeadlineError, LostCreationError, LostPlaceError, TaskLostError
-from torchquorum.session import late_state, position
+from torchquorum.session import late_state, position, recording
 from torchquorum.session.buffers import SessionBuffers
 from torchquorum.session.config import Setup
 from torchquorum.session.connection import WorkerConnection
@@ -84,6 +84,7 @@ class Attachment:
         self._setup, self._while_waiting = setup, while_waiting
         beat_every_s = min(1.0, setup.member.liveness_s / 4)
         self.connection = WorkerConnection(setup.task, setup.patience, beat_every_s, setup.clock, make_link)
+        self._life = b""
         self.buffers = SessionBuffers(setup)
         self.initializer = Initializer(setup, self.buffers, stop)
 
@@ -126,6 +127,8 @@ class Attachment:
         if not request.joins:
             return AttachResult(link=link, plan=plan, version=link.version)
         request.on_state(SessionState.WAITING)
+        if first:
+            self._begin_record(link)
         self.connection.join(plan, flat)
         # Joined: the model holds the current version. If that is an older one than before, the buffers are older too.
         version = link.version
@@ -158,6 +161,15 @@ class Attachment:
             self._while_waiting()
             created = link.hello()
         return created
+
+    def _begin_record(self, link: Link) -> None:
+        """What this process is goes into the record of the run; one that is replayed is put where it was."""
+        setup, replayed = self._setup, self._setup.task.replay
+        if replayed is not None:
+            position.restore(replayed.file.began, setup.data, setup.say)
+        elif setup.member.record:
+            self._life = self._life or recording.describe_life(setup.task.began, setup.data, setup.say)
+            link.life = self._life
 
     def _resume(self, link: Link, request: AttachRequest) -> Step | None:
         """Learns what became of the gradient that was being pushed when the link was lost."""

@@ -78,11 +78,15 @@ class RestoreOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberOptions:
-    """How a worker takes part: when it counts as dead, how many it waits for (None: see `tq.Session`), whose buffers count."""
+    """How a worker takes part: when it counts as dead, how many it waits for (None: see `tq.Session`), whose buffers count.
+
+    `record`: the run is recorded, so that it can be replayed.
+    """
 
     liveness_s: float = 5.0
     wait_for_workers: int | None = None
     buffers: str = "chief"
+    record: bool = False
 
     def __post_init__(self) -> None:
         if self.liveness_s <= 0:

@@ -74,7 +74,7 @@ class WorkerConnection:
             WorkerEnd(
                 cluster=self._task.cluster,
                 index=self._task.index,
-                incarnation=self._task.random_bits(62) if before is None else before.incarnation,
+                incarnation=self._task.new_incarnation() if before is None else before.incarnation,
                 connect=self._task.connect,
                 transport=self._task.transport,
                 patience=self._patience,

@@ -26,6 +26,8 @@ def check_folder(task: Task, folder: str | os.PathLike[str] | None) -> str | Non
     folder = env.logdir() if folder is None else folder
     if folder is None:
         return None
+    if task.replay is not None:
+        return absolute(task.replay.file.folder)
     if is_memory(folder) and task.separate:
         raise ConfigError(
             f"logdir={str(folder)!r}: memory:// is the memory of one process, and this run has {task.num_ps} ps and "

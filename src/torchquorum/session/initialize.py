@@ -15,6 +15,7 @@ from torchquorum.session.buffers import SessionBuffers
 from torchquorum.session.config import Setup
 from torchquorum.session.durable import Found, find_checkpoint, find_journal
 from torchquorum.session.folder import check_free
+from torchquorum.session.replayed import Replayed
 from torchquorum.session.stop_condition import StopCondition
 from torchquorum.update.constraints import check_after_update
 from torchquorum.wire.messages import JournalRef, Plan
@@ -63,6 +64,7 @@ class Initializer:
             tied=tied_names(setup.model),
             min_workers=setup.task.min_workers if setup.task.cluster.elastic else 0,
             must_save=setup.save.required,
+            record=setup.member.record,
             # The ps gives up before those who wait for it do, so that all hear the same.
             save_s=min(setup.patience.save_s, setup.patience.round_s / 2) if setup.save.required else 0.0,
         )
@@ -98,6 +100,9 @@ class Initializer:
             JournalError: Updates of a durable run are missing, and that was not accepted.
         """
         assert self.flat is not None, "planned before"
+        if replayed := self._setup.task.replay:
+            self._create_again(link, plan, replayed)
+            return
         if all(created):
             link.create(plan, self.flat, only_existing=True)
             self._created = True
@@ -121,6 +126,16 @@ class Initializer:
         generation = self._setup.task.random_bits(62)
         link.create(plan, self.flat, found.path, generation=generation, replace=True, journal=journal)
         self._created = True
+
+    def _create_again(self, link: Link, plan: Plan, replayed: Replayed) -> None:
+        """In a replay the ps tasks know what a creation begins from; the chief's own values count where they did."""
+        assert self.flat is not None, "planned before"
+        if self._setup.restore.start_afresh:
+            self._reset(self.flat.parameters)
+        plan.last_step = replayed.file.last_step
+        if plan.last_step is not None and self._stop.last_step is None:
+            self._stop.end_at(plan.last_step)
+        link.create(plan, self.flat, generation=self._setup.task.random_bits(62), replace=True)
 
     def _find_journal(self, found: Found, plan: Plan, told: int) -> JournalRef:
         """How far the journal leads; a durable run goes back only if the options say so, or it was asked to begin anew."""

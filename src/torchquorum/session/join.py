@@ -28,8 +28,10 @@ from torchquorum.devices.options import ConfigProto, read_device_options
 from torchquorum.errors import ConfigError, InterruptedRunError, TorchQuorumError
 from torchquorum.lines import write_line
 from torchquorum.server.serve import PsTask, ServeOptions, serve
+from torchquorum.session import position
 from torchquorum.session.presence import Presence
 from torchquorum.session.rendezvous import exchange_addresses
+from torchquorum.session.replayed import Replayed, read_replay
 from torchquorum.wire.channel import Channel
 from torchquorum.wire.entry_channel import EntryChannel
 from torchquorum.wire.inprocess import InProcessNetwork
@@ -57,6 +59,8 @@ class Task:
         random_bits: Returns a random number of so many bits, for ids.
         thread: Makes the thread that says that this task is alive.
         presence: Says between two sessions that the program goes on; None where nobody has to know.
+        began: The random state of the process when it joined, for a record.
+        replay: Which recorded life this process is, if it is replayed.
     """
 
     cluster: ClusterSpec
@@ -73,6 +77,12 @@ class Task:
     random_bits: Callable[[int], int] = field(default=secrets.randbits, repr=False, compare=False)
     thread: Callable[..., threading.Thread] = field(default=threading.Thread, repr=False, compare=False)
     presence: Presence | None = field(default=None, repr=False, compare=False)
+    began: position.Captured | None = field(default=None, repr=False, compare=False)
+    replay: Replayed | None = field(default=None, repr=False, compare=False)
+
+    def new_incarnation(self) -> int:
+        """Returns the id of a life that begins; of one that is replayed, its own."""
+        return self.random_bits(62) if self.replay is None else self.replay.file.incarnation
 
     @property
     def job(self) -> str:
@@ -219,6 +229,10 @@ def join(
     )
     arguments = sys.argv[1:] if argv is None else argv
     flags, defaults = read_program_flags(parser, arguments) if parser is not None else (argparse.Namespace(), None)
+    replayed = read_replay()
+    if replayed is not None:
+        cluster, job_name, task_index = replayed.cluster, "worker", replayed.file.worker
+        transport, secret_file, min_workers = "auto", None, None
     found = resolve(
         arguments,
         TaskArguments(
@@ -242,7 +256,8 @@ def join(
         return _join_alone(report, flags)
     if argv is None:
         sys.argv[1:] = found.remaining
-    _announce(found)
+    if replayed is None:
+        _announce(found)
     if found.task.job == "ps":
         _serve(found, report)
     connect = connector(found.cluster, found.access)
@@ -255,8 +270,19 @@ def join(
         connect=connect,
         separate=True,
         access=found.access,
-        presence=Presence(found.cluster, found.task.index, connect) if found.task.job == "worker" else None,
+        presence=Presence(found.cluster, found.task.index, connect)
+        if found.task.job == "worker" and not replayed
+        else None,
+        began=_place(replayed),
+        replay=replayed,
     )
+
+
+def _place(replayed: Replayed | None) -> position.Captured:
+    """Returns the random state of this process; one that is replayed is given that of its life first."""
+    if replayed is not None:
+        position.restore(replayed.file.joined, {}, say)
+    return position.capture({})
 
 
 def _check_own_program() -> None:
@@ -282,6 +308,7 @@ def _join_alone(report: str | None, flags: argparse.Namespace) -> Task:
         flags=flags,
         connect=alone.network.connect,
         alone=alone,
+        began=_place(None),
     )
 
 

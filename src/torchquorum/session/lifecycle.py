@@ -33,6 +33,7 @@ from torchquorum.session.hooks.device_hook import SessionDevices
 from torchquorum.session.hooks.hook import HookCalls
 from torchquorum.session.join import say
 from torchquorum.session.presence import Presence
+from torchquorum.session.recording import Determinism
 from torchquorum.session.share import Share
 from torchquorum.session.states import SessionState, StateMachine
 from torchquorum.session.stop_condition import StopCondition
@@ -80,6 +81,7 @@ class Lifecycle:
         self.meanwhile: Callable[[], None] = lambda: None
         self.confirms = True
         self.presence: Presence | None = None
+        self._determinism = Determinism(setup.say)
         self.saved_step = -1
         self._stop_requested = self._after_loop = False
         self._signal_seen_at: float | None = None
@@ -99,6 +101,8 @@ class Lifecycle:
         self._hooks.begin()
         if task.alone is not None:
             task.alone.start()
+        if self._setup.member.record or task.replay is not None:
+            self._determinism.begin()
         try:
             link = self._attachment.attach(
                 AttachRequest(creates=task.is_chief, confirms=self.confirms, on_state=self.states.go)
@@ -252,6 +256,7 @@ class Lifecycle:
         return f"{task}: {self.signals.name}: the run was stopped at global step {step}, which is {saved}{more}"
 
     def _close(self) -> None:
+        self._determinism.end()
         self._devices.close()
         self.signals.remove()
         for hook in self._hooks.all:

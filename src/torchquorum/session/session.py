@@ -33,6 +33,7 @@ from torchquorum.session.hooks.hook import Hook, HookCalls
 from torchquorum.session.join import Task, say
 from torchquorum.session.lifecycle import Lifecycle
 from torchquorum.session.position import Resumable
+from torchquorum.session.recording import read_record
 from torchquorum.session.results import Results
 from torchquorum.session.share import Share, make_share
 from torchquorum.session.states import SessionState
@@ -76,6 +77,8 @@ class Session:
             evaluated: those of the `chief`; the `average` over the workers; or `local`: each worker's stay with it, unsaved.
         durable: Journal every update in the run's folder, so that a ps that is killed at any moment comes back with every
             version that a worker has seen: True or `write`; `fsync` survives a loss of power too, and waits for the disk.
+        record: Record the run in its folder, so that `torchquorum replay` makes it again, bit for bit; docs/replay.md says what
+            that costs. By default as `torchquorum run --record` says.
         patience: How long to wait for what.
         hooks: Called around the loop, in this order; see `torchquorum.session.hooks.hook`.
         placement: Puts parts of the model on devices, see `tq.devices.place`: a device, or a mapping from names to devices.
@@ -107,6 +110,7 @@ class Session:
         data: Resumable | Mapping[str, Resumable] | None = None,
         buffers: str = "chief",
         durable: bool | str | None = None,
+        record: bool | None = None,
         patience: Patience | None = None,
         hooks: Sequence[Hook] = (),
         placement: Placement | None = None,
@@ -126,7 +130,12 @@ class Session:
             stop=StopOptions(last_step=last_step, num_steps=num_steps, max_seconds=max_seconds),
             save=SaveOptions(every_s=save_every_s, every_steps=save_every_steps, keep=keep, required=require_save),
             restore=read_restore(mode, restore=restore, start_afresh=start_afresh, accept_loss=accept_loss),
-            member=MemberOptions(liveness_s=liveness_s, wait_for_workers=wait_for_workers, buffers=buffers),
+            member=MemberOptions(
+                liveness_s=liveness_s,
+                wait_for_workers=wait_for_workers,
+                buffers=buffers,
+                record=task.replay is None and read_record(record, folder),
+            ),
             data=dict(data) if isinstance(data, Mapping) else {"data": data} if data else {},
         )
         device_options = read_device_options(

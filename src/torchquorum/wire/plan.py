@@ -124,6 +124,7 @@ class Plan(msgspec.Struct, kw_only=True):
     must_save: bool = True
     save_s: float = 0.0
     tables: list[TableSpec] = []
+    record: bool = False
 
     @property
     def elastic(self) -> bool:

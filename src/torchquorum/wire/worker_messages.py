@@ -38,7 +38,10 @@ class Create(Message):
 
 
 class Join(Message):
-    """A worker is ready to compute. To shard 0 with the plan it expects, to the others without. Answered by Variables."""
+    """A worker is ready to compute. To shard 0 with the plan it expects, to the others without. Answered by Variables.
+
+    `life` is what a record needs to run this process again, to shard 0 where the run is recorded.
+    """
 
     worker: int
     incarnation: int
@@ -46,6 +49,7 @@ class Join(Message):
     gradients: MemoryRef | None
     plan: Plan | None
     fastpath: bool = False
+    life: bytes = b""
 
 
 class Push(Message):

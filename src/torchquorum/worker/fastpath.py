@@ -26,6 +26,8 @@ from torchquorum.worker.flat import FlatParameters
 def can_use_fastpath(plan: Plan, exchange: Exchange) -> bool:
     """Whether a worker can make updates by itself: on a GPU only those of one operation, else the ps makes them."""
     kernels = fastpath_kernels(plan) or []
+    if plan.record and exchange.device is not None:
+        return False  # a replay makes the updates where the ps makes them
     return supported() and (exchange.device is None or all(kernel.plain for kernel in kernels))
 
 

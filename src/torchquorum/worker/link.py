@@ -58,6 +58,7 @@ class Link(RunView):
         residuals: What this worker has computed and not yet given, where something can be kept.
         leads: Says whether the settings of this worker's program count: it is the chief, or stands in for it.
         allow_nonfinite: Whether gradients with NaN or infinity are pushed as if they were whole.
+        life: What a record needs to run this process again; empty where the run is not recorded.
     """
 
     def __init__(self, end: WorkerEnd) -> None:
@@ -77,11 +78,13 @@ class Link(RunView):
         self.while_waiting: Callable[[], None] = lambda: None
         self.leads: Callable[[], bool] = lambda: end.index == 0
         self.allow_nonfinite = False
+        self.life = b""
 
     def go_on_from(self, before: Link) -> None:
         """Continues the counts of a link that was lost."""
         self.take_over(before)
         self.channels.count, self.residuals = before.channels.count, before.residuals
+        self.life = before.life
 
     # -- coming and going ---------------------------------------------------------------------------------------------
 
@@ -151,7 +154,7 @@ class Link(RunView):
         joined.on_stop = self._buffers.send_final if self._buffers is not None else joined.on_stop
         for k in range(len(self.end.ps)):
             self.channels.asker(k).channel.receive_into(joined.exchange.chooser(k, self.requests.awaited))
-        joined.join()
+        joined.join(self.life)
 
     def stay(self) -> None:
         """Tells the ps tasks, before it leaves, that the program goes on and may begin another session."""

@@ -1,0 +1,1 @@
+"""Runs that were recorded, made again: what the record says, ps tasks that follow it, and the workers' processes."""

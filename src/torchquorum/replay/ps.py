@@ -1,0 +1,501 @@
+"""A ps task of a replay: it follows the record's steps in their order, as soon as the workers have sent what each of them needs.
+
+In place of `torchquorum.server.service`, on a thread of `torchquorum replay`. There is no quorum here and no clock: a gradient waits for
+its turn, a worker for its place in the record. What always holds: steps are followed in order, each once, on every shard by itself; a
+worker that asks for something else than the record says ends the replay with words.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import torchquorum.wire.messages as m
+from torchquorum.clock import Clock
+from torchquorum.cluster import TaskId
+from torchquorum.errors import LostPlaceError, TorchQuorumError
+from torchquorum.replay.progress import Progress
+from torchquorum.replay.script import LifeKey, ScriptedLife, Step
+from torchquorum.rules.quorum import Key
+from torchquorum.server.identity import Identity
+from torchquorum.server.plan_difference import check_same_plan
+from torchquorum.server.reply import Incoming, Reply
+from torchquorum.server.run import Run
+from torchquorum.server.saver import Saver
+from torchquorum.server.service import Service
+from torchquorum.server.shard import Shard
+from torchquorum.server.task_life import TaskLife
+from torchquorum.server.worker_requests import WorkerRequests
+from torchquorum.wire.channel import Peer
+from torchquorum.wire.recorded import ASSIGN, JOIN, PULL, PUSH, Answer, Began
+
+Asked = Incoming[Any]
+KINDS: dict[type[m.Message], str] = {m.Join: JOIN, m.Push: PUSH, m.Pull: PULL, m.Assign: ASSIGN}
+LOST = "the variables were lost here, and created again"
+
+
+class ReplayedRequests(WorkerRequests):
+    """Keeps what workers send; the record says when they are answered."""
+
+    def _arrived(self, got: Incoming[m.Push], key: Key) -> list[Reply]:
+        return []
+
+    def _probed(self, got: Incoming[m.Probe], key: Key | None) -> list[Reply]:
+        return [got.reply(m.Unknown(got.message.request, self.generation))]
+
+
+class Replaying(Run):
+    """One creation of the variables: its shard follows the record."""
+
+    def __init__(self, life: TaskLife, shard: Shard) -> None:
+        super().__init__(life, shard, ReplayedRequests(life.me, shard))
+
+    def tick(self, now: float, wall: float) -> list[Reply]:
+        """Nothing happens by time."""
+        return []
+
+
+class ReplayService(Service):
+    """Answers the workers of a replay.
+
+    Args:
+        me: Which ps task this is.
+        say: Prints a line for people.
+        clock: Is not asked.
+        saver: Writes nothing.
+        progress: What is followed, and how far all ps tasks are.
+    """
+
+    def __init__(
+        self, me: Identity, say: Callable[[str], None], clock: Clock, saver: Saver, *, progress: Progress
+    ) -> None:
+        super().__init__(me, say, clock, saver)
+        self._progress, self._script, self.index = progress, progress.script, me.index
+        self.at = 0
+        self._asked: dict[LifeKey, Asked] = {}
+        self._peers: dict[Peer, LifeKey] = {}
+        self._joined: dict[LifeKey, int] = {}  # how many creations of the variables a life has joined
+        self._creation: Incoming[m.Create] | None = None
+        self._skipped: set[int] = set()
+        self._next_answers: dict[LifeKey, list[int]] = {}
+        for number, step in enumerate(self._script.steps):
+            if isinstance(step.item, Answer):
+                release = step.item.release
+                self._next_answers.setdefault((release.worker, release.incarnation), []).append(number)
+        self._given: dict[tuple[LifeKey, str], int] = {}
+        self._last_given: dict[LifeKey, tuple[int, list[Reply]]] = {}
+        self._handlers_of: dict[type[m.Message], Callable[[Asked], list[Reply]]] = {
+            m.Hello: self._greet,
+            m.Create: self._take_create,
+            m.Join: self._take_join,
+            m.Push: self._take_request,
+            m.Pull: self._take_request,
+            m.Assign: self._take_request,
+            m.Values: self._take_values,
+            m.Probe: self._tell,
+            m.Beat: lambda got: [got.reply(m.Alive(self._version, stop=False))],
+            m.Leave: self._let_go,
+            m.Stop: lambda got: [got.reply(m.Alive(self._version, stop=True))],
+            m.FateOf: self._tell_fate,
+            m.Save: lambda got: [
+                got.reply(m.SaveState(got.message.number, "done", self._version, progress.folder, ""))
+            ],
+            m.Settle: lambda got: [got.reply(m.Settled(done=True))],
+            m.Position: lambda _: [],
+            m.Buffers: lambda _: [],
+            m.TakeBuffers: self._give_buffers,
+            m.TakeBatches: self._hand,
+            m.UseBatches: lambda got: [got.reply(m.BatchesUsed(got.message.request, ok=True))],
+            m.StatusRequest: lambda got: [got.reply(m.Status(self.status(), got.message.request))],
+            m.Stay: lambda _: [],
+        }
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _version(self) -> int:
+        return self.run.shard.version if self.run is not None else 0
+
+    def _route(self, got: Asked) -> list[Reply]:
+        handler = self._handlers_of.get(type(got.message))
+        if handler is None:
+            return super()._route(got)
+        return handler(got)
+
+    def _answer(self, got: Asked) -> list[Reply]:
+        replies = super()._answer(got)
+        return replies + self.follow()
+
+    def tick(self, now: float, wall: float) -> list[Reply]:
+        """Others may have made what is waited for."""
+        return self.follow()
+
+    def process_ended(self, worker: int, incarnation: int, now: float, wall: float) -> list[Reply]:
+        """The launcher sees the ends of processes."""
+        self.pids.pop((worker, incarnation), None)
+        return []
+
+    def heartbeat(self) -> Reply | None:
+        """No ps task leads here."""
+        return None
+
+    def status(self) -> dict[str, Any]:
+        """Returns what lets those go on that wait for others, or for a checkpoint."""
+        me, version = self.life.me, self._version
+        everybody = list(range(me.cluster.num_tasks("worker")))
+        body = {"task": str(me.task), "ready": self.run is not None, "live": everybody, "stopped": False, "updates": 1}
+        return {**body, "global_step": version, "saved_step": version, "ps": me.cluster.num_tasks("ps")}
+
+    def _life_of(self, message: Any) -> ScriptedLife:
+        life = self._script.lives.get((message.worker, message.incarnation))
+        if life is None:
+            raise ValueError(f"the record has no such life of /job:worker/task:{message.worker}")
+        return life
+
+    def _next_generation(self, life: ScriptedLife) -> int | None:
+        joined = self._joined.get(life.key, 0)
+        return life.generations[joined] if joined < len(life.generations) else None
+
+    def _greet(self, got: Incoming[m.Hello]) -> list[Reply]:
+        replies = self._hello(got)
+        task = TaskId.parse(got.message.task)
+        life = self._script.lives.get((task.index, got.message.incarnation))
+        if life is not None and replies and isinstance(replies[0].message, m.Welcome):
+            self._peers[got.peer] = life.key
+            wanted = self._next_generation(life)
+            there = self.run is not None and wanted in (None, self.run.generation)
+            replies[0].message.created = there or (self.run is None and not self._must_create(life))
+        return replies
+
+    def _must_create(self, life: ScriptedLife) -> bool:
+        return life.worker == 0
+
+    def _take_create(self, got: Incoming[m.Create]) -> list[Reply]:
+        """The chief creates the variables; of a chief that joins those that are there, nothing is taken."""
+        life = self._script.lives.get(self._peers.get(got.peer, (-1, -1)))
+        if life is None:
+            raise ValueError("the record has no such life of the chief")
+        if self.run is not None and self._next_generation(life) == self.run.generation:
+            return [got.reply(m.Created(self._version, existing=True))]
+        self._creation = got
+        return [got.reply(m.Alive(self._version, stop=False))]
+
+    def _take_join(self, got: Incoming[m.Join]) -> list[Reply]:
+        life = self._life_of(got.message)
+        got.message.fastpath = False
+        self._asked[life.key] = got
+        return [got.reply(self._wait(got.message.request))]
+
+    def _take_request(self, got: Incoming[Any]) -> list[Reply]:
+        message, run = got.message, self.run
+        life = self._life_of(message)
+        if run is None or not run.shard.workers.knows(message.worker, message.incarnation):
+            raise LostPlaceError(LOST)
+        if not run.shard.workers.is_current(message.worker, got.peer, message.request):
+            return []
+        before = self._asked.get(life.key)
+        if answer := run.shard.answers.again(message.worker, message.incarnation, message.request):
+            return answer
+        if isinstance(message, m.Push):
+            if before is None or before.message.request != message.request:
+                self._compare(life, message)
+            run.requests.push(got)
+        self._asked[life.key] = got
+        return []
+
+    def _compare(self, life: ScriptedLife, push: m.Push) -> None:
+        """Compares a gradient with what the record has of it: the first loss that differs says where the computing does."""
+        decided = self._script.decided.get((*life.key, push.local_step))
+        if self.index != 0 or decided is None or decided.reason == "old incarnation":
+            return
+        if decided.loss != push.loss:
+            self._progress.differs(
+                f"{life}, local step {push.local_step}, computed at version {push.version}: its loss is {push.loss}, and was {decided.loss}"
+            )
+        elif decided.version != push.version:
+            self._progress.differs(
+                f"{life}, local step {push.local_step}: computed at version {push.version}, and was computed at {decided.version}"
+            )
+
+    def _take_values(self, got: Incoming[m.Values]) -> list[Reply]:
+        if self.run is None:
+            raise LostPlaceError(LOST)
+        return self.run.requests.keep_values(got)
+
+    def _tell(self, got: Incoming[m.Probe]) -> list[Reply]:
+        probe = got.message
+        asked = self._asked.get((probe.worker, probe.incarnation))
+        if asked is not None and asked.message.request == probe.request:
+            asked.peer = got.peer
+            return [got.reply(self._wait(probe.request))]
+        if self.run is not None and (
+            answer := self.run.shard.answers.again(probe.worker, probe.incarnation, probe.request)
+        ):
+            return answer
+        return [got.reply(m.Unknown(probe.request, self.generation))]
+
+    def _wait(self, request: int) -> m.Held:
+        waited = self._progress.awaited.get(self.index, "its place in the record")
+        return m.Held(request, f"its place in the record, which is at: {waited}", 0, 1, [])
+
+    def _tell_fate(self, got: Incoming[m.FateOf]) -> list[Reply]:
+        asked = got.message
+        decided = self._script.decided.get((asked.worker, asked.incarnation, asked.local_step))
+        if decided is None:
+            return [got.reply(m.Fate(asked.worker, asked.incarnation, asked.local_step, "open"))]
+        state = "accepted" if decided.accepted else "refused"
+        return [
+            got.reply(
+                m.Fate(
+                    asked.worker,
+                    asked.incarnation,
+                    asked.local_step,
+                    state,
+                    decided.reason,
+                    decided.met,
+                    decided.loss,
+                )
+            )
+        ]
+
+    def _let_go(self, got: Incoming[m.Leave]) -> list[Reply]:
+        leave = got.message
+        key = leave.worker, leave.incarnation
+        if self.index == 0:
+            self._progress.left.add(key)
+        later = [number for number in self._next_answers.get(key, []) if number >= self.at]
+        if later and self.index == 0:
+            item = self._script.steps[later[0]].item
+            assert isinstance(item, Answer)
+            why = f" ({leave.why})" if leave.why else ""
+            self._progress.fail(
+                f"/job:worker/task:{leave.worker} has left the run{why}, and in the record it goes on: {_name(item)}"
+            )
+        return [got.reply(m.Bye())]
+
+    # -- what else the record has -------------------------------------------------------------------------------------
+
+    def _take_given(self, key: LifeKey, what: str, items: list[Any]) -> Any:
+        at = self._given.get((key, what), 0)
+        if at >= len(items):
+            return None
+        self._given[key, what] = at + 1
+        return items[at]
+
+    def _hand(self, got: Incoming[m.TakeBatches]) -> list[Reply]:
+        """Hands out the batches that the worker was given, in their order."""
+        take, life = got.message, self._life_of(got.message)
+        number, replies = self._last_given.get(life.key, (-1, []))
+        if number == take.request:
+            return replies
+        items, at = life.handed.get(take.share.name, []), self._given.get((life.key, take.share.name), 0)
+        answer = m.LeasedBatches(take.request, [], over=False, void=False)
+        if at < len(items) and (items[at].numbers or items[at].void or take.idle):
+            self._given[life.key, take.share.name] = at + 1
+            answer = m.LeasedBatches(take.request, items[at].numbers, items[at].over, items[at].void)
+        replies = [got.reply(answer)]
+        self._last_given[life.key] = take.request, replies
+        return replies
+
+    def _give_buffers(self, got: Incoming[m.TakeBuffers]) -> list[Reply]:
+        take, life = got.message, self._life_of(got.message)
+        number, replies = self._last_given.get((life.worker, -life.incarnation), (-1, []))
+        if number == take.number:
+            return replies
+        item = self._take_given(life.key, "\0buffers", life.buffers)
+        if item is None:
+            return []
+        replies = [Reply(got.peer, m.SharedBuffers(take.number, item.whose), [item.values])]
+        self._last_given[life.worker, -life.incarnation] = take.number, replies
+        return replies
+
+    # -- the steps ----------------------------------------------------------------------------------------------------
+
+    def follow(self) -> list[Reply]:
+        """Follows the record as far as what it needs is there; returns the answers."""
+        replies: list[Reply] = []
+        steps = self._script.steps
+        try:
+            while self.at < len(steps) and not self._progress.failed and self._can(steps[self.at], replies):
+                self.at += 1
+                self._progress.at[self.index] = self.at
+                if self.run is not None:
+                    self._progress.keep((self.run.generation, self.run.shard.version), self.run.shard)
+            if self.at < len(steps):
+                self._progress.awaited[self.index] = self._name_step(steps[self.at])
+            replies += self._answer_unrecorded()
+        except TorchQuorumError as error:
+            self._progress.fail(str(error))
+        return replies
+
+    def _can(self, step: Step, replies: list[Reply]) -> bool:
+        """Follows a step, if what it needs is there."""
+        item = step.item
+        if isinstance(item, Began):
+            return self._begin(item, replies)
+        run = self.run
+        assert run is not None, step
+        if run.plan.num_shards <= self.index:
+            return True
+        match item:
+            case m.Apply():
+                if not all(Key(*key) in run.shard.gradients for key in item.keys):
+                    return False
+                run.shard.follow(item)
+            case m.Assigned():
+                key = (item.worker, item.incarnation, item.number)
+                if not run.shard.given.has(key, item.variables):
+                    replies += self._ask_for_values(run, (item.worker, item.incarnation))
+                    return False
+                run.shard.follow(item)
+            case m.Drop():
+                run.shard.follow(item)
+            case Answer():
+                return self.at in self._skipped or self._give(run, item, replies)
+            case _:
+                pass
+        return True
+
+    def _ask_for_values(self, run: Run, key: LifeKey) -> list[Reply]:
+        """The worker led when it assigned, which here it learns now."""
+        asked = self._asked.get(key)
+        if asked is None or not isinstance(asked.message, m.Assign) or asked.message.has_values:
+            return []
+        del self._asked[key]
+        return run.shard.answers.renumber(*key, asked.message.request, m.Outcome(False, m.STANDS_IN, run.shard.version))
+
+    def _give(self, run: Run, item: Answer, replies: list[Reply]) -> bool:
+        """Answers a worker, once it has asked."""
+        release = item.release
+        key = release.worker, release.incarnation
+        asked = self._asked.get(key)
+        if asked is None:
+            return False
+        kind, number = KINDS[type(asked.message)], _number_of(asked.message)
+        if kind == PUSH and item.kind == PULL:
+            return True  # what it looked at then it need not look at now
+        if kind == PULL and item.kind != PULL:
+            del self._asked[key]
+            replies += run.shard.answers.renumber(*key, asked.message.request)
+            return False
+        if (kind, number) != (item.kind, item.number):
+            raise TorchQuorumError(
+                f"/job:worker/task:{key[0]} {_words(kind, number)}, where in the record it {_words(item.kind, item.number)}: its program "
+                "does not do the same again. Does it decide by time, or by what is not recorded?"
+            )
+        if kind == JOIN:
+            self._joined[key] = self._joined.get(key, 0) + 1
+            run.requests.join(asked)
+        request = asked.message.request
+        del self._asked[key]
+        entry = m.Release(*key, request, release.version, release.stop, release.averaged, release.state)
+        answers = run.shard.follow(entry, item.outcome)
+        if kind == JOIN and self.index == 0:
+            for reply in answers:
+                if isinstance(reply.message, m.Variables):
+                    reply.message.position = self._script.lives[key].placed.get(run.generation)
+        replies += answers
+        return True
+
+    def _answer_unrecorded(self) -> list[Reply]:
+        """Lets workers go on that made steps which were lost before anybody had recorded them, up to where they noticed."""
+        run, replies = self.run, list[Reply]()
+        if run is None:
+            return replies
+        for key, asked in list(self._asked.items()):
+            life = self._script.lives[key]
+            if isinstance(asked.message, m.Join) or run.generation not in life.generations:
+                continue
+            lost_at, push = self._script.before_loss(life, run.generation), asked.message
+            beyond = not any(self._script.steps[n].generation == run.generation for n in self._ahead(key))
+            unrecorded = isinstance(push, m.Push) and (*key, push.local_step) not in self._script.decided
+            if lost_at and beyond and unrecorded and push.local_step < lost_at:
+                del self._asked[key]
+                replies += run.shard.answers.renumber(*key, push.request)
+        return replies
+
+    def _ahead(self, key: LifeKey) -> list[int]:
+        return [number for number in self._next_answers.get(key, []) if number >= self.at]
+
+    # -- creation -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, item: Began, replies: list[Reply]) -> bool:
+        """The variables are created, once the chief has said so; whoever still asks for those before hears that they are lost."""
+        run, create = self.run, self._creation
+        if run is not None and run.generation != item.generation:
+            for key, asked in list(self._asked.items()):
+                if not isinstance(asked.message, m.Join):
+                    del self._asked[key]
+                    replies.append(asked.reply(m.Fault("LostPlaceError", LOST, asked.message.request)))
+            self.run = None
+            run.discard()
+            self._waiting.clear()
+        if self.index >= item.plan.num_shards:
+            return True
+        if create is None:
+            return False
+        if self.index == 0:
+            self._check_plan(item, create)
+        shard = self._make(item, create)
+        if shard is None:
+            return False
+        self._creation = None
+        self.generation = item.generation
+        self.run = Replaying(self.life, shard)  # pyright: ignore[reportAttributeAccessIssue]
+        replies.append(create.reply(m.Created(shard.version, existing=False)))
+        return True
+
+    def _check_plan(self, item: Began, create: Incoming[m.Create]) -> None:
+        try:
+            check_same_plan(item.plan, create.message.plan, "the program as it is now")
+        except TorchQuorumError as error:
+            raise TorchQuorumError(
+                f"{error}\n(`the chief` is that of the record: was the program changed since?)"
+            ) from error
+        if item.base < 0 and (found := zlib.crc32(create.frames[1], zlib.crc32(create.frames[0]))) != item.checksum:
+            raise TorchQuorumError(
+                f"the chief's first values are not those that were recorded (checksum {found:08x}, recorded {item.checksum:08x}): the "
+                "model is made with other random numbers, or read from a file that has changed"
+            )
+
+    def _make(self, item: Began, create: Incoming[m.Create]) -> Shard | None:
+        plan = item.plan
+        if item.base < 0:
+            return Shard(self.index, plan, create.frames[0], create.frames[1], generation=item.generation)
+        kept = self._progress.kept.get((item.base, item.version))
+        if kept is None or not kept.complete:
+            return None
+        return Shard.made_of(self.index, plan, kept, kept.manifest, item.generation)
+
+    def _name_step(self, step: Step) -> str:
+        item = step.item
+        match item:
+            case Began():
+                return f"the chief to create the variables (version {item.version})"
+            case m.Apply():
+                run = self.run
+                missing = [k for k in item.keys if run is not None and Key(*k) not in run.shard.gradients]
+                named = ", ".join(f"/job:worker/task:{w} (local step {s})" for w, _, s in missing[:4])
+                return f"update {item.version}, which needs the gradient of {named}"
+            case Answer():
+                return _name(item)
+            case m.Assigned():
+                return f"/job:worker/task:{item.worker} to assign values"
+            case _:
+                return type(item).__name__
+
+
+def _number_of(message: Any) -> int:
+    if isinstance(message, m.Push):
+        return message.local_step
+    return message.number if isinstance(message, m.Assign) else 0
+
+
+def _words(kind: str, number: int) -> str:
+    texts = {JOIN: "joins", PULL: "pulls", PUSH: f"pushes local step {number}", ASSIGN: f"makes assignment {number}"}
+    return texts[kind]
+
+
+def _name(item: Answer) -> str:
+    return f"/job:worker/task:{item.release.worker}, which {_words(item.kind, item.number)} before version {item.release.version + 1}"

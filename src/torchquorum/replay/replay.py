@@ -1,0 +1,117 @@
+"""`torchquorum replay` without its command line: reads the record, looks at the machine, follows the record, compares.
+
+What always holds: the run's own folder is only read, unless a file in it is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torchquorum.clock import SYSTEM
+from torchquorum.formats.record_file import RecordError
+from torchquorum.replay import checks
+from torchquorum.replay.director import Director, Output, Spawn, new_scratch
+from torchquorum.replay.progress import Progress
+from torchquorum.replay.script import Script, read_script
+from torchquorum.wire.messages import Apply, Assigned
+
+SAY_EVERY_S = 5.0
+SHOWN = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayOptions:
+    """What is made again, and what is done with it.
+
+    Attributes:
+        folder: The run's folder.
+        check: Whether the variables are compared with the run's checkpoints.
+    """
+
+    folder: Path
+    check: bool = False
+
+
+def make_again(
+    options: ReplayOptions, say: Callable[[str], None], output: Output, *, spawn: Spawn | None = None
+) -> int:
+    """Makes a recorded run again; returns the exit code: 0 if it is the same, as far as was looked, 1 if it is not.
+
+    Args:
+        options: What is made again.
+        say: Prints a line of the replay.
+        output: Receives every line that a worker's process prints.
+        spawn: Starts a process; by default as a new one.
+
+    Raises:
+        RecordError: There is no record, or it cannot be followed here.
+    """
+    folder = options.folder.resolve()
+    script = read_script(folder)
+    checks.check_machine(script)
+    for path in checks.changed_files(script):
+        say(f"{path} is not as it was when the run was recorded")
+    for doubt in sorted({d for life in script.lives.values() for d in life.body.doubts}):
+        say(f"may differ: {doubt}")
+    saved = checks.comparable(folder) if options.check else {}
+    if options.check and not saved:
+        raise RecordError(
+            f"{folder} has no good checkpoint to compare with; without --check the run is made again all the same"
+        )
+    updates = sum(isinstance(step.item, Apply | Assigned) for step in script.steps)
+    lives = len([life for life in script.lives.values() if life.first >= 0])
+    say(f"{updates} updates of {len({life.worker for life in script.lives.values()})} workers, {lives} processes")
+    with new_scratch() as scratch:
+        (logdir := Path(scratch) / "run").mkdir()
+        progress = Progress(script=script, wanted=script.bases | set(saved), folder=str(logdir))
+        director = Director(script, progress, Path(scratch), say, output, spawn=spawn)
+        started = SYSTEM.now()
+        try:
+            director.run(_teller(script, progress, say))
+        finally:
+            _tell_differences(progress, say)
+        say(f"made again in {SYSTEM.now() - started:.1f} s")
+    return _compare(progress, saved, say) if options.check else int(bool(progress.differences))
+
+
+def _teller(script: Script, progress: Progress, say: Callable[[str], None]) -> Callable[[], None]:
+    """Says now and then how far a replay is."""
+    said = SYSTEM.now()
+
+    def tell() -> None:
+        nonlocal said
+        if SYSTEM.now() - said >= SAY_EVERY_S:
+            said = SYSTEM.now()
+            say(f"step {min(progress.at)} of {len(script.steps)}; next: {progress.awaited.get(0, '')}")
+
+    return tell
+
+
+def _tell_differences(progress: Progress, say: Callable[[str], None]) -> None:
+    for line in progress.differences[:SHOWN]:
+        say(f"not the same: {line}")
+    if len(progress.differences) > SHOWN:
+        say(f"not the same: {len(progress.differences) - SHOWN} further gradients")
+
+
+def _compare(progress: Progress, saved: dict[tuple[int, int], Path], say: Callable[[str], None]) -> int:
+    """Compares what was kept with the run's checkpoints."""
+    bad, seen = 0, 0
+    for place, path in sorted(saved.items(), key=lambda entry: entry[0][1]):
+        kept = progress.kept.get(place)
+        if kept is None or not kept.complete:
+            say(f"{path.name} is not of this record")
+            continue
+        seen += 1
+        unequal = checks.compare(kept, path)
+        bad += bool(unequal)
+        more = f" and {len(unequal) - SHOWN} more" if len(unequal) > SHOWN else ""
+        say(
+            f"{path.name}: "
+            + (f"differs in {', '.join(unequal[:SHOWN])}{more}" if unequal else "the same, bit for bit")
+        )
+    if not seen:
+        raise RecordError("none of the run's checkpoints is of what was recorded")
+    return int(bool(bad or progress.differences))

@@ -1,0 +1,145 @@
+"""Records a run on shard 0, so that `torchquorum replay` can make it again: see `torchquorum.wire.recorded`.
+
+Owned by `Leading`, which flushes it before any reply leaves. What always holds: what a worker has heard is in the file, also after a
+kill; a record that cannot be written any more ends at its last whole frame, and the run goes on without it.
+"""
+
+from __future__ import annotations
+
+import platform
+import zlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+import torchquorum.wire.messages as m
+from torchquorum.formats.record_file import RecordError, RecordFile
+from torchquorum.formats.storage import locate
+from torchquorum.rules.quorum import Accepted, Refused
+from torchquorum.version import __version__
+from torchquorum.wire.codec import Frame
+from torchquorum.wire.plan import Plan
+from torchquorum.wire.recorded import (
+    Answer,
+    AnyItem,
+    Began,
+    Decided,
+    GaveBuffers,
+    Gone,
+    Handed,
+    Life,
+    Placed,
+    encode_items,
+)
+
+
+class Recorder:
+    """The record of one creation of the variables.
+
+    Args:
+        file: Where it goes.
+        say: Prints a line for people.
+    """
+
+    def __init__(self, file: RecordFile, say: Callable[[str], None]) -> None:
+        self._file, self._say = file, say
+        self._items: list[AnyItem] = []
+        self._lives: set[tuple[int, int]] = set()
+        self._handed: dict[int, int] = {}
+        self._asked: dict[int, tuple[str, int]] = {}
+        self._broken = False
+
+    # -- the run ------------------------------------------------------------------------------------------------------
+
+    def began(self, began: Began) -> None:
+        """The variables were created."""
+        self._items.append(began)
+
+    def joined(self, join: m.Join) -> None:
+        """A worker joins; of its first time in this creation it is written what its process is."""
+        if join.life and (join.worker, join.incarnation) not in self._lives:
+            self._lives.add((join.worker, join.incarnation))
+            self._items.append(Life(join.worker, join.incarnation, join.life))
+
+    def asks(self, worker: int, kind: str, number: int = 0) -> None:
+        """A worker asks for something; what it is answered later is the answer to that."""
+        self._asked[worker] = kind, number
+
+    def entry(self, entry: AnyItem, outcome: m.Outcome | None) -> None:
+        """The log has a further entry; `outcome` is that of the gradient of a worker that is answered by it."""
+        if isinstance(entry, m.Release):
+            kind, number = self._asked.get(entry.worker, ("", 0))
+            self._items.append(Answer(entry, kind, number, outcome))
+        else:
+            self._items.append(entry)
+
+    def decided(self, action: Accepted | Refused, loss: float | None) -> None:
+        """A gradient was accepted or refused."""
+        accepted, reason = isinstance(action, Accepted), action.reason.value
+        self._items.append(Decided(*action.key, action.version, action.met, accepted, reason, loss))
+
+    def gone(self, worker: int, incarnation: int, how: str, why: str) -> None:
+        """A life went out of the run."""
+        self._items.append(Gone(worker, incarnation, how, why))
+
+    # -- what else workers are told -----------------------------------------------------------------------------------
+
+    def placed(self, worker: int, incarnation: int, position: dict[str, Any]) -> None:
+        """A worker is given the position that a checkpoint has of it."""
+        self._items.append(Placed(worker, incarnation, msgspec.msgpack.encode(position)))
+
+    def handed(self, take: m.TakeBatches, answer: m.LeasedBatches) -> None:
+        """A worker is given batches; an answer that says nothing, or was given before, is left out."""
+        if not (answer.numbers or answer.over or answer.void) or self._handed.get(take.worker) == take.request:
+            return
+        self._handed[take.worker] = take.request
+        share, numbers = take.share.name, answer.numbers
+        self._items.append(Handed(take.worker, take.incarnation, share, numbers, answer.over, answer.void))
+
+    def gave_buffers(self, take: m.TakeBuffers, whose: Sequence[int], values: torch.Tensor) -> None:
+        """A worker is given the run's buffers."""
+        self._items.append(GaveBuffers(take.worker, take.incarnation, list(whose), values.numpy().tobytes()))
+
+    # -- the file -----------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Hands what there is to the operating system."""
+        if not self._items:
+            return
+        items, self._items = self._items, []
+        if self._broken:
+            return
+        try:
+            self._file.append(encode_items(items))
+        except RecordError as error:
+            self._broken = True
+            self._say(f"{error}: the run goes on, and can be replayed up to here")
+
+    def close(self) -> None:
+        """Writes the rest and closes the file."""
+        self.flush()
+        self._file.close()
+
+
+def open_recorder(plan: Plan, say: Callable[[str], None]) -> Recorder | None:
+    """Returns the recorder of a run, if its plan wants one."""
+    folder = locate(plan.logdir) if plan.record and plan.logdir is not None else None
+    return Recorder(RecordFile(folder), say) if isinstance(folder, Path) else None
+
+
+def describe_beginning(
+    plan: Plan, generation: int, version: int, base: int, frames: Sequence[Frame], wall: float
+) -> Began:
+    """Returns what a record has of a creation; `base` is the generation that it goes on from, -1 for the chief's values in `frames`."""
+    checksum = zlib.crc32(frames[1], zlib.crc32(frames[0])) if base < 0 else 0
+    task = {
+        "torchquorum": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
+    return Began(generation, plan, version, base, checksum, task, wall)

@@ -45,7 +45,15 @@ def test_plain_pytorch_goes_on_from_the_state_of_a_run(
     assert same([p.detach() for p in model.parameters()], plain(OPTIMIZERS[name], steps=LAST))
 
 
-def test_outside_of_a_session_there_is_no_state() -> None:
-    optimizer = tq.Optimizer(torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1))
-    with pytest.raises(tq.errors.ConfigError, match="lives on the ps tasks; call it inside"):
-        optimizer.state_dict()
+def test_before_a_session_it_is_that_of_a_new_optimizer_and_after_it_there_is_none() -> None:
+    def work(task: Any) -> None:
+        model = torch.nn.Linear(2, 2)
+        inner = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = tq.Optimizer(inner)
+        assert optimizer.state_dict() == inner.state_dict()
+        with tq.Session(task, model, optimizer, patience=PATIENCE):
+            assert optimizer.state_dict() == inner.state_dict()
+        with pytest.raises(tq.errors.ConfigError, match="lives on the ps tasks; call it inside"):
+            optimizer.state_dict()
+
+    Cluster().run(work)

@@ -139,3 +139,19 @@ def test_an_assignment_without_its_values_or_of_variables_that_are_not_there_is_
     answer = only(running.send(name(0), m.Assign(0, 1, 3, 1, 0, True, [0])), m.Variables)
     again = only(running.send(name(0), m.Assign(0, 1, 4, 1, 0, True, [0])), m.Variables)
     assert (answer.version, again.version) == (1, 1), "asked for twice, made once"
+
+
+def test_an_optimizer_state_that_does_not_fit_is_refused_and_changes_nothing(running: Ps) -> None:
+    before = running.state()
+    for ref in [
+        m.StateRef([m.StatePiece(0, "momentum_buffer", 1, 4, (), "float32")], {}),
+        m.StateRef([m.StatePiece(9, "momentum_buffer", 0, 4, (), "float32")], {}),
+        m.StateRef(
+            [m.StatePiece(0, "momentum_buffer", 0, 4, (2, 2), "float32")], {}
+        ),  # SGD keeps none of its own shape
+        m.StateRef([m.StatePiece(0, "momentum_buffer", 0, 4, (), "Tensor")], {}),
+        m.StateRef([], {"elsewhere": {"step": 1.0}}),
+    ]:
+        only(running.send(name(0), m.Values(0, 1, 1, [], ref), bytes(16)), m.Fault)
+    only(running.send(name(0), m.Assign(0, 1, 2, 1, 0, True, [], True)), m.Fault)
+    assert running.state() == before

@@ -91,6 +91,7 @@ class Record(msgspec.Struct, array_like=True):
         settings: The options of the optimizer that changed with it, by parameter group.
         assigned: Variables (by index) that were given values, which follow instead of a gradient; then it is no update.
         told: The newest version that one of the gradients was computed at: every shard had told its worker of that one.
+        state: What there is of the optimizer's state, where that was assigned; its bytes follow, after those of the values if any.
     """
 
     version: int
@@ -100,6 +101,7 @@ class Record(msgspec.Struct, array_like=True):
     settings: list[dict[str, Any]] = []
     assigned: list[int] = []
     told: int = 0
+    state: dict[str, Any] | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -25,20 +25,25 @@ class Assigning:
         assignments.wait(assign)
         if not quorum.stopped and assignments.is_due(assign, quorum):
             assignments.make(assign)
-            if assign.variables:
+            if assign.variables or assign.state:
                 self._make(assign, wall)
         self.release()
 
     def _make(self, assign: Assign, wall: float) -> None:
-        """Given values become the next version."""
+        """Given values become the next version; with the optimizer's state, its settings hold from the next update on."""
         decisions, met = self._decisions, self._quorum.version
         names = [self._plan.variables[v].name for v in assign.variables]
         actions = self._quorum.assign()
         version = self._quorum.version
-        decisions.log.append(Assigned(assign.worker, assign.incarnation, assign.number, version, assign.variables))
+        if assign.state and assign.settings:
+            decisions.settings.offer(assign.settings)
+        change = decisions.settings.take() if assign.state else []
+        who = (assign.worker, assign.incarnation, assign.number)
+        decisions.log.append(Assigned(*who, version, assign.variables, assign.state, change))
         decisions.follow(actions, wall)
         lost = met - assign.version
         since = f"; in these, {lost} updates since version {assign.version} are overwritten" if lost else ""
+        names = ["the optimizer's state", *names] if assign.state else names
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         text = f"{shown} became version {version}{since}"
         decisions.history.wall = wall

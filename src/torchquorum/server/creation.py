@@ -13,6 +13,7 @@ from torchquorum.formats.checkpoint import CheckpointReader, load_manifest
 from torchquorum.formats.storage import locate
 from torchquorum.server.buffer_home import BufferHome
 from torchquorum.server.following import Following
+from torchquorum.server.given_state import GivenState
 from torchquorum.server.identity import Identity
 from torchquorum.server.journaling import take_up_journal
 from torchquorum.server.leading import Leading
@@ -39,7 +40,8 @@ def check_creation(me: Identity, create: Create, frames: Sequence[Frame]) -> Non
         raise LostCreationError("it was restarted, and its variables are not here any more")
     plan = create.plan
     buffers = me.index == 0 and bool(plan.buffers)
-    if len(frames) != (expected := (2 if create.restore is None else 0) + buffers):
+    state = create.optimizer is not None and create.restore is None
+    if len(frames) != (expected := (2 if create.restore is None else 0) + buffers + state):
         raise ValueError(f"{len(frames)} tensor frames, expected {expected}")
     num_ps = me.cluster.num_tasks("ps")
     if plan.num_shards != num_ps or plan.num_workers < 1:
@@ -52,16 +54,24 @@ def check_creation(me: Identity, create: Create, frames: Sequence[Frame]) -> Non
     if buffers:
         if plan.buffers_mode not in MODES:
             raise ValueError(f"buffers_mode {plan.buffers_mode!r}: allowed are {', '.join(MODES)}")
-        frame_tensor(frames[-1], Packing(plan.buffers).size_bytes)
+        frame_tensor(_buffers_of(create, frames), Packing(plan.buffers).size_bytes)
     if create.restore is None:
         layout = plan.layout()
         for frame, regions in zip(frames, (layout.trained, layout.constants), strict=False):
             frame_tensor(frame, regions[me.index].size_bytes)
+        if create.optimizer is not None:
+            region = layout.trained[me.index]
+            GivenState(create.optimizer, frames[-1], region, plan.variables, plan.optimizer.name)
         return
     path = locate(create.restore)
     manifest = load_manifest(path)
     with CheckpointReader(path, manifest) as reader:
         check_same_model(manifest, reader, plan)
+
+
+def _buffers_of(create: Create, frames: Sequence[Frame]) -> Frame:
+    """Returns the frame with the model's buffers, which comes after the values, if they are there."""
+    return frames[2 if create.restore is None else 0]
 
 
 def create_run(life: TaskLife, create: Create, frames: Sequence[Frame], now: float, wall: float) -> Leading | Following:
@@ -78,12 +88,16 @@ def create_run(life: TaskLife, create: Create, frames: Sequence[Frame], now: flo
         shard, manifest = Shard.restored(index, plan, locate(create.restore), create.generation)
     run: Leading | Following | None = None
     try:
+        if create.optimizer is not None and manifest is None:
+            shard.variables.load(shard.read_state(create.optimizer, frames[-1]))
         replayed = take_up_journal(shard, create, life.announce)
         if index > 0:
             return Following(life, shard)
         buffers = None
         if plan.buffers:
-            buffers = BufferHome.opened(plan, frames[-1], create.restore, shard.workers.peer_of, life.announce)
+            buffers = BufferHome.opened(
+                plan, _buffers_of(create, frames), create.restore, shard.workers.peer_of, life.announce
+            )
         positions, data = (manifest.workers, manifest.data) if manifest is not None else ({}, {})
         run = Leading(life, shard, buffers, positions)
         if run.recorder is not None:

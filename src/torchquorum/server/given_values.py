@@ -1,33 +1,58 @@
-"""The values that a worker has given for an assignment, until the log says that they become the next version.
+"""What a worker has given for an assignment, until the log says that it becomes the next version.
 
-Owned by the shard. What always holds: those of one worker are kept, the last that were given.
+Owned by the shard. What always holds: that of one worker is kept, the last that was given.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from torchquorum.server.given_state import GivenState
+
 ByWhom = tuple[int, int, int]  # the worker, its incarnation, and which of its assignments
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What one worker has given.
+
+    Attributes:
+        variables: Those that have values, by index.
+        values: The shard's memory with the values; empty where there are none.
+        state: The optimizer's state, if that is assigned.
+    """
+
+    variables: list[int]
+    values: torch.Tensor
+    state: GivenState | None = None
+
+    def is_of(self, variables: list[int], *, state: bool) -> bool:
+        """Whether it has values of these variables, and the optimizer's state or not."""
+        return self.variables == variables and (self.state is not None) is state
 
 
 class GivenValues:
     """What is about to be assigned, and what was last."""
 
     def __init__(self) -> None:
-        self._kept: tuple[ByWhom, list[int], torch.Tensor] | None = None
+        self._kept: tuple[ByWhom, Given] | None = None
         self._assigned: ByWhom = (-1, 0, 0)
 
-    def keep(self, key: ByWhom, variables: list[int], values: torch.Tensor) -> None:
-        """Keeps values for an assignment; those that were kept before are dropped."""
-        self._kept = key, variables, values
+    def keep(self, key: ByWhom, given: Given) -> None:
+        """Keeps what is given for an assignment; what was kept before is dropped."""
+        self._kept = key, given
 
-    def has(self, key: ByWhom, variables: list[int]) -> bool:
-        """Whether values of these variables are kept for an assignment, or it has been made with them."""
-        return key == self._assigned or (self._kept is not None and self._kept[:2] == (key, variables))
+    def has(self, key: ByWhom, variables: list[int], *, state: bool) -> bool:
+        """Whether this is kept for an assignment, or it has been made with it."""
+        if key == self._assigned:
+            return True
+        return self._kept is not None and self._kept[0] == key and self._kept[1].is_of(variables, state=state)
 
-    def take(self, key: ByWhom) -> torch.Tensor:
-        """Returns the values of an assignment that is made now."""
+    def take(self, key: ByWhom) -> Given:
+        """Returns what belongs to an assignment that is made now."""
         assert self._kept is not None and self._kept[0] == key, f"no values were given for {key}"
-        values = self._kept[2]
+        given = self._kept[1]
         self._kept, self._assigned = None, key
-        return values
+        return given

@@ -72,8 +72,10 @@ class LeadingRequests(WorkerRequests):
     def _assigning(self, got: Incoming[m.Assign]) -> list[Reply]:
         assign = got.message
         key = (assign.worker, assign.incarnation, assign.number)
-        if assign.has_values and assign.variables and not self.shard.given.has(key, assign.variables):
+        gives = assign.has_values and (assign.variables or assign.state)
+        if gives and not self.shard.given.has(key, assign.variables, state=assign.state):
             raise ValueError(f"no values were given for assignment {assign.number} of variables {assign.variables[:8]}")
+        self._leader.settings.check(assign.settings)
         self._leader.assigning.ask(assign, got.wall)
         return []
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
+import torch
+
 from torchquorum.errors import UpdateError
 from torchquorum.fastpath.page import FastPage
 from torchquorum.fastpath.policy import may_have_fastpath
@@ -19,7 +22,8 @@ from torchquorum.memory.slots import region_bytes, section_views
 from torchquorum.rules.quorum import Key
 from torchquorum.server.answers import Answers
 from torchquorum.server.decision_log import LogEntry
-from torchquorum.server.given_values import GivenValues
+from torchquorum.server.given_state import GivenState
+from torchquorum.server.given_values import Given, GivenValues
 from torchquorum.server.pending_gradients import PendingGradients
 from torchquorum.server.reply import Reply
 from torchquorum.server.shard_variables import ShardVariables
@@ -28,7 +32,20 @@ from torchquorum.server.worker_table import WorkerTable
 from torchquorum.wire.channel import Peer
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import frame_tensor
-from torchquorum.wire.messages import Apply, Assigned, Drop, End, Join, Outcome, Plan, Push, Release, Snapshot
+from torchquorum.wire.messages import (
+    Apply,
+    Assigned,
+    Drop,
+    End,
+    Join,
+    Outcome,
+    Plan,
+    Push,
+    Release,
+    Snapshot,
+    StateRef,
+    Values,
+)
 
 
 class Shard:
@@ -195,30 +212,58 @@ class Shard:
             self.journal.append(record, region_bytes(self.region, mean))
         self.variables.publish(slot, version)
 
-    def keep_values(self, key: tuple[int, int, int], variables: list[int], frame: Frame) -> None:
-        """Keeps values for an assignment: of a worker, its incarnation and its nth; those that were kept before are dropped.
+    def keep_values(self, values: Values, frames: Sequence[Frame]) -> None:
+        """Keeps what a worker gives for an assignment; what was kept before is dropped.
 
         Raises:
-            ValueError: They do not fit the variables.
+            ValueError: It does not fit the variables.
         """
-        self.given.keep(key, variables, frame_tensor(frame, self.region.size_bytes).clone())
+        memory = frame_tensor(frames[0], self.region.size_bytes).clone() if values.variables else torch.empty(0)
+        state = self.read_state(values.optimizer, frames[-1]) if values.optimizer is not None else None
+        self.given.keep((values.worker, values.incarnation, values.number), Given(values.variables, memory, state))
+
+    def read_state(self, ref: StateRef, frame: Frame) -> GivenState:
+        """Returns an optimizer's state that came from a worker or stands in the journal.
+
+        Raises:
+            ValueError: It does not fit the variables.
+        """
+        return GivenState(ref, frame, self.region, self.plan.variables, self.plan.optimizer.name)
 
     def _assign(self, entry: Assigned) -> None:
-        key = (entry.worker, entry.incarnation, entry.number)
-        slot = self.variables.put(self.given.take(key), entry.variables)
+        given = self.given.take((entry.worker, entry.incarnation, entry.number))
+        self.variables.change(entry.settings)
+        slot = self.variables.put(given.values, entry.variables)
+        if given.state is not None:
+            self.variables.load(given.state)
         if self.journal is not None:  # before any worker gets this version
-            values = region_bytes(self.region, self.variables.versions.slots.sections[slot])
-            self.journal.append(Record(entry.version, [], [], assigned=entry.variables), values)
+            self._write_assigned(self.journal, entry, given, slot)
         self.variables.publish(slot, entry.version)
+
+    def _write_assigned(self, journal: JournalWriter, entry: Assigned, given: Given, slot: int) -> None:
+        values = region_bytes(self.region, self.variables.versions.slots.sections[slot]) if entry.variables else b""
+        record = Record(entry.version, [], [], settings=entry.settings, assigned=entry.variables)
+        if given.state is None:
+            journal.append(record, values)
+            return
+        record.state = msgspec.to_builtins(given.state.ref)
+        journal.append(record, bytes(values) + bytes(given.state.frame))
+
+    def _replay_assigned(self, record: Record, payload: memoryview) -> int:
+        size_bytes = self.region.size_bytes if record.assigned else 0
+        slot = self.variables.put(frame_tensor(payload[:size_bytes], size_bytes), record.assigned)
+        if record.state is not None:
+            self.variables.load(self.read_state(msgspec.convert(record.state, StateRef), payload[size_bytes:]))
+        return slot
 
     def replay(self, record: Record, payload: Frame) -> None:
         """Makes an update again as the journal has it: the same mean through the same optimizer, so the same bits."""
         assert record.version == self.version + 1, (record.version, self.version)
         self.variables.change(record.settings)
-        memory = frame_tensor(payload, self.region.size_bytes)
-        if record.assigned:
-            slot = self.variables.put(memory, record.assigned)
+        if record.assigned or record.state is not None:
+            slot = self._replay_assigned(record, memoryview(payload))
         else:
+            memory = frame_tensor(payload, self.region.size_bytes)
             _, slot = self.variables.make(
                 [section_views(self.region, memory)], frozenset(record.absent), record.version
             )

@@ -12,6 +12,7 @@ import torch
 
 from torchquorum.formats.checkpoint_manifest import Manifest
 from torchquorum.memory.slots import section_views
+from torchquorum.server.given_state import GivenState
 from torchquorum.server.mean_gradient import MeanGradient
 from torchquorum.server.run_settings import resumed
 from torchquorum.server.snapshot import SavedState, ShardSnapshot, SnapshotBuilder, StateReader, read_region
@@ -112,6 +113,10 @@ class ShardVariables:
             self.update.change(settings)
             self.revision += 1
 
+    def load(self, state: GivenState) -> None:
+        """The optimizer's state is this one from now on."""
+        self.update.load(state, state.ref.scalars)
+
     def make(
         self, gradients: Sequence[Sequence[torch.Tensor]], absent: frozenset[int], version: int
     ) -> tuple[Sequence[torch.Tensor], int]:
@@ -127,6 +132,7 @@ class ShardVariables:
     def put(self, memory: torch.Tensor, variables: Sequence[int]) -> int:
         """Writes the current version into a slot, but with what stands in memory for these variables. Returns the slot."""
         slots, chosen = self.versions.slots, frozenset(variables)
+        memory = memory if variables else slots.bytes[self.versions.current]
         slot = self.versions.next_slot()
         old, new = slots.sections[self.versions.current], slots.sections[slot]
         for section, before, after, given in zip(

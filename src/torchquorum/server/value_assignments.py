@@ -32,9 +32,10 @@ class ValueAssignments:
         return 0 if chief is None or chief.alive or not alive else min(alive)
 
     def is_due(self, assign: Assign, quorum: Quorum) -> bool:
-        """Whether this worker's values are to be assigned now."""
+        """Whether this worker's values are to be assigned now; not those of one that stands in and comes to what was assigned already."""
         again = (assign.worker, assign.incarnation, assign.number) == self._last
-        return assign.has_values and not again and assign.worker == self.assigner(quorum)
+        late = assign.worker != 0 and assign.number <= self.made  # the chief counts anew when it was started again
+        return assign.has_values and not again and not late and assign.worker == self.assigner(quorum)
 
     def make(self, assign: Assign) -> None:
         """An assignment is made."""

@@ -65,10 +65,10 @@ class WorkerRequests:
     def keep_values(self, got: Incoming[m.Values]) -> list[Reply]:
         """A joined worker sends values that it is about to assign."""
         values = got.message
-        if len(got.frames) != 1 or not all(0 <= v < len(self.plan.variables) for v in values.variables):
+        expected = bool(values.variables) + (values.optimizer is not None)
+        if len(got.frames) != max(1, expected) or not all(0 <= v < len(self.plan.variables) for v in values.variables):
             raise ValueError(f"values of variables {values.variables[:8]} with {len(got.frames)} frames make no sense")
-        key = (values.worker, values.incarnation, values.number)
-        self.shard.keep_values(key, values.variables, got.frames[0])
+        self.shard.keep_values(values, got.frames)
         return [got.reply(m.ValuesKept(values.number))]
 
     def assign(self, got: Incoming[m.Assign]) -> list[Reply]:

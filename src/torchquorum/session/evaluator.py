@@ -182,9 +182,9 @@ class Evaluator:
         """Returns the global step of the checkpoint in the model."""
         return self.link.version
 
-    def assign(self) -> int:
-        """Returns the global step of the checkpoint in the model: an evaluator has no values to give."""
-        return self.link.version
+    def assign(self) -> bool:
+        """Does nothing: an evaluator has no values to give."""
+        return False
 
     def pull_buffers(self) -> None:
         """Does nothing: the run's buffers came with the checkpoint."""

@@ -124,7 +124,14 @@ class Initializer:
         self._stop.count_from(journal.version)
         plan.last_step = self._stop.last_step
         generation = self._setup.task.random_bits(62)
-        link.create(plan, self.flat, found.path, generation=generation, replace=True, journal=journal)
+        begins = self._setup.optimizer.begun_state()
+        if begins is not None:
+            begins.check(self.flat.layout, self.flat.parameters, plan.optimizer.groups)
+            if found.path is not None:
+                self._setup.say(
+                    "the run goes on from its checkpoint, and so does the optimizer: the state that it had before is not used"
+                )
+        link.create(plan, self.flat, found.path, generation=generation, replace=True, journal=journal, begins=begins)
         self._created = True
 
     def _create_again(self, link: Link, plan: Plan, replayed: Replayed) -> None:

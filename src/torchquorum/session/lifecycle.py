@@ -38,6 +38,7 @@ from torchquorum.session.share import Share
 from torchquorum.session.states import SessionState, StateMachine
 from torchquorum.session.stop_condition import StopCondition
 from torchquorum.worker.link import Link
+from torchquorum.worker.loaded_state import LoadedState
 from torchquorum.worker.polls import wait_until_saved
 from torchquorum.worker.step import Step
 
@@ -344,14 +345,21 @@ class Lifecycle:
         """Takes the cluster's current version into the model's parameters; returns it."""
         return self.surviving(lambda: self.running_link.pull())
 
-    def assign(self) -> int:
-        """What the chief has written to its parameters becomes the next version, for all workers; returns it."""
+    def assign(self, loaded: LoadedState | None = None) -> bool:
+        """What the chief has written to its parameters, and loaded, becomes the next version, for all workers.
+
+        Returns:
+            Whether what counts came from this worker.
+        """
         assignment = self.running_link.member.writes.begin()
         gives = self._setup.task.is_chief or self.leads
-        made = self.surviving(lambda: self.running_link.member.writes.assign(assignment, gives=gives))
-        while not made:  # the chief is dead, and this worker stands in for it
-            made = self.surviving(lambda: self.running_link.member.writes.assign(assignment, gives=True))
-        return self.running_link.version
+
+        def ask() -> bool:
+            return self.running_link.member.writes.assign(assignment, gives=gives, loaded=loaded)
+
+        while not self.surviving(ask):
+            gives = True  # the chief is dead, and this worker stands in for it
+        return gives
 
     @contextmanager
     def averaged(self) -> Iterator[int]:

@@ -335,7 +335,8 @@ class Session:
         Optimizer state stays as it is. Under Sync the assignment lies between two rounds; under Async what others have pushed since
         is overwritten in those parameters, and the ps says so. While the chief is dead the values of the first worker alive count.
         """
-        return self._part.assign()
+        self._part.assign()
+        return self.global_step
 
     def averaged(self) -> AbstractContextManager[int]:
         """Inside this block the model's parameters are the moving averages; afterwards they are the variables again.

@@ -39,11 +39,15 @@ class KernelState:
             if num_slots is not None
             else [[section_views(region, torch.zeros(region.size_bytes, dtype=torch.uint8))] for _ in names]
         )
-        self._in_place = num_slots is None
+        self._in_place, self._initial = num_slots is None, initial
         if initial:
-            for sections in self.of(0):
-                for values in sections:
-                    values.fill_(initial)
+            self.begin()
+
+    def begin(self) -> None:
+        """The state of the current version is a new one."""
+        for sections in self.of(self.current):
+            for values in sections:
+                values.fill_(self._initial)
 
     @property
     def refs(self) -> list[MemoryRef]:

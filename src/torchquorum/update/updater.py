@@ -436,7 +436,24 @@ class Updater:
             scalars: What `scalars` returned on all shards.
             version: How many updates had been made; the schedule is brought to that step.
         """
+        self._read(read, scalars)
+        if self._schedule is not None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the optimizer's steps were made before the restart
+                for _ in range(version):
+                    self._schedule.step()
+        self._rates = [self._current_rates()]
+        self.used = self._rates[0]
 
+    def load(self, read: ReadState, scalars: dict[str, dict[str, Any]]) -> None:
+        """Replaces the optimizer's state between two updates; options and schedule stay as they are."""
+        self._optimizer.state.clear()
+        self.state.begin()
+        for span in self.spans:
+            span.steps = 0
+        self._read(read, scalars)
+
+    def _read(self, read: ReadState, scalars: dict[str, dict[str, Any]]) -> None:
         def kind(piece: Piece) -> Any:
             name = self._variables[piece.variable].name
             return read.states(name), scalars.get(name, {})
@@ -450,13 +467,6 @@ class Updater:
             if state:
                 self._optimizer.state[span.parameter] = state
         self._take_state()
-        if self._schedule is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the optimizer's steps were made before the restart
-                for _ in range(version):
-                    self._schedule.step()
-        self._rates = [self._current_rates()]
-        self.used = self._rates[0]
 
     def _restored(
         self, span: Span, name: str, shape: tuple[int, ...], dtype: torch.dtype, read: ReadState

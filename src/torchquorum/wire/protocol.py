@@ -6,7 +6,7 @@ import msgspec
 
 from torchquorum.version import __version__
 
-PROTOCOL = 7
+PROTOCOL = 8
 PACKAGE = __version__
 STANDS_IN = "stands in"  # the reason of an answer to Assign that asks a worker for its own values
 CREATION = "the chief to create the variables"  # what a join waits for at a ps that holds none

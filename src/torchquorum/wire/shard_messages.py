@@ -68,13 +68,18 @@ class Release(Message):
 
 
 class Assigned(Message):
-    """Log entry: what this worker gave as values of these variables for its nth assignment makes `version`."""
+    """Log entry: what this worker gave as values of these variables for its nth assignment makes `version`.
+
+    With `state` it gave the optimizer's state, too; `settings` are the options that change with it, by parameter group.
+    """
 
     worker: int
     incarnation: int
     number: int
     version: int
     variables: list[int]
+    state: bool = False
+    settings: list[dict[str, Any]] = []
 
 
 class Snapshot(Message):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torchquorum.wire.plan import JournalRef, MemoryRef, Plan, ShareSpec
+from torchquorum.wire.plan import JournalRef, MemoryRef, Plan, ShareSpec, StateRef
 from torchquorum.wire.protocol import Message
 
 
@@ -23,7 +23,8 @@ class Create(Message):
     """The chief's plan; frames: the initial trained values and constants of this shard. Answered by Created.
 
     With `restore`, the path of a checkpoint, those are left out: the ps reads its shard from there. To shard 0 the model's
-    buffers follow in a further frame, if the plan has any. `generation` names this
+    buffers follow in a further frame, if the plan has any; with `optimizer` the state that the optimizer begins with is in the
+    last one. `generation` names this
     creation on all shards; `replace` says to give up variables that are there, because another ps has lost its own.
     `journal` says how far the updates after that checkpoint are to be made again from the journal; nothing if there are none.
     With `only_existing` nothing is created: a ps that was restarted since it said that it has variables refuses.
@@ -35,6 +36,7 @@ class Create(Message):
     replace: bool = False
     journal: JournalRef | None = None
     only_existing: bool = False
+    optimizer: StateRef | None = None
 
 
 class Join(Message):
@@ -88,19 +90,22 @@ class Pull(Message):
 class Values(Message):
     """Values of these variables, in frame 0 with the rest of the shard's memory, which the worker is about to assign.
 
-    `number` is its nth assignment. Answered by ValuesKept.
+    `number` is its nth assignment. With `optimizer` the shard's optimizer state is assigned, too; it is in the frame that follows, or in
+    frame 0 where there are no variables. Answered by ValuesKept.
     """
 
     worker: int
     incarnation: int
     number: int
     variables: list[int]
+    optimizer: StateRef | None = None
 
 
 class Assign(Message):
     """The worker has come to its nth assignment, at `version`; `has_values` if every shard keeps its values. Answered by Variables.
 
-    It is answered when n assignments have been made; or before, with an outcome that asks this worker for its values.
+    It is answered when n assignments have been made; or before, with an outcome that asks this worker for its values. With `state` the
+    optimizer's state is among these, and `settings` are the options of its parameter groups.
     """
 
     worker: int
@@ -110,6 +115,8 @@ class Assign(Message):
     version: int
     has_values: bool
     variables: list[int]
+    state: bool = False
+    settings: list[dict[str, Any]] = []
 
 
 class Probe(Message):

@@ -16,6 +16,7 @@ from torchquorum.wire import codec
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import tensor_frame
 from torchquorum.worker.flat import FlatParameters
+from torchquorum.worker.loaded_state import LoadedState
 from torchquorum.worker.local_buffers import CapturedBuffers
 from torchquorum.worker.ps_channels import PsChannels
 from torchquorum.worker.ways import Target, upgrade
@@ -48,7 +49,13 @@ def shares_memory(end: WorkerEnd, welcomes: Sequence[m.Welcome]) -> list[bool]:
     return [same and end.transport != "tcp" for same in same_host]
 
 
-def create(channels: PsChannels, message: m.Create, flat: FlatParameters, buffers: CapturedBuffers | None) -> bool:
+def create(
+    channels: PsChannels,
+    message: m.Create,
+    flat: FlatParameters,
+    buffers: CapturedBuffers | None,
+    begins: LoadedState | None,
+) -> bool:
     """The chief hands its variables, or the path of a checkpoint with them, to the ps tasks, shard 0 last.
 
     Returns:
@@ -65,6 +72,9 @@ def create(channels: PsChannels, message: m.Create, flat: FlatParameters, buffer
         if k == 0 and message.plan.buffers:
             assert buffers is not None
             frames.append(tensor_frame(buffers.pack()))
+        if begins is not None and message.restore is None:
+            message.optimizer, memory = begins.part(k, flat.layout, flat.parameters)
+            frames.append(memory)
         answer = channels.ask(k, message, frames, kind=m.Created, what=what, limit_s=limit_s, starting=True)
         existing = existing or answer.existing
     return existing

@@ -21,6 +21,7 @@ from torchquorum.worker import joining
 from torchquorum.worker.buffer_exchange import BufferExchange
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.link_states import LinkState, LinkStates
+from torchquorum.worker.loaded_state import LoadedState
 from torchquorum.worker.local_buffers import LocalBuffers
 from torchquorum.worker.polls import wait_for_place, wait_for_save, wait_for_workers
 from torchquorum.worker.positions import Positions
@@ -114,17 +115,19 @@ class Link(RunView):
         replace: bool = False,
         journal: m.JournalRef | None = None,
         only_existing: bool = False,
+        begins: LoadedState | None = None,
     ) -> bool:
         """The chief hands its variables, or the path of a checkpoint with them, to the ps tasks, shard 0 last.
 
         With `replace`, ps tasks that hold variables give them up, as others lost theirs; with `only_existing` all must hold some.
+        The optimizer begins with the state `begins`, if there is one.
 
         Returns:
             Whether they had variables before, which then stay as they are.
         """
         message = m.Create(plan, restore, generation, replace, journal, only_existing)
         buffers = self._buffers.local.capture() if self._buffers is not None and plan.buffers else None
-        return joining.create(self.channels, message, flat, buffers)
+        return joining.create(self.channels, message, flat, buffers, begins)
 
     def join(self, plan: m.Plan, flat: FlatParameters) -> None:
         """Joins the run, once the chief has created the variables, and takes the current version."""

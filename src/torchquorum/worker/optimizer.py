@@ -9,7 +9,9 @@ from __future__ import annotations
 import functools
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -21,9 +23,10 @@ from torchquorum.update.constraints import read_after_update
 from torchquorum.update.optimizers import is_own, name_of
 from torchquorum.update.schedules import check_name
 from torchquorum.wire.messages import AverageSpec, OptimizerSpec, ScheduleSpec
-from torchquorum.wire.settings import RATE, Settings, changes, describe, encode
+from torchquorum.wire.settings import RATE, Settings, changed, changes, describe, encode
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.link import Link
+from torchquorum.worker.loaded_state import LoadedState, begun_state
 from torchquorum.worker.local_steps import LocalSteps, outer_spec
 from torchquorum.worker.nonfinite import Nonfinite
 from torchquorum.worker.optimizer_state import OptimizerState
@@ -53,6 +56,10 @@ class StepObserver(Protocol):
 
     def surviving(self, ask: Callable[[], _Answer]) -> _Answer:
         """Asks the ps tasks for something; if one is lost meanwhile, recovers and asks once more."""
+        ...
+
+    def assign(self, loaded: LoadedState | None = None) -> bool:
+        """Makes what the chief has loaded the next version, for all workers; returns whether it came from this one."""
         ...
 
 
@@ -172,7 +179,6 @@ class Optimizer(torch.optim.Optimizer):
             warnings.simplefilter("ignore")  # the optimizer that is wrapped has said it
             super().__init__(optimizer.param_groups, optimizer.defaults)
         self.inner = optimizer
-        self.param_groups, self.state = optimizer.param_groups, optimizer.state
         self.rule = rule if rule is not None else Sync()
         self.schedule = _as_schedule(schedule)
         self.placement, self.slice_bytes, self.average = placement, slice_bytes, average
@@ -183,7 +189,54 @@ class Optimizer(torch.optim.Optimizer):
         self._last_lr = self._given_rates()
         self._program: ProgramSettings | None = ProgramSettings(optimizer)
         self._spec: OptimizerSpec | None = None
-        self._apart = 0
+        self._begins: LoadedState | None = None
+        self._apart, self._had_session = 0, False
+        self._at_push: Settings = []
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Returns the parameter groups, which the wrapped optimizer has too."""
+        return self.inner.param_groups if "inner" in self.__dict__ else self._own_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if "inner" in self.__dict__:
+            self.inner.param_groups = groups
+        else:
+            self._own_groups = groups  # while torch.optim.Optimizer begins
+
+    @property
+    def state(self) -> Mapping[Any, Any]:
+        """Returns the state by parameter: inside a session a copy, gathered from the ps tasks as for `state_dict`; before one, its own."""
+        if "inner" not in self.__dict__:
+            return {}
+        if self._link is None or self._local is not None:
+            return self.inner.state
+        numbered = self.state_dict()["state"]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return MappingProxyType({parameters[i]: MappingProxyType(state) for i, state in numbered.items()})
+
+    @state.setter
+    def state(self, state: Mapping[Any, Any]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        if "inner" not in self.__dict__:
+            return  # while torch.optim.Optimizer begins
+        if self._link is not None and self._local is None:
+            raise ConfigError(
+                "optimizer.state = ... inside a session: the state lives on the ps tasks; use load_state_dict()"
+            )
+        self.inner.state = state  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A state dict is loaded, or a copy is made.
+
+        Raises:
+            ConfigError: It is a copy.
+        """
+        if "inner" not in self.__dict__:
+            raise ConfigError(
+                "a tq.Optimizer cannot be copied or pickled, as it stands for the optimizer of a run: copy or save optimizer.state_dict()"
+            )
+        self.inner.__setstate__(state)
 
     def _given_rates(self) -> list[float]:
         for number, group in enumerate(self.param_groups):
@@ -234,6 +287,7 @@ class Optimizer(torch.optim.Optimizer):
             name = name_of(type(self.inner))
             program = self._program = ProgramSettings(self.inner, more=is_own(name))
             self._spec = OptimizerSpec(name, program.now)
+            self._begins = begun_state(name, self.inner.state, program.now)
             if self.schedule is not None:
                 self._check_scheduler_object()
                 self._last_lr = self._given_rates()
@@ -260,17 +314,28 @@ class Optimizer(torch.optim.Optimizer):
         """Connects the optimizer to the ps tasks, or cuts it off; the session calls this and watches every step."""
         if link is None:
             self._last_lr = self._link.lr if self._link is not None else self._last_lr
-            self._spec = None
+            self._spec = self._begins = None
         self._link, self._observer = link, observer
         if link is not None:
-            link.allow_nonfinite = self.allow_nonfinite
+            link.allow_nonfinite, self._had_session = self.allow_nonfinite, True
         if self._local is not None:
             self._local.attach(link)
+        elif link is not None:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """From now on the state is the ps tasks'."""
+        self.inner.state = defaultdict(dict)
+
+    def begun_state(self) -> LoadedState | None:
+        """Returns the state that a run begins with, if steps were made or a state was loaded before the session."""
+        return self._begins
 
     def take_settings(self, settings: Settings) -> None:
         """Writes the run's settings into the parameter groups; only what the program changes afterwards counts."""
         if self._program is not None and settings:
             self._program.write(settings)
+            self._at_push = self._program.now
 
     @property
     def link(self) -> Link | None:
@@ -340,10 +405,15 @@ class Optimizer(torch.optim.Optimizer):
         return self._link.local_step if self._link is not None else 0
 
     def check(self) -> None:
-        """Raises ConfigError if there is no session, or the program sets learning rates beside a schedule."""
+        """Raises ConfigError if there is no session, or the program sets learning rates beside a schedule, or a state where none counts."""
         if self._link is None:
             raise ConfigError(
                 "optimizer.step() outside of `with tq.Session(task, model, optimizer)`: there is no ps to push to"
+            )
+        if self.inner.state and self._local is None:
+            raise ConfigError(
+                "the optimizer that tq.Optimizer wraps was given a state inside the session, by its own step() or load_state_dict(), and "
+                "it runs on the ps tasks: call those of the tq.Optimizer"
             )
         if self.schedule is not None and self._program is not None and self._given_rates() != self._last_lr:
             self._check_scheduler_object()
@@ -374,6 +444,7 @@ class Optimizer(torch.optim.Optimizer):
         """Pushes the gradients, with the settings of the program if this worker leads."""
         link, own = self._link, self._program.look() if self._program is not None else None
         assert link is not None
+        self._at_push = own or []
         leads = link.leads()
         self._last = link.push(loss, own if leads else None)
         self.inner._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # for scheduler objects of the one that is wrapped
@@ -406,33 +477,101 @@ class Optimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Returns the optimizer's state as torch.optim has it, gathered from the ps tasks; a plain optimizer of the same class loads it.
 
-        Any worker may call it, inside the session. The model's parameters take the version that the state belongs to.
+        Any worker may call it, inside the session; before one it is what the run would begin with. The model's parameters take the
+        version that the state belongs to.
 
         Raises:
-            ConfigError: There is no session, so the state is not to be had.
+            ConfigError: The session is over, so the state is not to be had.
         """
-        if self._local is not None:
-            return self.inner.state_dict()
         first, flat = self._link, self.flat
+        if self._local is not None:
+            return super().state_dict()
         if first is None or flat is None:
-            raise ConfigError(
-                "optimizer.state_dict() outside of `with tq.Session(...)`: the optimizer's state lives on the ps tasks; call it inside"
-            )
+            if self._had_session or self._spec is not None:
+                raise ConfigError(
+                    "optimizer.state_dict() outside of `with tq.Session(...)`: the optimizer's state lives on the ps tasks; call it inside"
+                )
+            return super().state_dict()
+        for hook in self._optimizer_state_dict_pre_hooks.values():
+            hook(self)
 
         def ask() -> tuple[Link, OptimizerState]:
             now = self._link or first  # another one, if a ps task was lost meanwhile
             return now, now.member.pull_state()
 
         link, found = self._observer.surviving(ask) if self._observer is not None else ask()
-        return found.in_torchs_layout(self.param_groups, flat.parameters, link.settings, link.lr)
+        settings = changed(link.settings, self._written_since())
+        state_dict = found.in_torchs_layout(self.param_groups, flat.parameters, settings, link.lr)
+        for hook in self._optimizer_state_dict_post_hooks.values():
+            made = hook(self, state_dict)
+            state_dict = state_dict if made is None else made
+        return state_dict
 
     def load_state_dict(self, state_dict: Any) -> None:
-        """Is not here: a state that was loaded into this process would have no effect on the ps tasks.
+        """Takes the state and the options of a state dict, from here or from a plain torch.optim optimizer of the same class.
+
+        Before a session the run begins with it, unless it goes on from a checkpoint. Inside one all workers call this at the same place:
+        what the chief has loaded becomes the next version, with what it has written to the parameters before, as in `session.assign()`;
+        the others wait for it and take it over.
 
         Raises:
-            ConfigError: Always.
+            ConfigError: It is the state of another optimizer or of another model.
+            ValueError: It has other parameter groups, as in torch.optim.
         """
-        raise ConfigError(
-            "optimizer.load_state_dict(): the optimizer runs on the ps tasks, which take its state from the checkpoints in the run's "
-            "logdir; a state that is loaded here would have no effect"
-        )
+        if self._link is None or self._local is not None:
+            if self._spec is not None and self._local is None:
+                raise ConfigError(
+                    "optimizer.load_state_dict() in a tq.graph session: load the state before the session begins"
+                )
+            self._take_state_dict(state_dict)
+            return
+        loaded = self._take_state_dict(state_dict)
+        self._let_go()
+        assert loaded is not None
+        self._assign(loaded)
+
+    def _take_state_dict(self, state_dict: Any) -> LoadedState | None:
+        """Lets torch.optim load a state dict; if that fails, all is as it was. Inside a session returns what is to be sent."""
+        before, rates = (self.inner.param_groups, self.inner.state), [group.get(RATE) for group in self.param_groups]
+        try:
+            super().load_state_dict(state_dict)
+            return self._read_loaded(rates) if self._link is not None and self._local is None else None
+        except BaseException as error:
+            self.inner.param_groups, self.inner.state = before
+            if isinstance(error, KeyError | AttributeError | TypeError):
+                raise ConfigError(
+                    f"optimizer.load_state_dict(): torch.optim.{type(self.inner).__name__} cannot load this ({type(error).__name__}: "
+                    f"{error}): is it the state of another optimizer? Nothing was loaded"
+                ) from error
+            raise
+
+    def _written_since(self) -> Settings:
+        """Returns what the program has written into the groups since its last push, as a scheduler object does after a step."""
+        return changes(self._at_push, self._program.look()) if self._program is not None and self._at_push else []
+
+    def _read_loaded(self, rates: list[Any]) -> LoadedState:
+        """Returns what torch.optim has just loaded, if the run can go on from it."""
+        link, flat, program = self._link, self.flat, self._program
+        assert link is not None and flat is not None and program is not None and self._spec is not None
+        if self.schedule is not None:  # which sets the rates
+            for group, rate in zip(self.param_groups, rates, strict=True):
+                group[RATE] = rate
+        settings = [
+            {name: encode(group[name]) for name in known if name in group}
+            for group, known in zip(self.param_groups, program.now, strict=True)
+        ]
+        loaded = LoadedState(self._spec.name, dict(self.inner.state), settings)
+        loaded.check(flat.layout, flat.parameters, program.now)
+        return loaded
+
+    def _assign(self, loaded: LoadedState) -> None:
+        """The chief's state becomes the run's."""
+        assert self._observer is not None
+        came_from_here = self._observer.assign(loaded)
+        link = self._link  # another one, if a ps task was lost meanwhile
+        assert link is not None
+        self.take_settings(link.settings)
+        if not came_from_here:
+            link.say(
+                f"optimizer.load_state_dict(): the chief's state and options are taken over, at global step {link.version}"
+            )

@@ -16,9 +16,11 @@ import torchquorum.wire.messages as m
 from torchquorum.errors import ConfigError
 from torchquorum.memory.slots import section_views
 from torchquorum.placement.layout import CONSTANT
+from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import tensor_frame
 from torchquorum.worker.exchange import Exchange
 from torchquorum.worker.flat import FlatParameters
+from torchquorum.worker.loaded_state import LoadedState
 from torchquorum.worker.requests import Requests
 from torchquorum.worker.run_view import RunView
 from torchquorum.worker.writes import SuspectedWriteError, Watch, same_bits
@@ -139,32 +141,45 @@ class OwnWrites:
         trained = [i for i, v in enumerate(self._flat.layout.variables) if v.group != CONSTANT]
         return self._keep(suspected, trained)
 
-    def assign(self, assignment: Assignment, *, gives: bool) -> bool:
-        """Waits until an assignment is made and takes the version; False if this worker has to give its own values."""
+    def assign(self, assignment: Assignment, *, gives: bool, loaded: LoadedState | None = None) -> bool:
+        """Waits until an assignment is made and takes the version; with `gives`, what was written and what is loaded is assigned.
+
+        Returns:
+            False if this worker has to give its own values.
+        """
         written: list[int] = []
         if gives:
             written = self._find_written(assignment)
             if written:
                 self._put_back(assignment, written)
-                self._send_values(assignment, written)
+            if written or loaded is not None:
+                self._send_values(assignment, written, loaded)
         self._member.finish_request()
         number = self._channels.next_number()
         message = m.Assign(*self._who, number, assignment.number, assignment.held, gives, written)
+        if gives and loaded is not None:
+            message.state, message.settings = True, loaded.settings
         self._requests.begin(number, [(message, []) for _ in self._channels.end.ps])
         answer = self._member.take(self._round_s)
         return answer.outcome is None or answer.outcome.reason != m.STANDS_IN
 
-    def _send_values(self, assignment: Assignment, written: list[int]) -> None:
-        """Sends what the parameters hold to every ps task, each its part."""
+    def _send_values(self, assignment: Assignment, written: list[int], loaded: LoadedState | None) -> None:
+        """Sends what the parameters hold, and the optimizer's state, to every ps task, each its part."""
         message = m.Values(*self._who, assignment.number, written)
         for k, region in enumerate(self._flat.layout.trained):
-            memory = torch.zeros(region.size_bytes, dtype=torch.uint8)
-            with torch.no_grad():
-                self._flat.store(region, section_views(region, memory))
+            frames: list[Frame] = []
+            if written:
+                memory = torch.zeros(region.size_bytes, dtype=torch.uint8)
+                with torch.no_grad():
+                    self._flat.store(region, section_views(region, memory))
+                frames.append(tensor_frame(memory))
+            if loaded is not None:
+                message.optimizer, state = loaded.part(k, self._flat.layout, self._flat.parameters)
+                frames.append(state)
             self._channels.ask(
                 k,
                 message,
-                [tensor_frame(memory)],
+                frames,
                 kind=m.ValuesKept,
                 what="values to be kept for an assignment",
                 limit_s=self._round_s,

@@ -51,6 +51,10 @@ def test_the_first_alive_stands_in_for_a_chief_that_is_dead_or_gone_and_not_for_
     found.wait(asks(1, values=True))
     assert found.stand_in(run) is None, "it has given its values"
     assert found.is_due(asks(1, values=True), run)
+    found.make(asks(1, values=True))
+    run.leave(1, 7)
+    assert not found.is_due(asks(2, values=True), run), "late: that was assigned by the one that stood in before it"
+    assert found.is_due(asks(2, 2, values=True), run)
 
 
 def test_a_version_of_an_assignment_leaves_the_open_round_as_it_is() -> None:

@@ -160,13 +160,6 @@ def test_zero_grad_forgets_the_gradients() -> None:
     assert model.weight.grad is None
 
 
-def test_the_state_is_not_on_the_worker() -> None:
-    with pytest.raises(ConfigError, match="lives on the ps tasks; call it inside"):
-        tq.Optimizer(sgd()).state_dict()
-    with pytest.raises(ConfigError, match="would have no effect"):
-        tq.Optimizer(sgd()).load_state_dict(sgd().state_dict())
-
-
 # -- schedules ------------------------------------------------------------------------------------------------------------
 
 

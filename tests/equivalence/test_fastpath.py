@@ -194,6 +194,7 @@ def test_the_ledger_has_every_gradient_once_also_while_checkpoints_are_made(
         assert local_steps == list(range(1, len(local_steps) + 1))
     assert [e["met"] for e in accepted] == sorted(e["met"] for e in accepted)
     assert all(e["staleness"] == e["met"] - e["version"] >= 0 for e in accepted)
+    assert {e["norm"] for e in accepted} == {17.3205}  # of 300 ones
 
 
 def test_workers_that_share_one_core_take_turns_and_nothing_is_lost(

@@ -69,7 +69,7 @@ class Lock:
 class Writer:
     """Writes versions: all of one in a turn, this worker's element of one in a round."""
 
-    direct, loads = True, False
+    direct, loads, norm = True, False, None
 
     def __init__(self, model: Model, worker: int) -> None:
         self._model, self._worker = model, worker

@@ -30,6 +30,7 @@ def run(
     rule: tq.Rule | None = None,
     dtype: torch.dtype = torch.float32,
     logdir: Path | None = None,
+    said: list[str] | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, list[tq.types.Step]]:
     """One worker, ten updates; `gradients` has the value of b's gradient at some local steps, else 1."""
@@ -46,7 +47,11 @@ def run(
                 steps.append(optimizer.last)
         return torch.cat([model.a, model.b]).detach(), steps
 
-    return Cluster(ps=ps).run(work)[0]
+    cluster = Cluster(ps=ps)
+    (found,) = cluster.run(work)
+    if said is not None:
+        said += cluster.said
+    return found
 
 
 @pytest.mark.parametrize("bad", BAD)
@@ -74,6 +79,17 @@ def test_the_ledger_has_the_reason(tmp_path: Path) -> None:
     run({5: BAD[1]}, logdir=tmp_path)
     refused = [e for e in read_ledger(tmp_path) if not e.accepted]
     assert [(e.local_step, e.reason) for e in refused] == [(5, "not finite")]
+
+
+@pytest.mark.parametrize("ps", [1, 2])
+def test_one_that_is_finite_and_far_too_large_names_its_worker_when_the_next_is_not_finite(
+    ps: int, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    run({4: 3e38, 6: BAD[1]}, ps=ps, logdir=tmp_path, said=said)
+    assert sum("/job:worker/task:0, local step 4, at global step 3 has the norm 3e+38" in line for line in said) == 1
+    norms = [e.norm for e in read_ledger(tmp_path)]
+    assert norms[3:7] == [3e38, 2.82843, None, 2.82843] and len(norms) == 11
 
 
 def test_it_is_applied_if_asked_for() -> None:

@@ -16,26 +16,31 @@ from torchquorum.fastpath.tables import RateTable
 from torchquorum.rules.quorum import Key
 
 RECORDS = 8192
-_RECORD = struct.Struct("=7q3d")
+_RECORD = struct.Struct("=7q4d")
 _SLOT = struct.Struct("=q")
 _SLOT_AT = 6 * 8
 
 
 @dataclass(frozen=True, slots=True)
 class GradientId:
-    """Which gradient of a worker it is, by which request it would be pushed, and at which version it was computed."""
+    """Which gradient of a worker it is, by which request it would be pushed, at which version it was computed, and its norm.
+
+    The norm is NaN if it is not known yet.
+    """
 
     incarnation: int
     local_step: int
     request: int
     computed_at: int
+    norm: float = math.nan
 
 
 @dataclass(frozen=True, slots=True)
 class GradientRecord:
     """One gradient that became part of `version`, in `slot`; `now` and `wall` are when it was given.
 
-    `rates` are the learning rates of that update, where a program sets them; they lie in the page's table.
+    `norm` is its norm, NaN if nobody looked. `rates` are the learning rates of that update, where a program sets them; they lie in the
+    page's table.
     """
 
     worker: int
@@ -48,6 +53,7 @@ class GradientRecord:
     loss: float | None
     wall: float
     now: float
+    norm: float = math.nan
     rates: tuple[float, ...] = ()
 
     @property
@@ -137,11 +143,12 @@ class RecordRing:
             math.nan if loss is None else loss,
             self._clock.wall(),
             self._clock.now(),
+            gradient.norm,
         )
 
     def _read(self, index: int) -> GradientRecord:
-        worker, incarnation, local_step, request, computed_at, version, slot, loss, wall, now = _RECORD.unpack_from(
-            self._records, index * _RECORD.size
+        worker, incarnation, local_step, request, computed_at, version, slot, loss, wall, now, norm = (
+            _RECORD.unpack_from(self._records, index * _RECORD.size)
         )
         return GradientRecord(
             worker=worker,
@@ -154,5 +161,6 @@ class RecordRing:
             loss=None if math.isnan(loss) else loss,
             wall=wall,
             now=now,
+            norm=norm,
             rates=tuple(self._rates.of(version - 1)) if self._rates is not None and self._rates.held else (),
         )

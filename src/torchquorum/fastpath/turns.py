@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -22,6 +22,7 @@ from torchquorum.fastpath.records import GradientId
 from torchquorum.fastpath.stages import Sleep, Stage, Stages
 from torchquorum.memory.slots import Slots
 from torchquorum.placement.layout import Layout
+from torchquorum.update.gradient_norm import norm_of
 from torchquorum.update.kernels import Kernel, Moment
 
 TURN_SPIN_S = 0.0002
@@ -33,7 +34,10 @@ class TurnWriter(Protocol):
     Attributes:
         direct: It takes the gradients from the parameters, which need not be copied to shared memory before.
         loads: The parameters hold the version that it has made.
+        norm: The norm of the gradients that it took from the parameters; None if they were looked at when they were copied.
     """
+
+    norm: float | None
 
     @property
     def direct(self) -> bool: ...  # noqa: D102
@@ -45,7 +49,7 @@ class TurnWriter(Protocol):
         ...
 
     def write(self, slots: UpdateSlots, moments: Sequence[Moment], *, held: bool) -> bool:
-        """Writes the next version; False if it is not finite.
+        """Writes the next version; False if the gradients are not finite.
 
         Args:
             slots: Where the version to start from is, and where the next one goes.
@@ -147,7 +151,10 @@ class TurnSteps:
         finally:
             if not written:
                 self._give_turn_back(turn)
-        return (yield from self._publish(turn, gradient, loss())) if written else None
+        if not written:
+            return None
+        seen = gradient if self._writer.norm is None else replace(gradient, norm=self._writer.norm)
+        return (yield from self._publish(turn, seen, loss()))
 
     def _publish(self, turn: _Turn, gradient: GradientId, loss: float | None) -> Stages[MadeVersion | None]:
         user, page, made = self._user, self._user.page, None
@@ -207,6 +214,7 @@ class CpuTurn:
         kernels: Sequence[Kernel],
         states: Mapping[str, Slots],
     ) -> None:
+        self.norm: float | None = None
         self._region, self._versions, self._own = layout.trained[0], versions, own
         self._kernels, self._states = kernels, states
         pieces = [piece for section in self._region.sections for piece in section.pieces]
@@ -223,8 +231,8 @@ class CpuTurn:
             return False
         if not self.direct:
             return True
-        gradients = [p.grad for p, _ in self._entries if p.grad is not None]
-        return all(math.isfinite(g.sum().item()) or bool(torch.isfinite(g.to_dense()).all()) for g in gradients)
+        self.norm = norm_of([p.grad for p, _ in self._entries if p.grad is not None])
+        return math.isfinite(self.norm)
 
     def write(self, slots: UpdateSlots, moments: Sequence[Moment], *, held: bool) -> bool:
         """Writes the next version from the current one; variables without a gradient stay as they are."""

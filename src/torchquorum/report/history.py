@@ -54,6 +54,8 @@ class History:
         loss: Its loss, NaN where none was recorded.
         took_s: Seconds to compute and send it; NaN in old ledgers, and for the first of an incarnation, which may have waited.
         at: When it arrived, seconds since the epoch.
+        norm: Its norm, NaN where it is not finite or not known.
+        local_step: Its number in its incarnation.
         clock: When it arrived, in seconds of training since the run began.
         kept: Whether its update was not rolled back later.
         events: The other records of the ledger.
@@ -73,6 +75,8 @@ class History:
     loss: np.ndarray
     took_s: np.ndarray
     at: np.ndarray
+    norm: np.ndarray
+    local_step: np.ndarray
     clock: np.ndarray = field(init=False)
     kept: np.ndarray = field(init=False)
     events: list[Event]
@@ -305,7 +309,8 @@ def _read_ledger(folder: Path, missing: list[str]) -> tuple[dict[str, np.ndarray
                 loss = np.nan if record.loss is None else record.loss
                 took = np.nan if record.took_s is None or record.local_step == 1 else record.took_s
                 met = (record.worker, record.version, record.met, record.accepted, record.reason)
-                rows.append((*met, loss, took, record.arrived_at))
+                norm = record.norm if isinstance(record.norm, float) else np.nan
+                rows.append((*met, loss, took, record.arrived_at, norm, record.local_step))
             else:
                 events.append(record)
     except FileNotFoundError:
@@ -320,8 +325,8 @@ def _read_ledger(folder: Path, missing: list[str]) -> tuple[dict[str, np.ndarray
         missing.append(f"{NAME} is damaged: {lines} cannot be read and is left out.")
     if torn:
         missing.append(f"The last line of {NAME} is torn: its writer was killed, or is writing it now.")
-    names = ("worker", "version", "met", "accepted", "reason", "loss", "took_s", "at")
-    kinds = (np.int64, np.int64, np.int64, np.bool_, np.object_, np.float64, np.float64, np.float64)
+    names = ("worker", "version", "met", "accepted", "reason", "loss", "took_s", "at", "norm", "local_step")
+    kinds = (*[np.int64] * 3, np.bool_, np.object_, *[np.float64] * 4, np.int64)
     values = list(zip(*rows, strict=True)) if rows else [() for _ in names]
     return {n: np.array(v, dtype=k) for n, v, k in zip(names, values, kinds, strict=True)}, events
 

@@ -24,6 +24,7 @@ from torchquorum.report.figures import Figures, WorkerFigures, figure, rate_over
 from torchquorum.report.history import History
 from torchquorum.report.scales import number
 from torchquorum.report.scene import Scene
+from torchquorum.rules.latest_norms import LatestNorms
 
 SECONDS = Axis(name="time", unit="s", from_zero=True)
 STEPS = Axis(name="global step", from_zero=True)
@@ -121,6 +122,7 @@ def describe(history: History, figures: Figures) -> list[str]:
         lines.append(
             f"{number(sum(refused.values()))} batches ({share:.1f} %) were refused, most of them as {most!r}: {WHY.get(most, '')}."
         )
+    lines += _large_gradient(history)
     died = [e for e in history.events if e.event == "died"]
     back = [e for e in history.events if e.event == "came back"]
     if died:
@@ -137,6 +139,19 @@ def describe(history: History, figures: Figures) -> list[str]:
     if lost:
         lines.append(f"{number(lost)} gradients were computed again after a restore: their updates had not been saved.")
     return lines
+
+
+def _large_gradient(history: History) -> list[str]:
+    """Says whose gradient was far larger than the others before the first one that was not finite."""
+    bad = np.flatnonzero(history.reason == "not finite")
+    if not len(bad):
+        return []
+    norms = LatestNorms()
+    for i in range(int(bad[0])):
+        if history.accepted[i] and np.isfinite(history.norm[i]):
+            norms.note(*(a[i].item() for a in (history.norm, history.worker, history.local_step, history.met)))
+    found = norms.take_largest()
+    return [f"Before the first gradient that was not finite, one stands out: {found}."] if found is not None else []
 
 
 def loss_charts(history: History) -> list[Scene]:

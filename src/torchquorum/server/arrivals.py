@@ -22,6 +22,7 @@ class Arrival:
     loss: float | None = None
     finite: bool = True
     settings: Settings = field(default_factory=list)
+    norm: float | None = None
     shards: set[int] = field(default_factory=set)
 
 
@@ -40,7 +41,7 @@ class Arrivals:
         arrival.shards.add(shard)
         if push is not None:
             arrival.version, arrival.loss, arrival.finite = push.version, push.loss, push.finite
-            arrival.settings = push.settings
+            arrival.settings, arrival.norm = push.settings, push.norm
         while len(self._open) > REMEMBERED_ARRIVALS:
             self._open.popitem(last=False)
         if len(arrival.shards) < self._num_shards or arrival.version is None:

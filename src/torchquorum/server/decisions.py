@@ -11,6 +11,7 @@ from collections.abc import Callable
 from torchquorum.formats.ledger_write import LedgerWriter
 from torchquorum.rules import quorum
 from torchquorum.rules.quorum import Quorum
+from torchquorum.server.arrivals import Arrival
 from torchquorum.server.decision_log import DecisionLog, LogEntry
 from torchquorum.server.membership import Membership
 from torchquorum.server.recorder import Recorder
@@ -82,14 +83,14 @@ class Decisions:
         quorum = self.quorum
         self.log.append(Release(worker, incarnation, request, quorum.version, quorum.stopped, averaged, state))
 
-    def follow(self, actions: list[quorum.Action], wall: float, loss: float | None = None) -> None:
-        """Does what follows from what the quorum has decided; `loss` is of the gradient that it decided on."""
+    def follow(self, actions: list[quorum.Action], wall: float, push: Arrival | None = None) -> None:
+        """Does what follows from what the quorum has decided; `push` is the gradient that it decided on."""
         counts = self.history.tally
         made = next((action.version for action in actions if isinstance(action, quorum.Applied)), None)
         for action in actions:
             match action:
                 case quorum.Accepted() | quorum.Refused():
-                    self._decided(action, wall, loss, self._rates(made) if made is not None else [])
+                    self._decided(action, wall, push or Arrival(), self._rates(made) if made is not None else [])
                 case quorum.Applied(keys, version):
                     batches = self.data.applied(keys) if self.data else {}
                     named = [(k.worker, k.incarnation, k.local_step) for k in keys]
@@ -111,15 +112,17 @@ class Decisions:
         return self.settings.rates if self.plan.schedule is None else self.scheduled_rates(version)
 
     def _decided(
-        self, action: quorum.Accepted | quorum.Refused, wall: float, loss: float | None, rates: list[float]
+        self, action: quorum.Accepted | quorum.Refused, wall: float, push: Arrival, rates: list[float]
     ) -> None:
         accepted, key = isinstance(action, quorum.Accepted), action.key
         if action.reason is not quorum.Reason.OLD_INCARNATION:
             self.outcomes[key.worker] = Outcome(accepted, action.reason.value, action.met)
         batches = self.data.decided(key, action.reason, accepted=accepted) if self.data else {}
-        self.history.decided(action, loss, wall, batches, rates)
+        self.history.decided(action, push.loss, wall, batches, rates, norm=push.norm)
         if self.recorder is not None:
-            self.recorder.decided(action, loss)
+            self.recorder.decided(action, push.loss)
+        if action.reason is quorum.Reason.NOT_FINITE:
+            self.note(self.history.largest())
         if not accepted:
             self.log.append(Drop([(key.worker, key.incarnation, key.local_step)]))
 

@@ -8,6 +8,9 @@ same version.
 
 from __future__ import annotations
 
+import math
+
+from torchquorum.errors import NanLossError
 from torchquorum.fastpath.records import GradientRecord
 from torchquorum.formats.ledger_write import LedgerWriter
 from torchquorum.rules import quorum
@@ -117,13 +120,13 @@ class Leader:
             self.settings.offer(arrival.settings)
         if self.data and not self.data.counts(key):
             self.quorum.fence(key.worker, key.incarnation)
-        self.decisions.follow(self.quorum.push(key, arrival.version, now, finite=arrival.finite), wall, arrival.loss)
+        self.decisions.follow(self.quorum.push(key, arrival.version, now, finite=arrival.finite), wall, arrival)
 
     def arrived_by_fastpath(self, record: GradientRecord) -> None:
         """A worker has applied a gradient itself, or given it to a round of the fast path."""
         if record.rates:
             self.settings.offer_rates(record.rates)
-        push = Arrival(record.computed_at, record.loss)
+        push = Arrival(record.computed_at, record.loss, norm=None if math.isnan(record.norm) else record.norm)
         self.arrived(0, record.key, record.request, record.now, record.wall, push=push)
 
     def refuses_next(self, worker: int) -> bool:
@@ -165,6 +168,8 @@ class Leader:
         self.data.gone(worker, incarnation, for_good=True)
         self.assigning.forget(worker)
         self.decisions.follow(self.quorum.leave(worker, incarnation, failed=failed), wall)
+        if NanLossError.__name__ in failed:
+            self.decisions.note(self.history.largest())
         self.assigning.release()
         if not self.data.over:
             self.decisions.note(self.membership.changed())

@@ -16,6 +16,7 @@ import msgspec
 from torchquorum.formats.journal import Record
 from torchquorum.formats.ledger import Entry, Event, name_life
 from torchquorum.formats.ledger_write import LedgerWriter
+from torchquorum.rules.latest_norms import LatestNorms
 from torchquorum.rules.quorum import Accepted, Key, Quorum, Reason, Refused
 from torchquorum.server.tally import Tally
 from torchquorum.wire.messages import Fate, Plan
@@ -35,6 +36,7 @@ class RunHistory:
         self._quorum, self.tally, self._ledger = quorum, tally, ledger
         self.wall = 0.0
         self._fates: OrderedDict[Key, Fate] = OrderedDict()
+        self._norms = LatestNorms()
 
     def begin(self, plan: Plan) -> None:
         """The variables exist, new or restored: the ledger gets the run's configuration."""
@@ -59,6 +61,8 @@ class RunHistory:
         wall: float,
         batches: dict[str, list[int]],
         rates: Sequence[float] = (),
+        *,
+        norm: float | None = None,
     ) -> None:
         """A gradient was accepted or refused; `batches` are those it was computed from, `rates` those of an update that it made full."""
         accepted = isinstance(action, Accepted)
@@ -66,6 +70,9 @@ class RunHistory:
         counts = self.tally.worker(key.worker)
         counts.decided(accepted=accepted, reason=reason, staleness=staleness, loss=loss, at=wall)
         self._keep_fate(Fate(*key, "accepted" if accepted else "refused", reason, action.met, loss))
+        finite = norm is not None and math.isfinite(norm)
+        if accepted and norm is not None and finite:
+            self._norms.note(norm, key.worker, key.local_step, action.met)
         if self._ledger is None:
             return
         self._ledger.write(
@@ -83,8 +90,14 @@ class RunHistory:
                 took_s=round(wall - counts.released_at, 6) if counts.released_at is not None else None,
                 batches=batches or msgspec.UNSET,
                 lr=list(rates) or msgspec.UNSET,
+                norm=msgspec.UNSET if norm is None else float(f"{norm:.6g}") if finite else None,
             )
         )
+
+    def largest(self) -> str | None:
+        """Returns a line about the latest accepted gradient that was far larger than the others, if there is one; once."""
+        found = self._norms.take_largest()
+        return f"what is not finite now may come of an earlier gradient: {found}" if found is not None else None
 
     def note(self, event: str, worker: int = -1, text: str = "", values: dict[str, Any] | None = None) -> None:
         """Writes to the ledger what is no gradient."""

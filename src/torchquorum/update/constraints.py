@@ -205,8 +205,6 @@ def _applies(spec: AfterSpec, variable: Variable) -> bool:
 class ClampedKernel:
     """A kernel and a clamp after it, element by element, so on any slice."""
 
-    hides_infinity = True
-
     def __init__(self, kernel: Kernel, low: float, high: float) -> None:
         self._kernel, self._low, self._high = kernel, low, high
         self.state, self.initial = kernel.state, kernel.initial

@@ -55,7 +55,6 @@ class Kernel(Protocol):
         counted: Whether torch.optim keeps the number of updates, as `step`, in the state of every parameter.
         eager: Whether torch.optim makes the state before the first update.
         plain: Whether an update is one operation, so that a GPU may make it beside copies of the version.
-        hides_infinity: Whether finite values may come of an infinite gradient.
     """
 
     state: tuple[str, ...]
@@ -63,7 +62,6 @@ class Kernel(Protocol):
     counted: bool
     eager: bool
     plain: bool
-    hides_infinity: bool
 
     def write(
         self, at: Moment, old: torch.Tensor, gradient: torch.Tensor, new: torch.Tensor, before: Tensors, after: Tensors
@@ -95,7 +93,7 @@ class _Elementwise:
     """What all kernels have in common."""
 
     initial = 0.0
-    counted = eager = plain = hides_infinity = False
+    counted = eager = plain = False
 
     def without_gradient(self, values: torch.Tensor) -> None:
         """They stay as they are."""

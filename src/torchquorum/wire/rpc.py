@@ -97,7 +97,9 @@ class Pending:
 
 
 class Life:
-    """The signs of life on one channel during a wait: messages, bytes that come, bytes of ours that arrive there, answered beats.
+    """The signs of life on one channel during a wait: messages, bytes that come, a message of ours that arrives little by little, beats.
+
+    What arrives at once is none: the system of the other side, or something between, takes it also for a process that is gone or frozen.
 
     Args:
         channel: The channel.
@@ -121,7 +123,8 @@ class Life:
         """Looks what has moved since the last look; returns whether a message is on its way, in either direction."""
         before, self.progress = self.progress, self._channel.progress()
         answered, self._answered = self._answered, self._beats()
-        moved = before[:2] != self.progress[:2]
+        arrives = before.delivered != self.progress.delivered and before.leaving > 0
+        moved = before.received != self.progress.received or arrives
         # A beat says that the task lives. It does not say that this connection does, if nothing that we sent arrives.
         if moved or (answered != self._answered and not self.progress.leaving):
             self.heard = now

@@ -58,7 +58,7 @@ class Push(Message):
     """One gradient; in frame 0, or in the worker's shared memory at `slot`. Answered by Variables.
 
     `finite` is False if it holds NaN or infinity: it will be refused. `settings` are those of the program, from the worker that leads and
-    only to shard 0, where they differ from the run's as the worker knows them, at `revision`.
+    only to shard 0, where they differ from the run's as the worker knows them, at `revision`. `norm` is that of the whole gradient.
     """
 
     worker: int
@@ -72,6 +72,7 @@ class Push(Message):
     finite: bool = True
     settings: list[dict[str, Any]] = []
     revision: int = -1
+    norm: float | None = None
 
 
 class Pull(Message):

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from torchquorum.errors import ConfigError
+from torchquorum.update.gradient_norm import norms_of
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.optimizer import Optimizer
 
@@ -38,7 +39,7 @@ class _Graph:
     loss: torch.Tensor
     gradients: list[torch.Tensor | None]
     flat: FlatParameters
-    totals: npt.NDArray[np.float32] | None
+    norms: npt.NDArray[np.float32] | None
 
 
 class CapturedStep:
@@ -120,7 +121,7 @@ class CapturedStep:
             if parameter.grad is not gradient:
                 parameter.grad = gradient
         if found.flat.gradients is not None:
-            found.flat.gradients.totals = found.totals
+            found.flat.gradients.norms = found.norms
         self.captured = True
         self._optimizer.check()
         self._optimizer.push(found.loss.item)  # in memory of the host, there when the gradients are
@@ -143,7 +144,7 @@ class CapturedStep:
         static = [x.clone() for x in inputs]
         together = flat.flat_gradients()
         loss_out = torch.zeros((), pin_memory=True)
-        totals = torch.zeros(len(together.buffers), pin_memory=True) if together is not None else None
+        norms = torch.zeros(len(together.buffers), pin_memory=True) if together is not None else None
         for parameter in flat.parameters:
             parameter.grad = None
         torch.cuda.current_stream(static[0].device if static else None).synchronize()
@@ -153,14 +154,13 @@ class CapturedStep:
             loss.backward()
             gradients = [p.grad for p in flat.parameters]
             complete = together is not None and _gather(flat.parameters, gradients, together.views)
-            if complete and totals is not None and together is not None:
-                sums = [b.sum(dtype=torch.float32) for b in together.buffers]
-                totals.copy_(torch.stack(sums), non_blocking=True)
+            if complete and norms is not None and together is not None:
+                norms.copy_(torch.stack(norms_of(together.buffers)), non_blocking=True)
             loss_out.copy_(loss.detach().to(torch.float32), non_blocking=True)
         if complete and together is not None:
             gradients = list[torch.Tensor | None](together.views)
         return _Graph(
-            graph, static, loss_out, gradients, flat, totals.numpy() if complete and totals is not None else None
+            graph, static, loss_out, gradients, flat, norms.numpy() if complete and norms is not None else None
         )
 
 

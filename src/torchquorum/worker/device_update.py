@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -20,6 +19,7 @@ from torchquorum.fastpath.participant import UpdateSlots
 from torchquorum.fastpath.rounds import RoundPart, parts_of
 from torchquorum.memory.slots import Sections, Slots
 from torchquorum.placement.layout import CONSTANT, Region
+from torchquorum.update.gradient_norm import norms_of
 from torchquorum.update.kernels import Kernel, Moment, mean
 from torchquorum.worker.exchange import Exchange
 from torchquorum.worker.flat import FlatParameters, Place
@@ -37,6 +37,7 @@ class DeviceTurn:
     """
 
     direct = loads = True
+    norm: float | None = None
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class DeviceTurn:
             return True
         self._exchange.settle()
         gradients = self._flat.gradients
-        return gradients is None or not gradients.in_use() or gradients.finite()
+        return gradients is None or not gradients.in_use() or math.isfinite(gradients.norm())
 
     def write(self, slots: UpdateSlots, moments: Sequence[Moment], *, held: bool) -> bool:
         """Makes the next version in the parameters and in slot `target`; False if it is not finite."""
@@ -68,29 +69,33 @@ class DeviceTurn:
             self._exchange.pull(0, slots.current)
         self._changes = changes
         # The parameters hold the current version, or will when the GPU comes to what follows.
-        summed = self._update(moments)
+        known = self._update(moments)
         self._exchange.put(0, slots.target)
-        total = None if summed else self._total()
+        norm = None if known else self._norm()
         self._exchange.settle()
         self._confirm()
         # The GPU is done: the slot holds the next version.
-        if total is None:
-            return self._flat.gradients is not None and self._flat.gradients.finite()
-        return math.isfinite(float(total))
+        if norm is not None:
+            self.norm = float(norm)
+        else:
+            assert self._flat.gradients is not None
+            self.norm = self._flat.gradients.norm()
+        return math.isfinite(self.norm)
 
-    def _total(self) -> Any:
-        """Returns a number that is not finite if a gradient was not."""
-        if not self._kernels[0].hides_infinity:
-            return sum(p.detach().sum(dtype=torch.float32) for p in self._floating)
-        return sum(p.grad.sum(dtype=torch.float32) for p in self._floating if p.grad is not None)
+    def _norm(self) -> torch.Tensor:
+        """Returns the norm of the gradients, which the GPU may not have computed yet."""
+        given = [p.grad for p in self._floating if p.grad is not None]
+        if not given:
+            return torch.zeros(())
+        return torch.stack(norms_of([g if g.layout == torch.strided else g.coalesce().values() for g in given])).norm()
 
     def _update(self, moments: Sequence[Moment]) -> bool:
-        """Updates the parameters; True if the gradients come with their sum, which tells whether they are finite."""
+        """Updates the parameters; True if the gradients come with their norm, which tells whether they are finite."""
         gradients = self._flat.gradients
         if gradients is not None and gradients.in_use():
             for mine, gradient, group in self._flat.trained_runs():
                 self._kernels[group].write(moments[group], mine, gradient, mine, (), ())
-            return gradients.totals is not None
+            return gradients.norms is not None
         for parameter, group in self._entries:
             gradient = parameter.grad
             if gradient is not None:

@@ -7,6 +7,7 @@ ended when a method returns, unless the method says otherwise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -121,9 +122,11 @@ class Exchange:
             found.append(section_views(region, memory))
         return found
 
-    def finite(self) -> bool:
-        """Whether what was filled in last holds neither NaN nor infinity."""
-        return all(pusher.finite() for pusher in self._pushers)
+    def norm(self) -> float:
+        """Returns the norm of what was filled in last: finite if, and only if, all of it is."""
+        if self._flat.gradients is not None and any(pusher.whole for pusher in self._pushers):
+            return self._flat.gradients.norm()
+        return math.hypot(*(pusher.norm() for pusher in self._pushers))
 
     def nonfinite(self) -> list[str]:
         """Returns the variables whose gradients hold NaN or infinity."""

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from torchquorum.errors import ConfigError
 from torchquorum.placement.layout import CONSTANT, Layout, Region, Variable, padded
+from torchquorum.update.gradient_norm import norm_of
 from torchquorum.wire.channel import Pieces
 from torchquorum.worker.variable_names import plain_names
 
@@ -260,7 +261,7 @@ class FlatGradients:
     Attributes:
         views: Of each parameter, its room.
         place: Where they lie.
-        totals: Of each buffer, the sum of what was filled in last, in memory of the host; None if nobody has summed up.
+        norms: Of each buffer, the norm of what was filled in last, in memory of the host; None if nobody has looked.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], place: Place) -> None:
@@ -272,18 +273,16 @@ class FlatGradients:
         for i, parameter in enumerate(parameters):
             buffer, offset = self.place[i]
             self.views.append(buffer[offset : offset + parameter.numel()].view(parameter.shape))
-        self.totals: npt.NDArray[np.float32] | None = None
+        self.norms: npt.NDArray[np.float32] | None = None
 
     def in_use(self) -> bool:
         """Whether the parameters' gradients are the ones here."""
         return all(p.grad is view for p, view in zip(self._parameters, self.views, strict=True))
 
-    def finite(self) -> bool:
-        """Whether there is neither NaN nor infinity among them."""
-        # A sum is not finite if a term is not; if it is only too large for its dtype, a second look says so.
-        if self.totals is not None and all(map(math.isfinite, self.totals.tolist())):
-            return True
-        return all(bool(torch.isfinite(b).all()) for b in self.buffers if b.dtype.is_floating_point)
+    def norm(self) -> float:
+        """Returns their norm: finite if, and only if, all of them are."""
+        known = math.hypot(*self.norms.tolist()) if self.norms is not None else math.inf
+        return known if math.isfinite(known) else norm_of(self.buffers)
 
 
 class Puller:
@@ -366,25 +365,22 @@ class Pusher:
             found.append((parameter, ctypes.c_char * size, padding))
         return found
 
-    def finite(self) -> bool:
-        """Whether what was copied last holds neither NaN nor infinity; reads it once, while it is still in the cache."""
-        if self._whole is not None and self._flat.gradients is not None:
-            return self._flat.gradients.finite()
-        if self._unblocked and self._finite_there():
-            return True
-        looked_at = self._parts or self._sections
-        return all(
-            math.isfinite(s.sum().item()) or bool(torch.isfinite(s).all()) for s in looked_at if s.is_floating_point()
-        )
+    @property
+    def whole(self) -> bool:
+        """Whether what was copied last lay in one piece: in `FlatParameters.gradients`."""
+        return self._whole is not None
 
-    def _finite_there(self) -> bool:
-        """Whether the gradients are finite where they are; False if that cannot be told from one sum of them."""
-        given = [(p, p.grad) for p, _, _, _ in self.entries if p.grad is not None and p.is_floating_point()]
-        if not given or any(g.layout != torch.strided or g.dtype != p.dtype for p, g in given):
-            return False
-        gradients = [g for _, g in given]
-        with torch.no_grad():
-            return math.isfinite(torch.stack(list(torch._foreach_norm(gradients, 1))).sum().item())
+    def norm(self) -> float:
+        """Returns the norm of what was copied last; reads it once, while it is still in the cache."""
+        there = self._lie_there() if self._unblocked else []
+        return norm_of(there or self._parts or self._sections)
+
+    def _lie_there(self) -> list[torch.Tensor]:
+        """Returns the gradients on the GPU, as they were copied; none if they were copied otherwise."""
+        given = [(p, p.grad, part) for p, _, _, part in self.entries if p.grad is not None and p.is_floating_point()]
+        if any(g.layout != torch.strided or g.dtype != p.dtype for p, g, _ in given):
+            return []
+        return [g if part is None else g.reshape(-1)[part] for _, g, part in given]
 
     def __call__(self, held: frozenset[int] = frozenset()) -> list[int]:
         """Copies, and returns the variables that have no gradient; their place is filled with zeros.

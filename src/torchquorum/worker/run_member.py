@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
+import msgspec
 import torch
 
 import torchquorum.wire.messages as m
@@ -152,41 +153,40 @@ class RunMember:
         loss = _known(loss)
         if self.fastpath is not None and exchange.device is not None:
             self.fastpath.done()
-        finite = allow_nonfinite or exchange.finite()
+        norm = exchange.norm()
+        finite = allow_nonfinite or math.isfinite(norm)
         if self.residuals is not None:
             self.residuals.apply(exchange.sections(), finite=finite)
         if fastpath is not None and not fastpath.direct and finite and not absent[0]:
-            step = self._push_fast(fastpath, number, loss, rates)
+            step = self._push_fast(fastpath, number, loss, rates, norm)
             if step is not None:
                 return step
         # By message, under the same numbers: what the fast path may have begun cannot count twice.
-        self._send_push(number, computed_at, absent, loss, finite=finite, settings=settings if change else [])
+        push = m.Push(*self._who, number, view.local_step, computed_at, -1, [], loss, finite, [], -1, norm)
+        self._send_push(push, absent, settings if change else [])
         if self.pipeline:
             return self._step(previous, before)
         return self._step(self.take(self._round_s), computed_at)
 
-    def _send_push(
-        self,
-        number: int,
-        computed_at: int,
-        absent: list[list[int]],
-        loss: float | None,
-        *,
-        finite: bool,
-        settings: Settings | None,
-    ) -> None:
-        local_step, messages = self._view.local_step, []
+    def _send_push(self, push: m.Push, absent: list[list[int]], settings: Settings | None) -> None:
+        """Sends each shard its part of a gradient, which is otherwise described as in `push`."""
+        messages = []
         for k, without in enumerate(absent):
             slot = 0 if self.exchange.memory_of(k) is not None else -1
-            message = m.Push(*self._who, number, local_step, computed_at, slot, without, loss, finite)
+            message = msgspec.structs.replace(push, slot=slot, absent=without)
             if k == 0:
                 message.settings, message.revision = settings or [], self._view.revision
             compressed = self.residuals.frame(k) if self.residuals is not None and slot < 0 else None
             messages.append((message, self.exchange.frames(k) if compressed is None else [compressed]))
-        self._requests.begin(number, messages)
+        self._requests.begin(push.request, messages)
 
     def _push_fast(
-        self, fastpath: FastPathSteps, number: int, loss: float | LaterLoss | None, rates: list[float] | None
+        self,
+        fastpath: FastPathSteps,
+        number: int,
+        loss: float | LaterLoss | None,
+        rates: list[float] | None,
+        norm: float = math.nan,
     ) -> Step | None:
         """Makes the update with the other workers of this host, or None: then it goes by message, under the same number."""
         view, channels, exchange = self._view, self._channels, self.exchange
@@ -196,7 +196,7 @@ class RunMember:
         if channels.closed(0):
             return None
         computed_at = view.version
-        gradient = GradientId(self._who[1], view.local_step, number, computed_at)
+        gradient = GradientId(self._who[1], view.local_step, number, computed_at, norm)
         taken = fastpath.step(gradient, lambda: _known(loss), rates)
         if taken is None:
             return None

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(not supported(), reason="this system has no lock
 
 
 def gradient(step: int) -> GradientId:
-    return GradientId(incarnation=7, local_step=step, request=step + 10, computed_at=step - 1)
+    return GradientId(incarnation=7, local_step=step, request=step + 10, computed_at=step - 1, norm=step * 1.5)
 
 
 def in_child(work: Callable[[], None]) -> None:
@@ -50,6 +50,7 @@ def test_another_process_sees_what_was_recorded_in_order(page: FastPage) -> None
         (Key(1, 7, s), s + 10, s - 1, s, 4) for s in range(1, 6)
     ]
     assert [r.loss for r in records] == [0.5, 1.0, None, 2.0, 2.5]
+    assert [r.norm for r in records] == [1.5, 3.0, 4.5, 6.0, 7.5]
 
 
 def test_the_ps_reads_each_record_once_also_while_workers_append(page: FastPage) -> None:

@@ -1,13 +1,15 @@
 """The record of a run: each decision once in the ledger, the counts and the fates."""
 
+import math
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import torchquorum as tq
 from tests.protocol.by_hand import make_plan
 from torchquorum.formats.journal import Record
-from torchquorum.formats.ledger import NAME, read_ledger
+from torchquorum.formats.ledger import NAME, Entry, decode_line, encode_line, read_ledger
 from torchquorum.formats.ledger_write import open_ledger
 from torchquorum.rules.quorum import Accepted, Key, Quorum, Reason, Refused
 from torchquorum.server import run_history
@@ -33,6 +35,27 @@ def test_a_decision_is_in_the_ledger_the_counts_and_the_fates(tmp_path: Path) ->
     assert (counts.batches, counts.accepted, counts.staleness_max) == (1, 1, 3)
     fate = kept.fate(KEY)
     assert fate is not None and (fate.state, fate.reason, fate.met) == ("accepted", "within bound", 5)
+
+
+def test_the_ledger_has_the_norm_and_the_one_that_stands_out_is_named(tmp_path: Path) -> None:
+    kept = history(tmp_path)
+    for step, norm in enumerate([1.0, 1.23456789, 3e41, None, math.inf], 1):
+        action = Accepted(Key(1, 7, step), 0, step, Reason.FRESH, 8.0)
+        kept.decided(action, 0.25, 9.0, {}, norm=norm)
+    line = kept.largest()
+    assert line is not None and "/job:worker/task:1, local step 3, at global step 3 has the norm 3e+41" in line
+    assert kept.largest() is None
+    kept.close()
+    assert [entry.norm for entry in read_ledger(tmp_path / NAME)] == [1.0, 1.23457, 3e41, msgspec.UNSET, None]
+
+
+def test_a_line_of_a_ledger_without_norms_is_read() -> None:
+    old = (
+        b'{"worker":0,"incarnation":"ab","local_step":1,"version":0,"met":0,"staleness":0,"accepted":true,"reason":"fresh",'
+        b'"arrived_at":1.5,"loss":2.5,"took_s":null}\n'
+    )
+    entry = decode_line(old)
+    assert isinstance(entry, Entry) and entry.norm is msgspec.UNSET and encode_line(entry) == old
 
 
 def test_a_run_without_a_ledger_is_counted_all_the_same() -> None:

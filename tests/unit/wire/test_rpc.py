@@ -209,6 +209,15 @@ def test_a_message_that_does_not_move_is_no_sign_of_life(stuck: Progress) -> Non
         ps.asker.ask(m.Settle(), kind=m.Settled, what="x", limit_s=60.0)
 
 
+def test_probes_that_the_other_system_takes_are_no_sign_of_life() -> None:
+    """As of a process that is frozen, or behind something that has stalled: its kernel, or that, takes what is sent, at once."""
+    ps = Ps()
+    ps.asker.meanwhile = lambda: setattr(ps.channel, "moved", Progress(delivered=50 * len(ps.channel.sent)))
+    with pytest.raises(TaskLostError, match="has not answered for 11 s"):
+        ps.asker.ask(m.Settle(), kind=m.Settled, what="x", limit_s=60.0)
+    assert len(ps.channel.sent) > 5
+
+
 def test_answers_to_probes_are_no_transfer_so_a_wait_for_the_right_one_has_its_limit() -> None:
     count = 0
 

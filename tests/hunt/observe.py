@@ -83,9 +83,9 @@ def observing(first: Book) -> Iterator[None]:
         joined(leader, worker, incarnation, *args)
         watched.book.joined(worker, incarnation)
 
-    def watch_decided(history: RunHistory, action: Any, *args: Any) -> None:
+    def watch_decided(history: RunHistory, action: Any, *args: Any, **options: Any) -> None:
         watched.book.decided(action.key, accepted=isinstance(action, Accepted))
-        decided(history, action, *args)
+        decided(history, action, *args, **options)
 
     def say(line: str, file: object = None) -> None:
         watched.book.world.say(line)

@@ -31,7 +31,7 @@ def fastpath_kernels(plan: Plan) -> list[Kernel] | None:
 def mode_of(plan: Plan) -> str | None:
     """Returns `turns`, `rounds`, or None for a rule under which the ps has more to decide."""
     rule = plan.rule
-    if rule.pipeline or rule.max_lead is not None:
+    if rule.pipeline or rule.max_lead is not None or rule.grace is not None:
         return None
     needed = rule.needed(plan.num_workers)
     if rule.least(plan.num_workers) != needed:

@@ -45,6 +45,8 @@ class Rule:
         floor: With "auto", the least number that is chosen; None means half of the workers, rounded up.
         noise: With "auto", how many gradients it takes until the mean of more of them helps little; None means that every
             gradient helps as much as every other.
+        grace: How many seconds a round that has enough gradients stays open for those of other live workers; "auto" chooses by the times
+            of their steps (`torchquorum.rules.grace`); None closes it at once.
         local_steps: How many steps a worker makes with its own optimizer before it gives what they have changed, which is then what
             "gradient" means above; None means that it gives every gradient.
         outer: With local steps, the optimizer that makes the updates from what workers give.
@@ -57,6 +59,7 @@ class Rule:
     pipeline: bool = False
     floor: int | None = None
     noise: float | None = None
+    grace: float | Literal["auto"] | None = None
     local_steps: int | None = None
     outer: Outer | None = None
 
@@ -72,6 +75,8 @@ class Rule:
         _check("max_staleness", self.max_staleness, 0, "leave it out for no bound")
         _check("max_lead", self.max_lead, 0, "leave it out for no bound")
         _check("local_steps", self.local_steps, 1, "leave it out to give every gradient")
+        if self.grace is not None:
+            self._check_grace()
         if self.pipeline and self.max_staleness is not None:
             raise ConfigError(
                 f"pipeline=True with max_staleness={self.max_staleness}: a pipelined gradient is always one version older; "
@@ -86,6 +91,18 @@ class Rule:
         if noise is not None and (isinstance(noise, bool) or not 0 <= noise < math.inf):
             raise ConfigError(
                 f"noise={noise}: must be a number of gradients, 0 or more; leave it out if it is not known"
+            )
+
+    def _check_grace(self) -> None:
+        grace, number = self.grace, isinstance(self.grace, int | float) and not isinstance(self.grace, bool)
+        if grace != "auto" and not (number and 0 <= float(grace or 0) < math.inf):
+            raise ConfigError(
+                f"grace={grace!r}: must be a number of seconds, 0 or more, or 'auto'; leave it out for none"
+            )
+        if not isinstance(self.aggregate, int) or not self.once_per_round:
+            raise ConfigError(
+                f"grace={grace!r}: keeps a round open that has enough gradients, for those of other workers: give a number of gradients, "
+                "as Sync(2, grace='auto')"
             )
 
     def needed(self, num_workers: int) -> int:
@@ -120,7 +137,8 @@ class Rule:
                 return "async:pipeline" if self.pipeline else "async"
             case "Sync":
                 floor = f":{self.floor}" if self.floor is not None else ""
-                return "sync" if self.aggregate is None else f"sync:{self.aggregate}{floor}"
+                grace = f"+{self.grace}" if self.grace is not None else ""
+                return "sync" if self.aggregate is None else f"sync:{self.aggregate}{floor}{grace}"
             case "Bounded":
                 return f"bounded:{self.max_lead}"
             case "Buffered":
@@ -131,7 +149,7 @@ class Rule:
         """Returns the preset that decides on what workers give after their local steps."""
         plain = replace(self, local_steps=None, outer=None)
         aggregate = self.aggregate if isinstance(self.aggregate, int) else 1
-        presets = [Async(), Sync(self.aggregate), Buffered(aggregate), Bounded(self.max_lead or 0)]
+        presets = [Async(), Sync(self.aggregate, grace=self.grace), Buffered(aggregate), Bounded(self.max_lead or 0)]
         return next((p for p in presets if replace(plain, name=p.name) == p), replace(plain, name="Rule"))
 
     def __str__(self) -> str:
@@ -146,7 +164,7 @@ class Rule:
             case "Async":
                 return "Async(pipeline=True)" if self.pipeline else "Async()"
             case "Sync":
-                given = {"aggregate": self.aggregate, "floor": self.floor, "noise": self.noise}
+                given = {"aggregate": self.aggregate, "floor": self.floor, "noise": self.noise, "grace": self.grace}
                 return f"Sync({', '.join(f'{name}={value!r}' for name, value in given.items() if value is not None)})"
             case "Bounded":
                 return f"Bounded({self.max_lead})"
@@ -173,7 +191,11 @@ def Async(*, pipeline: bool = False) -> Rule:
 
 
 def Sync(
-    aggregate: int | Literal["auto"] | None = None, *, floor: int | None = None, noise: float | None = None
+    aggregate: int | Literal["auto"] | None = None,
+    *,
+    floor: int | None = None,
+    noise: float | None = None,
+    grace: float | Literal["auto"] | None = None,
 ) -> Rule:
     """One update per round: the mean of `aggregate` gradients, all computed at the same version.
 
@@ -191,8 +213,10 @@ def Sync(
         noise: With "auto", how many gradients it takes until the mean of more of them helps little: the gradient noise scale of
             McCandlish et al. 2018, in gradients. 0 makes as many updates as possible; None (not known) uses as many gradients
             as possible.
+        grace: With a number of gradients, how many seconds more a round stays open for the other live workers; "auto" chooses by the
+            times of their steps.
     """
-    return Rule(name="Sync", aggregate=aggregate, max_staleness=0, floor=floor, noise=noise)
+    return Rule(name="Sync", aggregate=aggregate, max_staleness=0, floor=floor, noise=noise, grace=grace)
 
 
 def Bounded(max_lead: int) -> Rule:
@@ -215,6 +239,7 @@ def Local(
     aggregate: int | None = None,
     max_staleness: int | None = 0,
     max_lead: int | None = None,
+    grace: float | Literal["auto"] | None = None,
 ) -> Rule:
     """Local steps: every worker makes `h` steps with its own optimizer, then gives what they have changed, as one gradient.
 
@@ -233,15 +258,16 @@ def Local(
         aggregate: How many workers' changes make one update; None for all.
         max_staleness: Older ones are not used now, but given again; None for no bound.
         max_lead: How many outer steps a worker may be ahead of the slowest.
+        grace: With `aggregate`, how many seconds more a round stays open for the other live workers; "auto" chooses.
     """
     _check_number("h", h, 1, "1 gives every step")
-    if rule is not None and (aggregate, max_staleness, max_lead) != (None, 0, None):
+    if rule is not None and (aggregate, max_staleness, max_lead, grace) != (None, 0, None, None):
         raise ConfigError(
-            "Local(rule=...) says when an outer step is made; leave out aggregate, max_staleness and max_lead"
+            "Local(rule=...) says when an outer step is made; leave out aggregate, max_staleness, max_lead and grace"
         )
     if rule is not None and (not isinstance(rule, Rule) or rule.local_steps is not None or rule.pipeline):
         raise ConfigError(f"Local(rule={rule}): give tq.Sync(), tq.Async(), tq.Bounded(s) or tq.Buffered(k)")
-    among = rule or Rule(aggregate=aggregate, max_staleness=max_staleness, max_lead=max_lead)
+    among = rule or Rule(aggregate=aggregate, max_staleness=max_staleness, max_lead=max_lead, grace=grace)
     return replace(among, name="Local", local_steps=h, outer=_read_outer(outer))
 
 
@@ -270,14 +296,17 @@ def _read_outer(given: Any) -> Outer:
 
 
 _NUMBERS = {"bounded": 3, "buffered": 2, "local": 50}
-_FORMS = "async, async:pipeline, sync, sync:K, sync:KofN, sync:auto, sync:auto:FLOOR, bounded:S, buffered:K, local:H, local:H:RULE"
+_FORMS = (
+    "async, async:pipeline, sync, sync:K, sync:KofN, sync:K+GRACE, sync:auto, sync:auto:FLOOR, bounded:S, buffered:K, local:H, "
+    "local:H:RULE"
+)
 
 
 def parse_rule(text: str, num_workers: int | None = None) -> Rule:
     """Reads a rule in the notation of the command line.
 
     Args:
-        text: One of async, async:pipeline, sync, sync:2, sync:2of3, sync:auto, sync:auto:2, bounded:3, buffered:4, local:50,
+        text: One of async, async:pipeline, sync, sync:2, sync:2of3, sync:auto, sync:auto:2, sync:2+1.5s, bounded:3, buffered:4, local:50,
             local:50:async (case and spaces do not matter).
         num_workers: How many workers there are, where that is known; then sync:2of3 is for three of them.
 
@@ -285,7 +314,7 @@ def parse_rule(text: str, num_workers: int | None = None) -> Rule:
         ConfigError: The text is none of these; the message suggests the nearest.
     """
     name, _, argument = text.strip().strip("'\"").lower().replace(" ", "").partition(":")
-    workers = argument.partition("of")[2]
+    workers = argument.partition("of")[2].partition("+")[0]
     if name == "sync" and num_workers is not None and workers.isdigit() and int(workers) != num_workers:
         raise ConfigError(
             f"rule {text!r}: is for {workers} workers, and there are {num_workers}; give as many workers, or another rule"
@@ -296,7 +325,8 @@ def parse_rule(text: str, num_workers: int | None = None) -> Rule:
         floor = argument.partition(":")[2]
         return Sync("auto", floor=_number(text, floor) if ":" in argument else None)
     if name == "sync":
-        return Sync(_backup(text, argument) if argument else None)
+        number, plus, grace = argument.partition("+")
+        return Sync(_backup(text, number) if argument else None, grace=_grace(text, grace) if plus else None)
     if name == "bounded" and argument:
         return Bounded(_number(text, argument))
     if name == "buffered" and argument:
@@ -318,6 +348,14 @@ def _backup(text: str, argument: str) -> int:
     if of and needed > _number(text, workers):
         raise ConfigError(f"rule {text!r}: {needed} of {workers} is more than all; allowed are {_FORMS}")
     return needed
+
+
+def _grace(text: str, given: str) -> float | Literal["auto"]:
+    """Reads a grace: auto, or seconds, such as 1.5 or 1.5s."""
+    try:
+        return "auto" if given == "auto" else float(given.removesuffix("s"))
+    except ValueError:
+        raise ConfigError(f"rule {text!r}: {given!r} is no number of seconds, nor auto; allowed are {_FORMS}") from None
 
 
 def _number(text: str, digits: str) -> int:

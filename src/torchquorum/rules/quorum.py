@@ -36,6 +36,7 @@ from torchquorum.rules.decisions import Stuck as Stuck
 from torchquorum.rules.decisions import Wait as Wait
 from torchquorum.rules.presets import Rule
 from torchquorum.rules.steps import Steps
+from torchquorum.rules.times import StepTimes
 from torchquorum.rules.track import Place, Track
 
 LIVENESS_S = 5.0
@@ -165,8 +166,8 @@ class Quorum:
         self._mark(worker, alive=True)
         self._now = now
         self._steps.joined(self.workers[worker])
-        for chooser in self._choosers():
-            chooser.times.joins(worker)
+        for times in self._times():
+            times.joins(worker)
         return [self._release(worker), *self._settle()]
 
     def seen(self, worker: int, incarnation: int, now: float) -> None:
@@ -203,8 +204,8 @@ class Quorum:
         if known is None or known.incarnation != incarnation or not known.counted or known.held:
             return []
         self._mark(worker, alive=True, paused=True)
-        for chooser in self._choosers():
-            chooser.times.pauses(worker)
+        for times in self._times():
+            times.pauses(worker)
         return self._settle()
 
     def resume(self, worker: int, incarnation: int, now: float) -> list[Action]:
@@ -215,8 +216,8 @@ class Quorum:
             return []
         self._catch_up(known)
         self._mark(worker, alive=known.alive, waits_in=known.waits_in)
-        for chooser in self._choosers():
-            chooser.times.begins(worker, now)
+        for times in self._times():
+            times.begins(worker, now)
         return self._settle()
 
     def fence(self, worker: int, incarnation: int) -> None:
@@ -251,7 +252,8 @@ class Quorum:
         late = [action for t in self.tracks if t.is_late(now) for action in self._choose(t)]
         ends = self.stopped and not self.closed and now - self._stopped_at > LAST_GRADIENTS_S
         self.closed = self.closed or ends
-        changed = died or late or ends or self._came_back
+        graces = any(t.is_over_grace(now) for t in self.tracks)
+        changed = died or late or ends or graces or self._came_back
         return [*died, *late, *self._settle(*(d.worker for d in died))] if changed else []
 
     def push(self, key: Key, version: int, now: float, *, finite: bool = True, track: int = 0) -> list[Action]:
@@ -269,8 +271,8 @@ class Quorum:
         if worker.paused:
             self._catch_up(worker)
             self._mark(key.worker, alive=True, waits_in=worker.waits_in)
-        if of.chooser is not None:
-            of.chooser.times.ends(key.worker, now)
+        if of.times is not None:
+            of.times.ends(key.worker, now)
         of.tick(place)
         reason = self._verdict(worker, of, version, finite)
         worker.fenced = False
@@ -429,10 +431,12 @@ class Quorum:
         actions, before = list[Action](), of.version
         if of.chooser is not None and of.chooser.round_s is not None and of.needed > self.live:
             actions += self._choose(of)
-        if len(of.round) >= of.needed and not self._is_over(of):
+        if len(of.round) >= of.needed and not self._is_over(of) and not self._stays_open(of):
             keys, of.round = tuple(sorted(of.round)), []
             of.version += 1
             of.round_began = self._now
+            if of.grace is not None:
+                of.grace.closed()
             actions.append(Applied(keys, of.version, of.index))
             self._steps.applied(of, (self.workers.get(key.worker) for key in keys))
             self._look_for_end()
@@ -448,8 +452,15 @@ class Quorum:
     def _counted(self) -> list[int]:
         return [i for i, worker in self.workers.items() if worker.counted]
 
-    def _choosers(self) -> list[BackupChooser]:
-        return [t.chooser for t in self.tracks if t.chooser is not None]
+    def _times(self) -> list[StepTimes]:
+        return [t.times for t in self.tracks if t.times is not None]
+
+    def _stays_open(self, of: Track) -> bool:
+        """Whether a round that has enough gradients waits for those that are about to come."""
+        if of.grace is None:
+            return False
+        given = {key.worker for key in of.round}
+        return of.grace.holds(len(of.round), [i for i in self._counted() if i not in given], of.round_began, self._now)
 
     def _choose(self, of: Track) -> list[Action]:
         """Chooses how many gradients make an update, if the rule leaves that open; says so if the number changes."""
@@ -525,8 +536,8 @@ class Quorum:
         worker = self.workers[index]
         version = self.tracks[max(0, worker.waits_in)].version
         self._mark(index, alive=worker.alive)
-        for chooser in self._choosers():
-            chooser.times.begins(index, self._now)
+        for times in self._times():
+            times.begins(index, self._now)
         return Released(index, worker.incarnation, worker.local_step, version, self.stopped)
 
     def _mark(self, index: int, *, alive: bool, waits_in: int = -1, paused: bool = False) -> None:

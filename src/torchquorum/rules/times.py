@@ -84,6 +84,18 @@ class StepTimes:
         running = now - steps.began_at if steps.began_at is not None else 0.0
         return [2.0 * running] if running > 2.0 * max(steps.seconds) else list(steps.seconds)
 
+    def remaining(self, worker: int, now: float, share: float = 0.5) -> float | None:
+        """Returns within which time this share of the steps that a worker may be computing will have ended; None if nothing is known.
+
+        One that has taken longer than all that were seen is expected to take as long again.
+        """
+        steps = self._steps.get(worker)
+        if steps is None or not steps.seconds or steps.began_at is None:
+            return None
+        running = now - steps.began_at
+        left = [seconds - running for seconds in steps.seconds if seconds > running]
+        return quantile(left, share) if left else running
+
     def quantile(self, worker: int, share: float) -> float | None:
         """Returns the seconds within which this share of a worker's steps ended; None if nothing is known."""
         steps = self._steps.get(worker)

@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 
 from torchquorum.rules.backup import BackupChooser
 from torchquorum.rules.decisions import Key
+from torchquorum.rules.grace import Grace
 from torchquorum.rules.presets import Rule
+from torchquorum.rules.times import StepTimes
 
 
 @dataclass(slots=True)
@@ -41,6 +43,7 @@ class Track:
         held: The workers that have pushed here and are not released.
         needed: How many gradients make one update.
         chooser: Chooses `needed`, where the rule says "auto".
+        grace: Keeps a round open that has enough, where the rule says so.
         round_began: When the open round was opened.
         slowest: The slowest clock when waiting workers were last checked.
     """
@@ -53,6 +56,7 @@ class Track:
     held: set[int] = field(default_factory=set)
     needed: int = field(init=False)
     chooser: BackupChooser | None = field(init=False, default=None)
+    grace: Grace | None = field(init=False, default=None)
     round_began: float = 0.0
     slowest: int = 0
     _clocks: Counter[int] = field(default_factory=Counter)  # how many live workers are at each clock
@@ -61,10 +65,23 @@ class Track:
     def __post_init__(self) -> None:
         self.needed = self.rule.needed(self.num_workers)
         self.chooser = BackupChooser(self.rule.noise) if self.rule.auto else None
+        if self.rule.grace is not None:
+            self.grace = Grace(None if self.rule.grace == "auto" else float(self.rule.grace))
+
+    @property
+    def times(self) -> StepTimes | None:
+        """Returns the workers' times, where something is chosen by them."""
+        if self.chooser is not None:
+            return self.chooser.times
+        return self.grace.times if self.grace is not None else None
 
     def is_late(self, now: float) -> bool:
         """Whether the open round takes so long that the number of gradients has to be chosen again."""
         return self.chooser is not None and self.chooser.is_late(self.round_began, now)
+
+    def is_over_grace(self, now: float) -> bool:
+        """Whether the open round has enough gradients, and has been kept open for long enough."""
+        return self.grace is not None and self.grace.is_over(now)
 
     def tick(self, place: Place) -> None:
         """A counted worker has given a gradient."""

@@ -59,6 +59,7 @@ class Simulator:
         self._up, self._down = Link(s.network), Link(s.network)
         self._pipeline, self._instant = self.quorum.rule.pipeline, s.network.instant
         self._pushed = self._count = 0
+        self._looks_at = -1.0
         self._events: list[tuple[float, int, _Handler, int, int]] = []
         self._places = list(range(s.start or s.workers, s.workers))  # where workers that arrive later go; a heap
 
@@ -120,6 +121,7 @@ class Simulator:
         self._pushed += 1
         version = process.sent_version if self._pipeline else process.version
         self._follow(self.quorum.push(Key(worker, life, process.local_step), version, self.now))
+        self._look_later()
         if not self._pipeline and worker in self.quorum.held:
             self.books.holds(worker, self.now, self.quorum.cause_of_wait(worker))
 
@@ -199,6 +201,16 @@ class Simulator:
         assert chooser is not None
         self._follow(self.quorum.expire(self.now))
         self._at(self.now + max(TICK_S, chooser.round_s or 0.0), Simulator._tick)
+
+    def _look_later(self) -> None:
+        """A round that is kept open closes when its grace is over."""
+        grace = self.quorum.tracks[0].grace
+        if grace is not None and grace.until is not None and grace.until > self._looks_at:
+            self._looks_at = grace.until
+            self._at(grace.until, Simulator._look)
+
+    def _look(self, _worker: int, _life: int) -> None:
+        self._follow(self.quorum.expire(self.now))
 
     # -- what follows -------------------------------------------------------------------------------------------------
 

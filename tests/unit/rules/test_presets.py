@@ -325,7 +325,7 @@ def test_what_local_cannot_mean_is_an_error(arguments: Any, message: str):
 
 @pytest.mark.parametrize("more", [{"aggregate": 2}, {"max_staleness": None}, {"max_lead": 1}])
 def test_local_takes_a_rule_or_its_options(more: dict[str, Any]):
-    with pytest.raises(ConfigError, match="leave out aggregate, max_staleness and max_lead"):
+    with pytest.raises(ConfigError, match="leave out aggregate, max_staleness, max_lead and grace"):
         Local(5, rule=Async(), **more)
 
 

@@ -11,6 +11,8 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+from msgspec.structs import replace
+
 import torchquorum.wire.messages as m
 from torchquorum.clock import Clock
 from torchquorum.cluster import TaskId
@@ -345,7 +347,7 @@ class ReplayService(Service):
                 run.shard.follow(item)
             case m.Assigned():
                 key = (item.worker, item.incarnation, item.number)
-                if not run.shard.given.has(key, item.variables):
+                if not run.shard.given.has(key, item.variables, state=item.state):
                     replies += self._ask_for_values(run, (item.worker, item.incarnation))
                     return False
                 run.shard.follow(item)
@@ -462,7 +464,9 @@ class ReplayService(Service):
     def _make(self, item: Began, create: Incoming[m.Create]) -> Shard | None:
         plan = item.plan
         if item.base < 0:
-            return Shard(self.index, plan, create.frames[0], create.frames[1], generation=item.generation)
+            return Shard.created(
+                self.index, replace(create.message, plan=plan, generation=item.generation), create.frames
+            )
         kept = self._progress.kept.get((item.base, item.version))
         if kept is None or not kept.complete:
             return None

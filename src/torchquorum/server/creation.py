@@ -83,13 +83,11 @@ def create_run(life: TaskLife, create: Create, frames: Sequence[Frame], now: flo
     """
     plan, index, manifest = create.plan, life.me.index, None
     if create.restore is None:
-        shard = Shard(index, plan, frames[0], frames[1], generation=create.generation)
+        shard = Shard.created(index, create, frames)
     else:
         shard, manifest = Shard.restored(index, plan, locate(create.restore), create.generation)
     run: Leading | Following | None = None
     try:
-        if create.optimizer is not None and manifest is None:
-            shard.variables.load(shard.read_state(create.optimizer, frames[-1]))
         replayed = take_up_journal(shard, create, life.announce)
         if index > 0:
             return Following(life, shard)

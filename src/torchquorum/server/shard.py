@@ -35,6 +35,7 @@ from torchquorum.wire.frames import frame_tensor
 from torchquorum.wire.messages import (
     Apply,
     Assigned,
+    Create,
     Drop,
     End,
     Join,
@@ -89,6 +90,18 @@ class Shard:
         self.ended: End | None = None
         self.broken = False
         self.journal: JournalWriter | None = None
+
+    @classmethod
+    def created(cls, index: int, create: Create, frames: Sequence[Frame]) -> Shard:
+        """Makes a shard from what the chief's variables, and its optimizer, begin with."""
+        shard = cls(index, create.plan, frames[0], frames[1], generation=create.generation)
+        if create.optimizer is not None:
+            try:
+                shard.variables.load(shard.read_state(create.optimizer, frames[-1]))
+            except BaseException:
+                shard.close()
+                raise
+        return shard
 
     @classmethod
     def restored(cls, index: int, plan: Plan, path: Location, generation: int = 0) -> tuple[Shard, Manifest]:

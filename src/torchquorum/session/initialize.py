@@ -142,7 +142,8 @@ class Initializer:
         plan.last_step = replayed.file.last_step
         if plan.last_step is not None and self._stop.last_step is None:
             self._stop.end_at(plan.last_step)
-        link.create(plan, self.flat, generation=self._setup.task.random_bits(62), replace=True)
+        begins, generation = self._setup.optimizer.begun_state(), self._setup.task.random_bits(62)
+        link.create(plan, self.flat, generation=generation, replace=True, begins=begins)
 
     def _find_journal(self, found: Found, plan: Plan, told: int) -> JournalRef:
         """How far the journal leads; a durable run goes back only if the options say so, or it was asked to begin anew."""

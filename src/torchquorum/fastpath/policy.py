@@ -16,6 +16,8 @@ def may_have_fastpath(plan: Plan) -> bool:
     """Whether a run can use the fast path at all."""
     if plan.rule.local_steps is not None or plan.compress:
         return False  # what is given is made from a residual that is the worker's alone
+    if plan.tables:
+        return False  # rows are where only the ps reaches them
     if plan.durable:
         return False  # the ps writes each update to disk before any worker has it, so it makes the update itself
     if not supported() or plan.num_shards > 1 or plan.average is not None:

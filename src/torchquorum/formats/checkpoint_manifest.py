@@ -122,6 +122,28 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
         return title(self.kind, self.variable, self.state)
 
 
+class StoredTable(msgspec.Struct, frozen=True, kw_only=True):
+    """One shard's rows of a table.
+
+    Attributes:
+        name: The table's name.
+        files: The files with its rows: the first has all that there were, each of the others what has changed since the one before.
+        rows: How many rows the last of them has.
+        dim: How wide a row is.
+        dtype: Its dtype as torch names it, without the prefix.
+        optimizer: The name of its row optimizer.
+        scalars: What else there is of it, as JSON types.
+    """
+
+    name: str
+    files: list[str]
+    rows: Count
+    dim: Count
+    dtype: str
+    optimizer: str
+    scalars: dict[str, Any] = {}
+
+
 class FileInfo(msgspec.Struct, frozen=True):
     """The size and checksum of a file."""
 
@@ -141,7 +163,8 @@ class Manifest(msgspec.Struct, kw_only=True):
         generation: The creation of the variables that it belongs to; the journal's files name theirs.
         plan: Rule, optimizer, schedule, as JSON types.
         scalars: Optimizer and schedule state that is not a tensor, as JSON types.
-        pieces: Where every tensor is stored, except the buffers.
+        pieces: Where every tensor is stored, except the buffers and the tables.
+        tables: Where each shard's rows are stored.
         buffers: Where the model's buffers are stored, and those of each worker that differ from them.
         workers: Each worker's position in its data and its random state, as JSON types.
         data: For each share of data: its description, and which batches are part of the variables.
@@ -157,6 +180,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     plan: dict[str, Any] = {}
     scalars: dict[str, Any] = {}
     pieces: list[Stored]
+    tables: list[StoredTable] = []
     buffers: list[Stored] = []
     workers: dict[str, dict[str, Any]] = {}
     data: dict[str, dict[str, Any]] = {}
@@ -219,6 +243,10 @@ def check_manifest(manifest: Manifest) -> None:
             raise ValueError(f"{name} has no checksum")
     if any(p.kind == "buffer" for p in manifest.pieces) or any(p.kind != "buffer" for p in manifest.buffers):
         raise ValueError("the list of buffers must hold all buffers and nothing else")
+    for table in manifest.tables:
+        missing = [file for file in table.files if file not in manifest.files]
+        if missing or not table.files:
+            raise ValueError(f"table {table.name[:100]} is in {missing[:1]}, which is not in the list of files")
     tensors = by_tensor(manifest)
     for (kind, variable, state), pieces in tensors.items():
         name = title(kind, variable, state)

@@ -18,7 +18,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar, cast
@@ -135,8 +135,32 @@ def write_tensors(partial: Location, name: str, tensors: Mapping[str, torch.Tens
         return info
 
 
+def write_file(partial: Location, name: str, write: Callable[[Path], None]) -> FileInfo:
+    """Writes a file of a checkpoint by a function that is given its path; returns the manifest's entry for it.
+
+    Raises:
+        CheckpointError: It cannot be written; the unfinished checkpoint is removed.
+    """
+    with _reporting(f"writing {partial / name}", partial):
+        if isinstance(partial, RemotePath):
+            return put_file(partial, name, lambda file: _written(write, file))
+        path = partial / name
+        info = _written(write, path)
+        sync_path(path)
+        return info
+
+
+def _written(write: Callable[[Path], None], path: Path) -> FileInfo:
+    write(path)
+    return _digest(path)
+
+
 def _save(tensors: Mapping[str, torch.Tensor], path: Path) -> FileInfo:
     save_file(dict(tensors), path)
+    return _digest(path)
+
+
+def _digest(path: Path) -> FileInfo:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileInfo(os.fstat(file.fileno()).st_size, digest)

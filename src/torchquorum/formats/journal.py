@@ -92,6 +92,8 @@ class Record(msgspec.Struct, array_like=True):
         assigned: Variables (by index) that were given values, which follow instead of a gradient; then it is no update.
         told: The newest version that one of the gradients was computed at: every shard had told its worker of that one.
         state: What there is of the optimizer's state, where that was assigned; its bytes follow, after those of the values if any.
+        rows: Of each table that it touches, the table's number and how many rows: their keys, mean gradients and sightings follow.
+        evicted_at: The time at which rows went after it, if some could.
     """
 
     version: int
@@ -102,6 +104,8 @@ class Record(msgspec.Struct, array_like=True):
     assigned: list[int] = []
     told: int = 0
     state: dict[str, Any] | None = None
+    rows: list[tuple[int, int]] = []
+    evicted_at: float = 0.0
 
 
 _encoder = msgspec.msgpack.Encoder()

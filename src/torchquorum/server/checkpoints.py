@@ -13,9 +13,10 @@ from typing import Any
 
 import msgspec
 
-from torchquorum.formats.checkpoint_manifest import CheckpointError, FileInfo, Manifest, Stored
+from torchquorum.formats.checkpoint_manifest import CheckpointError, FileInfo, Manifest, Stored, StoredTable
 from torchquorum.formats.checkpoint_write import begin, part_name
 from torchquorum.formats.journal import JournalError
+from torchquorum.formats.row_file import part_file
 from torchquorum.formats.storage import Location, locate
 from torchquorum.server.buffer_home import BufferHome
 from torchquorum.server.leader import Leader
@@ -66,7 +67,19 @@ def part_of(shard: int, written: Written) -> Part:
     """Returns the message to shard 0 about a part that was written, or failed to be."""
     info, snapshot = written.info or FileInfo(0, ""), written.snapshot
     pieces = msgspec.to_builtins(snapshot.pieces)
-    return Part(shard, written.number, info.size_bytes, info.sha256, pieces, snapshot.scalars, written.error)
+    rows, tables = written.rows or FileInfo(0, ""), msgspec.to_builtins(snapshot.tables)
+    return Part(
+        shard=shard,
+        number=written.number,
+        size_bytes=info.size_bytes,
+        sha256=info.sha256,
+        pieces=pieces,
+        scalars=snapshot.scalars,
+        error=written.error,
+        tables=tables,
+        rows_bytes=rows.size_bytes,
+        rows_sha256=rows.sha256,
+    )
 
 
 class Checkpoints:
@@ -401,11 +414,14 @@ class Checkpoints:
             raise JournalError(f"the run cannot be durable: its first checkpoint failed: {error}")
 
     def _manifest(self, saving: Saving, wall: float) -> Manifest:
-        files, pieces, scalars = {}, [], {}
+        files, pieces, scalars, tables = {}, [], {}, list[StoredTable]()
         for shard, part in sorted(saving.parts.items()):
             files[part_name(shard, self._plan.num_shards)] = FileInfo(part.size_bytes, part.sha256)
             pieces += msgspec.convert(part.pieces, list[Stored])
             scalars.update(part.scalars)
+            if part.tables:
+                files[part_file(shard, self._plan.num_shards)] = FileInfo(part.rows_bytes, part.rows_sha256)
+                tables += msgspec.convert(part.tables, list[StoredTable])
         workers = {}
         for worker in range(self._plan.num_workers):
             body = self._position_of(worker, saving.version)
@@ -419,6 +435,7 @@ class Checkpoints:
             plan=msgspec.to_builtins(self._plan),
             scalars={"optimizer": scalars, "settings": saving.settings},
             pieces=pieces,
+            tables=tables,
             workers=workers,
             data=saving.data,
             files=files,

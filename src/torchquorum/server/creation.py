@@ -23,7 +23,7 @@ from torchquorum.server.snapshot import check_same_model
 from torchquorum.server.task_life import TaskLife
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import frame_tensor
-from torchquorum.wire.messages import Create
+from torchquorum.wire.messages import Create, Plan
 from torchquorum.wire.packing import MODES, Packing
 
 
@@ -41,7 +41,7 @@ def check_creation(me: Identity, create: Create, frames: Sequence[Frame]) -> Non
     plan = create.plan
     buffers = me.index == 0 and bool(plan.buffers)
     state = create.optimizer is not None and create.restore is None
-    if len(frames) != (expected := (2 if create.restore is None else 0) + buffers + state):
+    if len(frames) != (expected := (2 + _fixed_tables(plan) if create.restore is None else 0) + buffers + state):
         raise ValueError(f"{len(frames)} tensor frames, expected {expected}")
     num_ps = me.cluster.num_tasks("ps")
     if plan.num_shards != num_ps or plan.num_workers < 1:
@@ -71,7 +71,12 @@ def check_creation(me: Identity, create: Create, frames: Sequence[Frame]) -> Non
 
 def _buffers_of(create: Create, frames: Sequence[Frame]) -> Frame:
     """Returns the frame with the model's buffers, which comes after the values, if they are there."""
-    return frames[2 if create.restore is None else 0]
+    return frames[2 + _fixed_tables(create.plan) if create.restore is None else 0]
+
+
+def _fixed_tables(plan: Plan) -> int:
+    """Returns of how many tables the chief's module has all rows: their frames come after the values."""
+    return sum(table.is_fixed for table in plan.tables)
 
 
 def create_run(life: TaskLife, create: Create, frames: Sequence[Frame], now: float, wall: float) -> Leading | Following:
@@ -84,6 +89,7 @@ def create_run(life: TaskLife, create: Create, frames: Sequence[Frame], now: flo
     plan, index, manifest = create.plan, life.me.index, None
     if create.restore is None:
         shard = Shard.created(index, create, frames)
+        shard.tables.begin_with(frames[2 : 2 + _fixed_tables(plan)])
     else:
         shard, manifest = Shard.restored(index, plan, locate(create.restore), create.generation)
     run: Leading | Following | None = None

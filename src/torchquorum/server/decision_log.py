@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchquorum.wire.messages import Apply, Assigned, Drop, End, Release, Snapshot
+from torchquorum.wire.messages import Apply, Assigned, Drop, End, Release, RowsOut, Snapshot
 
-LogEntry = Apply | Assigned | Drop | Release | Snapshot | End
+LogEntry = Apply | Assigned | Drop | Release | RowsOut | Snapshot | End
 
 
 class DecisionLog:

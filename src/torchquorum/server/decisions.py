@@ -19,7 +19,7 @@ from torchquorum.server.run_history import RunHistory
 from torchquorum.server.run_settings import RunSettings
 from torchquorum.server.shared_data import SharedData
 from torchquorum.server.tally import Tally
-from torchquorum.wire.messages import Apply, Drop, Outcome, Plan, Release
+from torchquorum.wire.messages import Apply, Drop, Outcome, Plan, Release, RowsOut
 from torchquorum.wire.recorded import DIED, PUSH
 from torchquorum.wire.settings import Settings
 
@@ -54,7 +54,7 @@ class Decisions:
         self.log.record = self._record
 
     def _record(self, entry: LogEntry) -> None:
-        if self.recorder is not None:
+        if self.recorder is not None and not isinstance(entry, RowsOut):
             outcome = self.outcomes.get(entry.worker) if isinstance(entry, Release) else None
             self.recorder.entry(entry, outcome)
 

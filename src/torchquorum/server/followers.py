@@ -32,7 +32,7 @@ class Followers:
         self.sent.clear()
 
     def hear(
-        self, peer: Peer, message: m.Have | m.ShardHello, generation: int, log_ends: int, now: float
+        self, peer: Peer, message: m.Have | m.HaveKeys | m.ShardHello, generation: int, log_ends: int, now: float
     ) -> m.Message | None:
         """Notes that a shard lives; returns what to answer instead of going on, if it is not one of ours now.
 

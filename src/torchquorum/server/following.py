@@ -31,6 +31,11 @@ class FollowingRequests(WorkerRequests):
             return [got.reply(m.Unknown(request, self.generation)), hello]
         return [got.reply(held_elsewhere(request)), Reply(LEADER, self._have(key, request)), hello]
 
+    def _rows_asked(self, asked: m.PullRows) -> list[Reply]:
+        shard = self.shard
+        who = asked.worker, asked.incarnation, asked.request
+        return [Reply(LEADER, m.HaveKeys(shard.index, *who, shard.followed, self.generation))]
+
     def _have(self, key: Key, request: int) -> m.Have:
         """Returns what tells shard 0 that this shard holds its part of a gradient."""
         shard = self.shard

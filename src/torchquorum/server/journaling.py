@@ -18,7 +18,7 @@ from torchquorum.server.shard import Shard
 from torchquorum.wire.messages import Create, Plan
 
 # What an update depends on: with any of these changed the same gradients would make other variables.
-DECISIVE = ("variables", "optimizer", "schedule", "average", "after_update", "placement", "slice_bytes")
+DECISIVE = ("variables", "optimizer", "schedule", "average", "after_update", "placement", "slice_bytes", "tables")
 
 
 def plan_of_updates(plan: Plan) -> dict[str, Any]:

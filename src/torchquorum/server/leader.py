@@ -18,6 +18,7 @@ from torchquorum.rules.quorum import Key, Quorum
 from torchquorum.server.arrivals import Arrival, Arrivals
 from torchquorum.server.assigning import Assigning
 from torchquorum.server.decisions import Decisions
+from torchquorum.server.row_requests import AskedRows
 from torchquorum.server.tally import Tally
 from torchquorum.wire.messages import Drop, End, Fate, Held, LeasedBatches, Plan, Snapshot, TakeBatches
 from torchquorum.wire.recorded import FAILED, JOIN, LEFT, PULL
@@ -32,6 +33,7 @@ class Leader:
         decisions: What follows from that; what it keeps has names here too.
         assigning: `session.assign()`.
         arrivals: The gradients that not every shard has yet.
+        asked_rows: The requests for rows that not every shard has yet.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Leader:
         self.settings, self.membership, self.data = decisions.settings, decisions.membership, decisions.data
         self.assigning = Assigning(decisions)
         self.arrivals = Arrivals(plan.num_shards)
+        self.asked_rows = AskedRows(plan.num_shards)
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
@@ -128,6 +131,12 @@ class Leader:
             self.settings.offer_rates(record.rates)
         push = Arrival(record.computed_at, record.loss, norm=None if math.isnan(record.norm) else record.norm)
         self.arrived(0, record.key, record.request, record.now, record.wall, push=push)
+
+    def rows_asked(self, shard: int, worker: int, incarnation: int, request: int) -> None:
+        """A shard knows which rows a worker asks it for; when all do, they answer at one place of the log."""
+        entry = self.asked_rows.add(shard, worker, incarnation, request)
+        if entry is not None:
+            self.log.append(entry)
 
     def refuses_next(self, worker: int) -> bool:
         """Whether the next gradient of a live worker will be refused."""

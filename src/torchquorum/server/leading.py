@@ -133,13 +133,15 @@ class Leading(Run):
             self.leader.pause(take.worker, take.incarnation, got.now, got.wall)
         return [*replies, got.reply(answer)]
 
-    def heard_of_shard(self, got: Incoming[m.Have | m.ShardHello]) -> list[Reply]:
-        """Another shard is alive; with a Have, it holds its part of a gradient."""
+    def heard_of_shard(self, got: Incoming[m.Have | m.HaveKeys | m.ShardHello]) -> list[Reply]:
+        """Another shard is alive; with a Have, it holds its part of a gradient, with HaveKeys it knows which rows are wanted of it."""
         message, leader = got.message, self.leader
         leader.log.followed(message.shard, message.followed)
         if isinstance(message, m.Have):
             key = Key(message.worker, message.incarnation, message.local_step)
             leader.arrived(message.shard, key, message.request, got.now, got.wall)
+        elif isinstance(message, m.HaveKeys):
+            leader.rows_asked(message.shard, message.worker, message.incarnation, message.request)
         else:
             self.life.followers.sent[message.shard] = message.followed  # what it has not followed is sent again
             if message.broken:

@@ -69,6 +69,10 @@ class LeadingRequests(WorkerRequests):
         self._leader.pull(pull.worker, pull.incarnation, pull.request, averaged=pull.averaged, state=pull.state)
         return []
 
+    def _rows_asked(self, asked: m.PullRows) -> list[Reply]:
+        self._leader.rows_asked(0, asked.worker, asked.incarnation, asked.request)
+        return []
+
     def _assigning(self, got: Incoming[m.Assign]) -> list[Reply]:
         assign = got.message
         key = (assign.worker, assign.incarnation, assign.number)

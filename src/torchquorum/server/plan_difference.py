@@ -25,6 +25,7 @@ _COMPARED = (
     "slice_bytes",
     "num_workers",
     "num_shards",
+    "tables",
 )
 _SHOWN = 8
 
@@ -59,6 +60,8 @@ def _differences(what: str, ours: Any, theirs: Any) -> list[str]:
         return found
     if isinstance(ours, ScheduleSpec) and isinstance(theirs, ScheduleSpec) and ours.name == theirs.name:
         return _unequal(f"{what} {ours.name}", ours.arguments, theirs.arguments)
+    if isinstance(ours, list) and isinstance(theirs, list) and what == "tables":
+        return [_line("tables", [_show(table) for table in ours], [_show(table) for table in theirs])]
     return [_line(what, _show(ours), _show(theirs))]
 
 

@@ -124,6 +124,7 @@ _no_buffers = _refuse(LostPlaceError, NO_BUFFERS)
 ROUTES: dict[type[m.Message], Route] = {
     # training
     m.Push: Route(lambda run, got: run.requests.push(got), joined=True, request=True),
+    m.PullRows: Route(lambda run, got: run.requests.pull_rows(got), joined=True),
     m.Pull: Route(lambda run, got: run.requests.pull(got), joined=True, request=True),
     m.Values: Route(lambda run, got: run.requests.keep_values(got), joined=True),
     m.Assign: Route(lambda run, got: run.requests.assign(got), joined=True, request=True),

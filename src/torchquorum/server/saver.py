@@ -24,11 +24,13 @@ from torchquorum.formats.checkpoint_write import (
     abandon,
     prune,
     publish,
+    write_file,
     write_part,
     write_tensors,
 )
 from torchquorum.formats.journal import clear
 from torchquorum.formats.ledger_write import sync_ledger
+from torchquorum.formats.row_file import part_file, write_rows
 from torchquorum.formats.storage import Location
 from torchquorum.server.snapshot import ShardSnapshot
 
@@ -41,6 +43,7 @@ class Written:
     snapshot: ShardSnapshot
     info: FileInfo | None
     error: str
+    rows: FileInfo | None = None
 
 
 @dataclass(slots=True)
@@ -113,7 +116,12 @@ class Saver:
 
         def job() -> Written:
             try:
-                return Written(number, snapshot, write_part(partial, shard, num_shards, snapshot.tensors), "")
+                part, rows = write_part(partial, shard, num_shards, snapshot.tensors), None
+                if snapshot.rows:
+                    rows = write_file(
+                        partial, part_file(shard, num_shards), lambda path: write_rows(path, snapshot.rows)
+                    )
+                return Written(number, snapshot, part, "", rows)
             except (TorchQuorumError, OSError) as error:
                 return Written(number, snapshot, None, str(error))
 

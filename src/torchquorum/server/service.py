@@ -45,6 +45,7 @@ REFUSED_WHEN_BROKEN = frozenset(
         m.Join,
         m.Push,
         m.Pull,
+        m.PullRows,
         m.Assign,
         m.Probe,
         m.FateOf,
@@ -106,6 +107,7 @@ class Service:
             m.Probe: self._probe,
             m.StatusRequest: self._status,
             m.Have: self._heard_of_shard,
+            m.HaveKeys: self._heard_of_shard,
             m.ShardHello: self._heard_of_shard,
             m.Fault: self._fault,
             m.Stay: self._stay,
@@ -249,7 +251,7 @@ class Service:
             return [got.reply(m.Unknown(request, self.generation))]
         return self.run.requests.probe(got)
 
-    def _heard_of_shard(self, got: Incoming[m.Have | m.ShardHello]) -> list[Reply]:
+    def _heard_of_shard(self, got: Incoming[m.Have | m.HaveKeys | m.ShardHello]) -> list[Reply]:
         log_ends = self.run.shard.followed if self.run is not None else 0
         refused = self.life.followers.hear(got.peer, got.message, self.generation, log_ends, got.now)
         if refused is not None:

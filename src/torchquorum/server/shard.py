@@ -26,6 +26,8 @@ from torchquorum.server.given_state import GivenState
 from torchquorum.server.given_values import Given, GivenValues
 from torchquorum.server.pending_gradients import PendingGradients
 from torchquorum.server.reply import Reply
+from torchquorum.server.row_requests import RowRequests
+from torchquorum.server.shard_tables import RowUpdate, ShardTables, with_rows
 from torchquorum.server.shard_variables import ShardVariables
 from torchquorum.server.snapshot import ShardSnapshot, StateReader, check_same_model, frames_of
 from torchquorum.server.worker_table import WorkerTable
@@ -43,6 +45,7 @@ from torchquorum.wire.messages import (
     Plan,
     Push,
     Release,
+    RowsOut,
     Snapshot,
     StateRef,
     Values,
@@ -56,6 +59,8 @@ class Shard:
         variables: Their values, and what changes them.
         workers: The workers that have joined here.
         gradients: What they have pushed and the log has not decided on.
+        tables: Their rows.
+        row_requests: Who has asked for some of them.
         given: What is about to be assigned.
         answers: The answers to their requests.
         page: The fast path's page, where the plan allows it.
@@ -78,6 +83,8 @@ class Shard:
                 self.page.close()
             raise
         self.region = self.variables.region
+        self.tables = ShardTables(plan, index)
+        self.row_requests = RowRequests(self.tables)
         if self.page is not None:
             self.variables.versions.also_busy = self.page.workers.busy_slots
             self.variables.update.state.also_busy = self.page.workers.busy_states
@@ -109,7 +116,13 @@ class Shard:
         manifest = load_manifest(path)
         with CheckpointReader(path, manifest) as reader:
             check_same_model(manifest, reader, plan)
-            return cls.made_of(index, plan, reader, manifest, generation), manifest
+            shard = cls.made_of(index, plan, reader, manifest, generation)
+            try:
+                shard.tables.restore(reader, manifest)
+            except BaseException:
+                shard.close()
+                raise
+            return shard, manifest
 
     @classmethod
     def made_of(cls, index: int, plan: Plan, reader: StateReader, manifest: Manifest, generation: int = 0) -> Shard:
@@ -158,7 +171,10 @@ class Shard:
         """
         key = Key(push.worker, push.incarnation, push.local_step)
         memory = self.workers[push.worker].memory if push.slot >= 0 else None
-        self.gradients.store(key, push, memory, frames)
+        dense = 0 if memory is not None else 1
+        if self.tables:
+            self.tables.store(key, push.rows, frames[dense:])
+        self.gradients.store(key, push, memory, frames[:dense] if self.tables else frames)
         return key
 
     def store_shared(self, key: Key, request: int) -> None:
@@ -197,12 +213,18 @@ class Shard:
                     raise UpdateError(explain_failed_update(self.index, entry.version, error)) from error
             case Drop(keys):
                 self.gradients.drop(Key(*key) for key in keys)
+                self.tables.drop(Key(*key) for key in keys)
             case Release(worker, version=version):
                 assert version == self.version, f"release at {version} while the shard is at {self.version}"
                 self.gradients.copy_borrowed(worker)
+                self.tables.copy_borrowed(worker)
                 return self.answers.release(entry, outcome, silent=silent)
+            case RowsOut():
+                return self.row_requests.answer(entry, self.version)
             case Snapshot():
-                self.snapshots.append((entry, self.variables.snapshot()))
+                snapshot = self.variables.snapshot()
+                snapshot.rows, snapshot.tables = self.tables.snapshot()
+                self.snapshots.append((entry, snapshot))
                 if self.journal is not None:
                     self.journal.rotate(self.version)
             case End():
@@ -218,12 +240,22 @@ class Shard:
             return
         parts = self.gradients.take(keys)
         absent = frozenset.intersection(*(p.absent for p in parts))
+        updates = self.tables.mean(keys)
         mean, slot = self.variables.make([p.sections for p in parts], absent, version)
+        self._apply_rows(updates, version, entry.evicted_at)
         if self.journal is not None:  # before any worker gets this version
             told = max(p.version for p in parts)
             record = Record(version, sorted(absent), entry.keys, entry.batches, entry.settings, told=told)
-            self.journal.append(record, region_bytes(self.region, mean))
+            record.rows, record.evicted_at = [(u.table, len(u.keys)) for u in updates], entry.evicted_at
+            self.journal.append(record, with_rows(region_bytes(self.region, mean), updates))
         self.variables.publish(slot, version)
+
+    def _apply_rows(self, updates: Sequence[RowUpdate], version: int, evicted_at: float) -> None:
+        if self.tables:
+            update = self.variables.update
+            self.tables.apply(updates, version, update.settings, update.used)
+            if evicted_at:
+                self.tables.evict(version, evicted_at)
 
     def keep_values(self, values: Values, frames: Sequence[Frame]) -> None:
         """Keeps what a worker gives for an assignment; what was kept before is dropped.
@@ -276,10 +308,13 @@ class Shard:
         if record.assigned or record.state is not None:
             slot = self._replay_assigned(record, memoryview(payload))
         else:
-            memory = frame_tensor(payload, self.region.size_bytes)
+            size_bytes = self.region.size_bytes
+            memory = frame_tensor(memoryview(payload)[:size_bytes], size_bytes)
+            updates = self.tables.read_updates(record.rows, memoryview(payload)[size_bytes:])
             _, slot = self.variables.make(
                 [section_views(self.region, memory)], frozenset(record.absent), record.version
             )
+            self._apply_rows(updates, record.version, record.evicted_at)
         self.variables.publish(slot, record.version)
         self.gradients.drop(Key(*key) for key in record.keys)
 

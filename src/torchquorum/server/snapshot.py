@@ -7,16 +7,18 @@ how many ps tasks there are, so any number of them can be made from it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
 from torchquorum.formats.checkpoint import CheckpointReader
-from torchquorum.formats.checkpoint_manifest import CheckpointError, Manifest, Spec, Stored, torch_dtype
+from torchquorum.formats.checkpoint_manifest import CheckpointError, Manifest, Spec, Stored, StoredTable, torch_dtype
 from torchquorum.formats.checkpoint_write import part_name, tensor_key
+from torchquorum.formats.storage import Location
 from torchquorum.memory.slots import section_views
 from torchquorum.placement.layout import Layout, Region, Variable
+from torchquorum.update.table_snapshot import TableSnapshot
 from torchquorum.update.updater import Updater
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import tensor_frame
@@ -25,12 +27,14 @@ from torchquorum.wire.messages import Plan, StatePiece, StateRef
 
 @dataclass(slots=True)
 class ShardSnapshot:
-    """What one shard writes: its tensors by key, where each belongs, and the optimizer's numbers."""
+    """What one shard writes: its tensors by key, where each belongs, the optimizer's numbers; its rows, and their tables."""
 
     version: int
     tensors: dict[str, torch.Tensor]
     pieces: list[Stored]
     scalars: dict[str, Any]
+    rows: list[TableSnapshot] = field(default_factory=list)
+    tables: list[StoredTable] = field(default_factory=list)
 
 
 class SnapshotBuilder:
@@ -144,8 +148,25 @@ def frames_of(reader: StateReader, plan: Plan, index: int) -> tuple[memoryview, 
     return tensor_frame(values), tensor_frame(constants)
 
 
+def check_same_tables(manifest: Manifest, plan: Plan, path: Location) -> None:
+    """Raises CheckpointError if a checkpoint has other tables."""
+    here = {(t.name, t.dim, t.dtype, t.optimizer) for t in plan.tables}
+    there = {(t.name, t.dim, t.dtype, t.optimizer) for t in manifest.tables}
+    if here != there:
+        only_there, only_here = (
+            ", ".join(f"{name} [{dim}] {dtype} {optimizer}" for name, dim, dtype, optimizer in sorted(found)[:5])
+            or "none"
+            for found in (there - here, here - there)
+        )
+        raise CheckpointError(
+            f"{path} holds other tables of rows: only there {only_there}; only here {only_here}; give another logdir, or the program "
+            "that made it"
+        )
+
+
 def check_same_model(manifest: Manifest, reader: CheckpointReader, plan: Plan) -> None:
     """Raises CheckpointError if a checkpoint is of another model, or was made with another optimizer."""
+    check_same_tables(manifest, plan, reader.path)
     here, there = {v.name for v in plan.variables}, set(reader.variables())
     if here != there:
         raise CheckpointError(

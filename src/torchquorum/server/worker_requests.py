@@ -54,6 +54,12 @@ class WorkerRequests:
         gradients.note_request(push.request, key)
         return self._arrived(got, key)
 
+    def pull_rows(self, got: Incoming[m.PullRows]) -> list[Reply]:
+        """A joined worker asks for rows of a table."""
+        if len(got.frames) != 1:
+            raise ValueError(f"{len(got.frames)} frames of keys, expected 1")
+        return self.shard.row_requests.ask(got.peer, got.message, got.frames[0]) or self._rows_asked(got.message)
+
     def pull(self, got: Incoming[m.Pull]) -> list[Reply]:
         """A joined worker asks for the current version."""
         if got.message.averaged and self.shard.variables.averages is None:
@@ -104,6 +110,9 @@ class WorkerRequests:
 
     def _pulled(self, pull: m.Pull) -> list[Reply]:
         return []
+
+    def _rows_asked(self, asked: m.PullRows) -> list[Reply]:
+        raise NotImplementedError
 
     def _assigning(self, got: Incoming[m.Assign]) -> list[Reply]:
         return []

@@ -7,6 +7,9 @@ variables begins again at step 0 only if the options allow it; the checkpoint th
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -23,6 +26,7 @@ from torchquorum.worker.flat import FlatParameters, describe
 from torchquorum.worker.link import Link
 from torchquorum.worker.local_buffers import tied_names
 from torchquorum.worker.polls import wait_until_settled
+from torchquorum.worker.row_tables import RowTables, find_tables
 
 
 class Initializer:
@@ -36,6 +40,7 @@ class Initializer:
     def __init__(self, setup: Setup, buffers: SessionBuffers, stop: StopCondition) -> None:
         self._setup, self._buffers, self._stop = setup, buffers, stop
         self.flat: FlatParameters | None = None
+        self._tables = RowTables()
         self._initial: list[torch.Tensor] | None = None
         self._created = False  # by this session: others may have made steps since
         self.has_saved = False
@@ -43,10 +48,15 @@ class Initializer:
     def plan(self) -> tuple[Plan, FlatParameters]:
         """Describes the variables and what is done with them; the parameters move into the plan's layout once."""
         setup, optimizer = self._setup, self._setup.optimizer
-        variables, parameters = describe(setup.model, optimizer.inner)
+        if self.flat is None:
+            self._tables = RowTables(find_tables(setup.model, optimizer.inner, setup.say, whole=self._whole()))
+            if not setup.task.is_chief:
+                self._tables.let_go()
+        variables, parameters = describe(setup.model, optimizer.inner, self._tables)
         plan = Plan(
             variables=variables,
             optimizer=optimizer.spec(setup.task.num_workers),
+            tables=self._tables.specs,
             rule=optimizer.rule,
             schedule=optimizer.schedule,
             average=optimizer.average,
@@ -72,16 +82,37 @@ class Initializer:
         check_after_update(plan.after_update, layout)
         self._buffers.describe(plan)
         if self.flat is None:
-            self.flat = FlatParameters(layout, parameters)
+            self.flat = FlatParameters(layout, parameters, self._tables)
             if setup.restore.start_afresh:  # now: a chief that goes on with live variables loads those
                 self._reset(self.flat.parameters)
         return plan, self.flat
+
+    def _whole(self) -> str:
+        """Returns why every variable is pulled and pushed whole, if so: something needs it that rows do not have."""
+        setup, optimizer = self._setup, self._setup.optimizer
+        reasons = {
+            "tq.Local": optimizer.rule.local_steps is not None,
+            "compress=": bool(optimizer.compress),
+            "average=": optimizer.average is not None,
+            "after_update=": bool(optimizer.after_update),
+            "record=True": setup.member.record or setup.task.replay is not None,
+        }
+        return next((name for name, holds in reasons.items() if holds), "")
 
     def release(self) -> None:
         """The session is over: the parameters leave the plan's layout."""
         if self.flat is not None:
             self.flat.release()
             self.flat = None
+
+    def survive_by(self, surviving: Callable[[Callable[[], Any]], Any]) -> None:
+        """From now on rows that a forward pass asks for come also if a ps task is lost meanwhile; the session recovers."""
+        self._tables.survive = surviving
+
+    def give_rows_back(self) -> None:
+        """The session ends well: the weights of sparse embeddings are whole again."""
+        self._tables.survive = lambda ask: ask()
+        self._tables.give_back()
 
     def create(self, link: Link, plan: Plan, created: list[bool], *, recovering: bool, told: int = 0) -> None:
         """The chief continues with live variables, or restores, or initializes.
@@ -106,6 +137,7 @@ class Initializer:
         if all(created):
             link.create(plan, self.flat, only_existing=True)
             self._created = True
+            self._tables.let_go()
             self._setup.say("the ps tasks hold live variables already; going on with them")
             return
         recovering = recovering or self._created
@@ -133,6 +165,8 @@ class Initializer:
                 )
         link.create(plan, self.flat, found.path, generation=generation, replace=True, journal=journal, begins=begins)
         self._created = True
+        if not afresh:
+            self._tables.let_go()
 
     def _create_again(self, link: Link, plan: Plan, replayed: Replayed) -> None:
         """In a replay the ps tasks know what a creation begins from; the chief's own values count where they did."""

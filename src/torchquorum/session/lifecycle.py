@@ -118,6 +118,7 @@ class Lifecycle:
         restored = link.version > 0 and (not task.is_chief or is_saved(self._setup.logdir, link.version))
         self.saved_step = link.version if restored else -1
         self._setup.optimizer.attach(link, self)
+        self._attachment.initializer.survive_by(self.surviving)
         self.signals.install()
         self._stop.start_clock()
         self.states.go(SessionState.RUNNING)
@@ -200,6 +201,7 @@ class Lifecycle:
                 self.pull()
             if finished:
                 self._hooks.end()
+                self._attachment.initializer.give_rows_back()
             if finished and not self._setup.task.is_chief:
                 self._see_that_it_is_saved()
             if finished and self.presence is not None:

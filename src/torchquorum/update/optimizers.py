@@ -18,8 +18,8 @@ from torchquorum.update.delayed_nesterov import DelayedNesterov
 from torchquorum.wire.settings import decode
 
 _Kind = TypeVar("_Kind", bound=type[torch.optim.Optimizer])
-# These need a closure or sparse gradients, which a ps does not have.
-IMPOSSIBLE = {"LBFGS": "it evaluates the loss again during a step", "SparseAdam": "it takes sparse gradients only"}
+# These need a closure, which a ps does not have.
+IMPOSSIBLE = {"LBFGS": "it evaluates the loss again during a step"}
 # Not for users to name: what others become under some rules.
 _OURS: dict[str, type[torch.optim.Optimizer]] = {"DelayedNesterov": DelayedNesterov}
 _registered: dict[str, type[torch.optim.Optimizer]] = {}

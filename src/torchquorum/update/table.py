@@ -6,7 +6,7 @@ only an update makes, changes or counts rows, and only an eviction of the log re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from torchquorum.formats.row_file import VALUES
 from torchquorum.memory.growing import Growing
 from torchquorum.memory.key_index import KeyIndex, Keys, Positions, mix
 from torchquorum.update.row_inits import initial_rows
 from torchquorum.update.row_kernels import ONE, RowKernel, kernel_of
+from torchquorum.update.table_snapshot import TableSnapshot
 from torchquorum.wire.plan import TableSpec
 
 SHARD_SALT = 1
@@ -116,8 +118,12 @@ class Table:
         self._keys = None if self._fixed else Growing(np.int64)
         self._free = np.empty(0, np.int64)
         self._sightings: dict[int, int] = {}
+        self._version = 0
         self._marks: list[tuple[int, float]] = []  # which version was there at a time
         self.told: list[int] = []  # keys that were evicted last
+        self._gone: list[tuple[int, Keys]] = []  # which keys went, and at which version, since the last checkpoint
+        self._saved = False
+        self._snapshot: TableSnapshot | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -200,6 +206,7 @@ class Table:
             raise MemoryError(f"table {self.spec.name} has {self.size} rows on this ps task, and no room for more")
         self._end += fresh
         self.size += len(keys)
+        self._keep(positions)
         self._index.insert(keys, positions)
         self._keys.array[positions] = keys
         self.values.put(positions, self._initial(keys))
@@ -230,6 +237,7 @@ class Table:
             kept = positions >= 0
             if not kept.all():
                 positions, gradient = positions[kept], gradient[torch.from_numpy(kept)]
+        self._keep(positions)
         where = torch.from_numpy(positions)
         rows = self.values.take(where)
         states = {name: column.take(where) for name, column in self.states.items()}
@@ -238,6 +246,13 @@ class Table:
         for name, column in self.states.items():
             column.put(positions, states[name])
         self.stamps.array[positions] = moment.version
+
+    def _keep(self, positions: Positions) -> None:
+        """Rows are about to change: one that is being saved is saved as it was."""
+        if self._snapshot is not None:
+            self._snapshot.keep(positions)
+            if self._snapshot.done:
+                self._snapshot = None
 
     def _admitted(self, keys: Keys, seen: npt.NDArray[np.int64] | None) -> npt.NDArray[np.bool_]:
         """Counts sightings of keys that have no row; returns which are to have one now."""
@@ -270,6 +285,7 @@ class Table:
         """
         if self._index is None or not (self.spec.ttl_steps or self.spec.ttl_s or self.share):
             return 0
+        self._version = version
         last = version - self.spec.ttl_steps - 1 if self.spec.ttl_steps else -1
         if self.spec.ttl_s:
             old = [v for v, at in self._marks if at <= time - self.spec.ttl_s]
@@ -279,7 +295,7 @@ class Table:
         gone = self._not_since(last) if last >= 0 else np.empty(0, np.int64)
         self._remove(gone)
         if self.share and self.size > self.share:
-            live = self._live()
+            live = np.flatnonzero(self.live_mask())
             over = self.size - (self.share - self.share // 64)
             stamps = self.stamps.array[live].astype(np.int64)
             # The oldest first; of the same age the smaller key, so that the order of positions does not matter.
@@ -290,11 +306,6 @@ class Table:
             self._remove(least)
             gone = np.concatenate([gone, least])
         return len(gone)
-
-    def _live(self) -> Positions:
-        live = np.ones(self._end, np.bool_)
-        live[self._free] = False
-        return np.flatnonzero(live)
 
     def _not_since(self, version: int) -> Positions:
         old = self.stamps.array[: self._end] <= version
@@ -311,32 +322,43 @@ class Table:
         self._free = np.concatenate([self._free, positions])
         self.size -= len(positions)
         self.evicted += len(positions)
+        if self._saved:
+            self._gone.append((self._version, keys))
         self.told = [*self.told, *keys.tolist()][-MOST_TOLD:]
 
     # -- to disk and back ---------------------------------------------------------------------------------------------
 
-    def chunks(self, since: int = -1) -> Iterator[tuple[Keys, dict[str, torch.Tensor], npt.NDArray[np.int32]]]:
-        """Yields the rows, some at a time: keys, values and states by name, the version of their last update.
+    def live_mask(self) -> npt.NDArray[np.bool_]:
+        """Returns, for each position that was ever used, whether a row is there."""
+        live = np.ones(self._end, np.bool_)
+        live[self._free] = False
+        return live
 
-        Args:
-            since: Only those that were updated after this version.
-        """
-        for start in range(0, self._end, CHUNK_ROWS):
-            stop = min(start + CHUNK_ROWS, self._end)
-            there = np.ones(stop - start, np.bool_)
-            there[self._free[(self._free >= start) & (self._free < stop)] - start] = False
-            there &= self.stamps.array[start:stop] > since
-            positions = np.flatnonzero(there) + start
-            if len(positions):
-                where = torch.from_numpy(positions)
-                columns = {"": self.values, **self.states}
-                found = {name: column.rows.index_select(0, where) for name, column in columns.items()}
-                yield self.keys_at(positions).copy(), found, self.stamps.array[positions]
+    def sightings(self) -> tuple[Keys, npt.NDArray[np.int64]]:
+        """Returns the keys that were seen and have no row yet, and how often."""
+        return np.array(list(self._sightings), np.int64), np.array(list(self._sightings.values()), np.int64)
+
+    def snapshot(self, since: int = -1) -> TableSnapshot:
+        """Returns the rows as they are now, to be read while the table goes on; only those updated after a version, with `since`."""
+        self._saved = True
+        gone = [keys for version, keys in self._gone if version > since]
+        self._snapshot = TableSnapshot(self, since, np.unique(np.concatenate(gone)) if gone else None)
+        return self._snapshot
+
+    def forget_gone(self, version: int) -> None:
+        """A checkpoint of this version is there: which keys went before is known from it."""
+        self._gone = [(at, keys) for at, keys in self._gone if at > version]
 
     def load(
         self, keys: Keys, columns: Mapping[str, torch.Tensor], stamps: npt.NDArray[np.int32] | None = None
     ) -> None:
-        """Takes rows from a checkpoint, or those that the chief's module holds; others than this shard's are passed over."""
+        """Takes rows from a checkpoint, or those that the chief's module holds; others than this shard's are passed over.
+
+        Args:
+            keys: Which rows; in a chain of checkpoints a later one takes the place of an earlier.
+            columns: `rows`, and the states by name.
+            stamps: The version of each row's last update.
+        """
         mine = np.flatnonzero(shard_of(keys, self.num_shards) == self.shard)
         if not len(mine):
             return
@@ -345,29 +367,34 @@ class Table:
         if self._index is not None and len(new := np.flatnonzero(positions < 0)):
             positions[new] = self._make(keys[new])
         where = torch.from_numpy(mine)
-        self.values.put(positions, columns[""].index_select(0, where))
+        self.values.put(positions, columns[VALUES].index_select(0, where))
         for name, column in self.states.items():
             if name in columns:
                 column.put(positions, columns[name].index_select(0, where))
         self.stamps.array[positions] = 0 if stamps is None else stamps[mine]
 
+    def remove(self, keys: Keys) -> None:
+        """Removes the rows of those of these keys that are here and have one, as a checkpoint says."""
+        positions = self.find(keys)
+        evicted, told = self.evicted, self.told
+        self._remove(positions[positions >= 0])
+        self.evicted, self.told, self._gone = evicted, told, []
+
+    def load_sightings(self, keys: Keys, times: npt.NDArray[np.int64]) -> None:
+        """Takes the sightings of keys without a row from a checkpoint."""
+        mine = shard_of(keys, self.num_shards) == self.shard
+        self._sightings.update(zip(keys[mine].tolist(), times[mine].tolist(), strict=True))
+
     def scalars(self) -> dict[str, Any]:
         """Returns what else a checkpoint has of the table."""
-        seen = list(self._sightings.items())
-        return {"count": self.count, "evicted": self.evicted, "sightings": seen, "marks": self._marks}
+        return {"count": self.count, "evicted": self.evicted, "marks": [list(mark) for mark in self._marks]}
 
     def restore(self, scalars: Sequence[Mapping[str, Any]]) -> None:
         """Takes what `scalars` returned on all shards of a checkpoint."""
-        if not scalars:
-            return
-        self.count = max(int(part["count"]) for part in scalars)
-        self.evicted = sum(int(part["evicted"]) for part in scalars) if self.shard == 0 else 0
-        pairs = [(int(key), int(times)) for part in scalars for key, times in part["sightings"]]
-        if pairs:
-            keys = np.array([key for key, _ in pairs], np.int64)
-            mine = shard_of(keys, self.num_shards) == self.shard
-            self._sightings = {key: times for (key, times), own in zip(pairs, mine, strict=True) if own}
-        self._marks = [(int(version), float(time)) for version, time in scalars[0]["marks"]]
+        if scalars:
+            self.count = max(int(part["count"]) for part in scalars)
+            self.evicted = sum(int(part["evicted"]) for part in scalars) if self.shard == 0 else 0
+            self._marks = [(int(version), float(time)) for version, time in scalars[0]["marks"]]
 
 
 def mean_rows(

@@ -12,6 +12,7 @@ from torchquorum.wire.plan import (
     AfterSpec,
     AverageSpec,
     BufferSpec,
+    InitSpec,
     JournalRef,
     MeanPiece,
     MemoryRef,
@@ -21,6 +22,7 @@ from torchquorum.wire.plan import (
     ShareSpec,
     StatePiece,
     StateRef,
+    TableSpec,
 )
 from torchquorum.wire.protocol import (
     CREATION,
@@ -41,6 +43,7 @@ from torchquorum.wire.ps_messages import (
     LeasedBatches,
     Mean,
     Outcome,
+    Rows,
     SaveState,
     Scaled,
     Settled,
@@ -59,10 +62,12 @@ from torchquorum.wire.shard_messages import (
     Drop,
     End,
     Have,
+    HaveKeys,
     Log,
     Part,
     PartTaken,
     Release,
+    RowsOut,
     ShardHello,
     Snapshot,
 )
@@ -79,7 +84,9 @@ from torchquorum.wire.worker_messages import (
     Position,
     Probe,
     Pull,
+    PullRows,
     Push,
+    RowPart,
     Save,
     Scale,
     Settle,
@@ -97,6 +104,7 @@ AnyMessage = (
     | Create
     | Join
     | Push
+    | PullRows
     | Pull
     | Values
     | Assign
@@ -119,6 +127,7 @@ AnyMessage = (
     | Welcome
     | Created
     | Variables
+    | Rows
     | ValuesKept
     | Held
     | Unknown
@@ -137,6 +146,7 @@ AnyMessage = (
     | Fault
     | ShardHello
     | Have
+    | HaveKeys
     | Log
     | Part
     | PartTaken

@@ -76,6 +76,13 @@ class Variables(Message):
     optimizer: StateRef | None = None
 
 
+class Rows(Message):
+    """Rows of a table, in frame 0, as they are at `version`."""
+
+    request: int
+    version: int
+
+
 class ValuesKept(Message):
     """The shard keeps the values for the worker's nth assignment."""
 

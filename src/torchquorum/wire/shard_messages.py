@@ -33,17 +33,30 @@ class Have(Message):
     generation: int = 0
 
 
+class HaveKeys(Message):
+    """A shard knows which rows this worker asks it for."""
+
+    shard: int
+    worker: int
+    incarnation: int
+    request: int
+    followed: int
+    generation: int = 0
+
+
 class Apply(Message):
     """Log entry: the mean of these gradients (worker, incarnation, local step) makes `version`.
 
     `batches` are those of shared data that they were computed from, by share; a journal keeps them. `settings` are the options of the
-    optimizer that change with this update, by parameter group.
+    optimizer that change with this update, by parameter group. With `evicted_at`, a time in seconds since the epoch, rows whose time is
+    over go with this update, after it.
     """
 
     keys: list[tuple[int, int, int]]
     version: int
     batches: dict[str, list[int]] = {}
     settings: list[dict[str, Any]] = []
+    evicted_at: float = 0.0
 
 
 class Drop(Message):
@@ -97,12 +110,20 @@ class End(Message):
     why: str
 
 
+class RowsOut(Message):
+    """Log entry: answer this worker's request for rows with those at this place of the log."""
+
+    worker: int
+    incarnation: int
+    request: int
+
+
 class Log(Message):
     """Entries of shard 0's log, the first of which is number `first`; every shard follows them in order."""
 
     generation: int
     first: int
-    entries: list[Apply | Assigned | Drop | Release | Snapshot | End]
+    entries: list[Apply | Assigned | Drop | Release | RowsOut | Snapshot | End]
 
 
 class Part(Message):
@@ -115,6 +136,9 @@ class Part(Message):
     pieces: list[dict[str, Any]]
     scalars: dict[str, Any]
     error: str
+    tables: list[dict[str, Any]] = []
+    rows_bytes: int = 0
+    rows_sha256: str = ""
 
 
 class PartTaken(Message):

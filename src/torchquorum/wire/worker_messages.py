@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from torchquorum.wire.plan import JournalRef, MemoryRef, Plan, ShareSpec, StateRef
 from torchquorum.wire.protocol import Message
 
@@ -54,8 +56,15 @@ class Join(Message):
     life: bytes = b""
 
 
+class RowPart(msgspec.Struct, array_like=True):
+    """Rows of a table, by its number in the plan: two frames follow, their keys in order, each once, and their gradients."""
+
+    table: int
+    count: int
+
+
 class Push(Message):
-    """One gradient; in frame 0, or in the worker's shared memory at `slot`. Answered by Variables.
+    """One gradient; in frame 0, or in the worker's shared memory at `slot`; the frames of `rows` follow. Answered by Variables.
 
     `finite` is False if it holds NaN or infinity: it will be refused. `settings` are those of the program, from the worker that leads and
     only to shard 0, where they differ from the run's as the worker knows them, at `revision`. `norm` is that of the whole gradient.
@@ -73,6 +82,19 @@ class Push(Message):
     settings: list[dict[str, Any]] = []
     revision: int = -1
     norm: float | None = None
+    rows: list[RowPart] = []
+
+
+class PullRows(Message):
+    """The worker asks for rows of a table, whose keys are in frame 0. Answered by Rows.
+
+    It goes to every ps task with the keys that are there; all answer at one place of the log.
+    """
+
+    worker: int
+    incarnation: int
+    request: int
+    table: int
 
 
 class Pull(Message):

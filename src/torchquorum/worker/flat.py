@@ -24,6 +24,7 @@ from torchquorum.errors import ConfigError
 from torchquorum.placement.layout import CONSTANT, Layout, Region, Variable, padded
 from torchquorum.update.gradient_norm import norm_of
 from torchquorum.wire.channel import Pieces
+from torchquorum.worker.row_tables import RowTables
 from torchquorum.worker.variable_names import plain_names
 
 MOST_PIECES = 16  # a frame that would go to more places is received in one piece and copied
@@ -31,22 +32,33 @@ Place = dict[int, tuple[torch.Tensor, int]]  # of each parameter: the buffer tha
 _WHERE: Any = WeakTensorKeyDictionary()  # the same of all parameters in this process
 
 
-def describe(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[Variable], list[nn.Parameter]]:
-    """Returns the variables of a module in creation order, and the parameters that they stand for.
+def describe(
+    module: nn.Module, optimizer: torch.optim.Optimizer, tables: RowTables
+) -> tuple[list[Variable], list[nn.Parameter]]:
+    """Returns the variables of a module in creation order, and the parameters that they stand for; without those that are tables.
 
     A parameter that the optimizer does not know becomes a constant: the chief's value is every worker's. Shared (tied)
     parameters are one variable.
     """
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     variables, parameters, plain = [], [], plain_names(module)
+    rows = {id(each.parameter) for each in tables.all}
     for own_name, parameter in module.named_parameters():
         name = plain(own_name)
+        if id(parameter) in rows:
+            group_of.pop(id(parameter), None)
+            continue
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ConfigError(
                 f"parameter {name} of a lazy module has no shape yet; run one batch through the model before"
             )
         group = group_of.pop(id(parameter), CONSTANT)
         dtype = str(parameter.dtype).removeprefix("torch.")
+        if group != CONSTANT and isinstance(optimizer, torch.optim.SparseAdam):
+            raise ConfigError(
+                f"parameter {name} belongs to torch.optim.SparseAdam, which takes sparse gradients only, those of nn.Embedding and "
+                "nn.EmbeddingBag with sparse=True; give it to another optimizer"
+            )
         if group != CONSTANT and not parameter.is_floating_point():
             raise ConfigError(f"parameter {name} is {dtype}: {_not_trained(parameter)}")
         variables.append(Variable(name=name, shape=tuple(parameter.shape), dtype=dtype, group=group))
@@ -56,7 +68,7 @@ def describe(module: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[list[
             f"the optimizer has {len(group_of)} parameters that the model does not: make the optimizer from "
             "model.parameters() of the model given to tq.Session"
         )
-    if not any(v.group != CONSTANT for v in variables):
+    if not tables and not any(v.group != CONSTANT for v in variables):
         raise ConfigError("the optimizer has none of the model's parameters, so there is nothing to train")
     return variables, parameters
 
@@ -72,10 +84,11 @@ def _not_trained(parameter: nn.Parameter) -> str:
 
 
 class FlatParameters:
-    """The parameters of one module, moved into flat buffers in the order of the shards' memory."""
+    """The parameters of one module, moved into flat buffers in the order of the shards' memory; its tables beside them."""
 
-    def __init__(self, layout: Layout, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, layout: Layout, parameters: Sequence[nn.Parameter], tables: RowTables | None = None) -> None:
         self.layout, self.parameters = layout, list(parameters)
+        self.tables = tables if tables is not None else RowTables()
         order = sorted(
             range(len(parameters)),
             key=lambda i: (layout.variables[i].group == CONSTANT, layout.variables[i].group, i),

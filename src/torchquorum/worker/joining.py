@@ -69,6 +69,8 @@ def create(
             values = torch.zeros(region.size_bytes, dtype=torch.uint8)
             flat.store(region, section_views(region, values))
             frames.append(tensor_frame(values))
+        if message.restore is None:
+            frames += flat.tables.frames(k, message.plan.num_shards)
         if k == 0 and message.plan.buffers:
             assert buffers is not None
             frames.append(tensor_frame(buffers.pack()))

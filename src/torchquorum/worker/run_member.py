@@ -26,6 +26,7 @@ from torchquorum.worker.own_writes import OwnWrites
 from torchquorum.worker.positions import Positions
 from torchquorum.worker.requests import Requests
 from torchquorum.worker.residuals import Residuals
+from torchquorum.worker.row_exchange import PushedRows, RowExchange
 from torchquorum.worker.run_view import RunView
 from torchquorum.worker.step import Step
 from torchquorum.worker.writes import SuspectedWriteError, Watch, WriteWatch
@@ -71,6 +72,7 @@ class RunMember:
         self.residuals = residuals
         self.exchange = Exchange(flat, shared, in_place=not plan.rule.pipeline and residuals is None)
         self.fastpath: FastPathSteps | None = None
+        self._rows = RowExchange(flat.tables, requests.channels) if flat.tables else None
         self._requests, self._channels = requests, requests.channels
         self._view, self._positions = view, positions
         self.on_stop: Callable[[], None] = lambda: None
@@ -153,7 +155,8 @@ class RunMember:
         loss = _known(loss)
         if self.fastpath is not None and exchange.device is not None:
             self.fastpath.done()
-        norm = exchange.norm()
+        rows = self._rows.collect() if self._rows is not None else None
+        norm = math.hypot(exchange.norm(), self._rows.norm if self._rows is not None else 0.0)
         finite = allow_nonfinite or math.isfinite(norm)
         if self.residuals is not None:
             self.residuals.apply(exchange.sections(), finite=finite)
@@ -163,12 +166,14 @@ class RunMember:
                 return step
         # By message, under the same numbers: what the fast path may have begun cannot count twice.
         push = m.Push(*self._who, number, view.local_step, computed_at, -1, [], loss, finite, [], -1, norm)
-        self._send_push(push, absent, settings if change else [])
+        self._send_push(push, absent, rows, settings if change else [])
         if self.pipeline:
             return self._step(previous, before)
         return self._step(self.take(self._round_s), computed_at)
 
-    def _send_push(self, push: m.Push, absent: list[list[int]], settings: Settings | None) -> None:
+    def _send_push(
+        self, push: m.Push, absent: list[list[int]], rows: PushedRows | None, settings: Settings | None
+    ) -> None:
         """Sends each shard its part of a gradient, which is otherwise described as in `push`."""
         messages = []
         for k, without in enumerate(absent):
@@ -177,7 +182,10 @@ class RunMember:
             if k == 0:
                 message.settings, message.revision = settings or [], self._view.revision
             compressed = self.residuals.frame(k) if self.residuals is not None and slot < 0 else None
-            messages.append((message, self.exchange.frames(k) if compressed is None else [compressed]))
+            frames = self.exchange.frames(k) if compressed is None else [compressed]
+            if rows is not None:
+                message.rows, frames = rows[k][0], [*frames, *rows[k][1]]
+            messages.append((message, frames))
         self._requests.begin(push.request, messages)
 
     def _push_fast(

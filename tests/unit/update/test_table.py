@@ -28,6 +28,13 @@ def keys(*values: int) -> npt.NDArray[np.int64]:
     return np.array(values, np.int64)
 
 
+def rows_of(table: Table) -> tuple[Any, dict[str, torch.Tensor], Any]:
+    chunks = [chunk for chunk in table.snapshot().chunks() if "keys" in chunk]
+    found = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
+    keys, stamps = found.pop("keys"), found.pop("versions")
+    return keys, {name: torch.from_numpy(values) for name, values in found.items()}, stamps
+
+
 def touch(table: Table, version: int, *values: int) -> None:
     table.apply(keys(*values), torch.ones(len(values), 4), Moment(version, OPTIONS))
 
@@ -52,7 +59,7 @@ def test_shards_have_together_what_one_has(num_shards: int, rows: int) -> None:
     first = torch.randn(500, 4)
     if rows:
         for table in (whole, *parts):
-            table.load(np.arange(500, dtype=np.int64), {"": first})
+            table.load(np.arange(500, dtype=np.int64), {"rows": first})
     for version in range(1, 20):
         chosen = np.unique(rng.integers(0, 500, 60))
         gradient = torch.from_numpy(rng.normal(size=(len(chosen), 4)).astype(np.float32))
@@ -93,7 +100,7 @@ def test_rows_go_when_they_have_not_been_updated_for_so_many_steps() -> None:
     assert table.evict(4, 0.0) == 0
     touch(table, 5, 100)
     assert table.evict(5, 0.0) == 1 and table.told == [1]
-    assert sorted(table.chunks().__next__()[0].tolist()) == [2, 3, 4, 100]
+    assert sorted(rows_of(table)[0].tolist()) == [2, 3, 4, 100]
     assert torch.equal(table.gather(keys(1)), make().gather(keys(1)))
 
 
@@ -141,8 +148,9 @@ def test_a_table_comes_back_from_its_chunks(num_shards: int) -> None:
         table.evict(version, 0.0)
     again = [make(k, num_shards, admit=2, capacity=300) for k in range(num_shards)]
     for part in again:
-        for found, columns, stamps in table.chunks():
-            part.load(found, columns, stamps)
+        found, columns, stamps = rows_of(table)
+        part.load(found, columns, stamps)
+        part.load_sightings(*table.sightings())
         part.restore([table.scalars()])
     every = np.arange(500, dtype=np.int64)
     shards = shard_of(every, num_shards)
@@ -154,11 +162,34 @@ def test_a_table_comes_back_from_its_chunks(num_shards: int) -> None:
         assert torch.equal(part.gather(every[mine]), table.gather(every[mine]))
 
 
-def test_a_delta_has_the_rows_updated_since() -> None:
-    table = make()
+def test_a_delta_has_the_rows_updated_since_and_the_keys_that_went() -> None:
+    table = make(capacity=4)
     touch(table, 1, 1, 2, 3)
-    touch(table, 2, 3, 4)
-    assert sorted(next(table.chunks(since=1))[0].tolist()) == [3, 4]
+    table.snapshot()
+    touch(table, 2, 3, 4, 5)
+    table.evict(2, 0.0)
+    delta = table.snapshot(since=1)
+    chunks = list(delta.chunks())
+    assert chunks[0]["removed"].tolist() == [1]
+    assert sorted(np.concatenate([c["keys"] for c in chunks[1:]]).tolist()) == [3, 4, 5]
+
+
+def test_a_snapshot_is_the_table_as_it_was_while_that_goes_on() -> None:
+    table = make(capacity=2000)
+    every = np.arange(1500, dtype=np.int64)
+    table.apply(every, torch.randn(1500, 4), Moment(1, OPTIONS))
+    expected = table.gather(every).clone()
+    snapshot, found = table.snapshot(), dict[int, torch.Tensor]()
+    table.apply(every[::3], torch.randn(500, 4), Moment(2, OPTIONS))
+    reading = snapshot.chunks()
+    for version in range(3, 30):  # rows change, go and come while it is read
+        if version % 2 and (chunk := next(reading, None)) is not None:
+            found.update(zip(chunk["keys"].tolist(), torch.from_numpy(chunk["rows"]), strict=True))
+        chosen = np.arange(100 * version, 100 * version + 900, dtype=np.int64)
+        table.apply(chosen, torch.randn(900, 4), Moment(version, OPTIONS))
+        table.evict(version, 0.0)
+    assert sorted(found) == every.tolist()
+    assert torch.equal(torch.stack([found[key] for key in every.tolist()]), expected)
 
 
 def test_the_mean_is_over_all_gradients_or_over_those_that_touch_a_row() -> None:

@@ -207,7 +207,6 @@ def test_a_shard_without_any_variables_works() -> None:
     ("name", "said"),
     [
         ("LBFGS", "torch.optim.LBFGS cannot run on a ps: it evaluates the loss again"),
-        ("SparseAdam", "torch.optim.SparseAdam cannot run on a ps: it takes sparse gradients only"),
         ("Optimizer", "not a class of torch.optim"),
         ("lr_scheduler", "not a class of torch.optim"),
         ("__import__", "not a class of torch.optim"),

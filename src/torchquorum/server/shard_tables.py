@@ -1,0 +1,246 @@
+"""The tables of one shard: gradients of rows as they arrive, updates as the log says, rows for those who ask.
+
+Owned by the shard. What always holds: the one thread that owns the shard gathers and scatters, so the rows of an answer are of one
+version and none is half written; tables change with an `Apply` of the log and with nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from torchquorum.formats.checkpoint import CheckpointReader
+from torchquorum.formats.checkpoint_manifest import Manifest, StoredTable
+from torchquorum.formats.row_file import KEYS, REMOVED, SIGHTED, STAMPS, TIMES, VALUES, part_file, read_rows
+from torchquorum.memory.key_index import Keys
+from torchquorum.placement.layout import CONSTANT
+from torchquorum.rules.quorum import Key
+from torchquorum.update.table import Moment, Table, mean_rows, shard_of
+from torchquorum.update.table_snapshot import TableSnapshot
+from torchquorum.wire.codec import Frame
+from torchquorum.wire.frames import frame_tensor
+from torchquorum.wire.messages import RowPart
+from torchquorum.wire.plan import Plan, TableSpec
+from torchquorum.wire.settings import Settings, decode
+
+
+@dataclass(slots=True)
+class RowGradient:
+    """What a gradient says of one table's rows on this shard; in the receive buffer of its connection while `borrowed`."""
+
+    keys: Keys
+    rows: torch.Tensor
+    borrowed: bool = True
+
+
+@dataclass(slots=True)
+class RowUpdate:
+    """The mean gradient of a table's rows that made a version, as the journal keeps it."""
+
+    table: int
+    keys: Keys
+    mean: torch.Tensor
+    seen: npt.NDArray[np.int64]
+
+
+class ShardTables:
+    """The tables of one shard.
+
+    Args:
+        plan: The run's plan.
+        index: Which shard.
+    """
+
+    def __init__(self, plan: Plan, index: int) -> None:
+        self._index, self._num_shards = index, plan.num_shards
+        self.tables = [Table(spec, index, plan.num_shards) for spec in plan.tables]
+        self._pending: dict[Key, dict[int, RowGradient]] = {}
+        self._options: tuple[Settings, list[dict[str, Any]]] = ([], [])
+        for table, options in zip(self.tables, self._options_of(plan.optimizer.groups), strict=True):
+            table.begin(options)
+
+    def __len__(self) -> int:
+        return len(self.tables)
+
+    def begin_with(self, frames: Sequence[Frame]) -> None:
+        """Takes the rows that the chief's modules hold: of each fixed table a frame with those of this shard, in the order of keys."""
+        fixed = [table for table in self.tables if table.spec.is_fixed]
+        if len(frames) != len(fixed):
+            raise ValueError(f"{len(frames)} frames for {len(fixed)} tables")
+        for table, frame in zip(fixed, frames, strict=True):
+            keys = keys_of_shard(table.spec, self._index, self._num_shards)
+            table.load(keys, {VALUES: _rows(table.spec, frame, len(keys))})
+
+    # -- gradients ----------------------------------------------------------------------------------------------------
+
+    def store(self, key: Key, parts: Sequence[RowPart], frames: Sequence[Frame]) -> None:
+        """Keeps what a gradient says of rows, until the log says what becomes of it.
+
+        Raises:
+            ValueError: It does not fit the tables.
+        """
+        if len(frames) != 2 * len(parts):
+            raise ValueError(f"{len(frames)} frames for {len(parts)} parts of tables")
+        found: dict[int, RowGradient] = {}
+        for part, key_frame, row_frame in zip(parts, frames[::2], frames[1::2], strict=True):
+            if not 0 <= part.table < len(self.tables) or part.table in found or part.count < 0:
+                raise ValueError(f"rows of table {part.table}, which is not there, or twice")
+            table = self.tables[part.table]
+            keys = read_keys(key_frame, part.count)
+            if bool((np.diff(keys) <= 0).any()):
+                raise ValueError(f"keys of table {table.spec.name} are not in order, each once")
+            table.check(keys)
+            found[part.table] = RowGradient(keys, _rows(table.spec, row_frame, part.count))
+        self._pending[key] = found
+
+    def copy_borrowed(self, worker: int) -> None:
+        """A worker goes on while its gradient still waits: what lies in a receive buffer is copied."""
+        for key, parts in self._pending.items():
+            if key.worker == worker:
+                for part in parts.values():
+                    if part.borrowed:
+                        part.keys, part.rows, part.borrowed = part.keys.copy(), part.rows.clone(), False
+
+    def drop(self, keys: Iterable[Key]) -> None:
+        """These gradients will not be used."""
+        for key in keys:
+            self._pending.pop(key, None)
+
+    def mean(self, keys: Sequence[Key]) -> list[RowUpdate]:
+        """Takes the gradients that make an update; returns the mean of each table's rows that some of them touch."""
+        parts = [self._pending.pop(key, {}) for key in keys]
+        updates: list[RowUpdate] = []
+        for k, table in enumerate(self.tables):
+            given = [(part[k].keys, part[k].rows) for part in parts if k in part]
+            if given:
+                updates.append(RowUpdate(k, *mean_rows(given, len(keys), touching=table.spec.touching)))
+        return updates
+
+    def apply(self, updates: Sequence[RowUpdate], version: int, settings: Settings, rates: Sequence[float]) -> None:
+        """Makes a version: of the rows that were touched, with these options and rates."""
+        options = self._options_of(settings)
+        for update in updates:
+            table = self.tables[update.table]
+            chosen = options[update.table]
+            if table.spec.group != CONSTANT:
+                chosen = {**chosen, "lr": rates[table.spec.group]}
+            table.apply(update.keys, update.mean, Moment(version, chosen), update.seen)
+
+    def read_updates(self, rows: Sequence[tuple[int, int]], payload: Frame) -> list[RowUpdate]:
+        """Returns the updates of rows that a record of the journal has, from the bytes that `with_rows` added."""
+        found, at = list[RowUpdate](), 0
+
+        def take(size_bytes: int) -> torch.Tensor:
+            nonlocal at
+            at += size_bytes
+            return frame_tensor(payload[at - size_bytes : at], size_bytes)
+
+        for table, count in rows:
+            spec = self.tables[table].spec
+            dtype: torch.dtype = getattr(torch, spec.dtype)
+            keys = take(count * 8).view(torch.int64).numpy()
+            mean = take(count * spec.dim * dtype.itemsize).view(dtype).view(count, spec.dim)
+            found.append(RowUpdate(table, keys, mean, take(count * 8).view(torch.int64).numpy()))
+        return found
+
+    def evict(self, version: int, time: float) -> int:
+        """Removes the rows whose time is over; returns how many."""
+        return sum(table.evict(version, time) for table in self.tables)
+
+    def snapshot(self) -> tuple[list[TableSnapshot], list[StoredTable]]:
+        """Returns the rows as they are now, to be read while the tables go on, and what a checkpoint says of them."""
+        rows, stored = [table.snapshot() for table in self.tables], list[StoredTable]()
+        file = part_file(self._index, self._num_shards)
+        for table, snapshot in zip(self.tables, rows, strict=True):
+            spec = table.spec
+            stored.append(
+                StoredTable(
+                    name=spec.name,
+                    files=[file],
+                    rows=snapshot.rows,
+                    dim=spec.dim,
+                    dtype=spec.dtype,
+                    optimizer=spec.optimizer,
+                    scalars=table.scalars(),
+                )
+            )
+        return rows, stored
+
+    def restore(self, reader: CheckpointReader, manifest: Manifest) -> None:
+        """Takes the rows that are here from a checkpoint, whatever the number of ps tasks it was saved with."""
+        for table in self.tables:
+            stored = [part for part in manifest.tables if part.name == table.spec.name]
+            for part in stored:
+                for file in part.files:
+                    for chunk in read_rows(reader.file(file), part.name):
+                        _take(table, chunk)
+            table.restore([part.scalars for part in stored])
+
+    def _options_of(self, settings: Settings) -> list[dict[str, Any]]:
+        """Returns each table's options, of its parameter group or its own."""
+        if self._options[0] is not settings or not self._options[1]:
+            found = []
+            for table in self.tables:
+                spec = table.spec
+                given: Mapping[str, Any] = settings[spec.group] if spec.group != CONSTANT else spec.options
+                found.append(table.kernel.options({name: decode(value) for name, value in given.items()}))
+            self._options = settings, found
+        return self._options[1]
+
+    # -- rows ---------------------------------------------------------------------------------------------------------
+
+    def check(self, table: int, frame: Frame) -> None:
+        """Raises ValueError if there is no such table, or it has no such keys."""
+        if not 0 <= table < len(self.tables) or len(frame) % 8:
+            raise ValueError(f"rows of table {table}, which is not there, for {len(frame)} bytes of keys")
+        self.tables[table].check(read_keys(frame, len(frame) // 8))
+
+    def gather(self, table: int, frame: Frame) -> torch.Tensor:
+        """Returns rows as they are now."""
+        return self.tables[table].gather(read_keys(frame, len(frame) // 8))
+
+
+def with_rows(payload: npt.NDArray[np.uint8], updates: Sequence[RowUpdate]) -> npt.NDArray[np.uint8]:
+    """Returns the bytes of a record of the journal: those of the variables, then the updates of rows."""
+    if not updates:
+        return payload
+    parts = [payload]
+    for update in updates:
+        mean = update.mean.contiguous().reshape(-1).view(torch.uint8).numpy()
+        parts += [np.ascontiguousarray(update.keys).view(np.uint8), mean, update.seen.view(np.uint8)]
+    whole = np.concatenate(parts)
+    whole.flags.writeable = False
+    return whole
+
+
+def keys_of_shard(spec: TableSpec, index: int, num_shards: int) -> Keys:
+    """Returns the keys of a fixed table that a shard has, in order."""
+    keys = np.arange(spec.rows, dtype=np.int64)
+    return keys if num_shards == 1 else keys[shard_of(keys, num_shards) == index]
+
+
+def read_keys(frame: Frame, count: int) -> Keys:
+    """Returns the keys in a frame.
+
+    Raises:
+        ValueError: There are not so many.
+    """
+    return frame_tensor(frame, count * 8).view(torch.int64).numpy()
+
+
+def _take(table: Table, chunk: dict[str, torch.Tensor]) -> None:
+    if REMOVED in chunk:
+        table.remove(chunk[REMOVED].numpy())
+    if SIGHTED in chunk:
+        table.load_sightings(chunk[SIGHTED].numpy(), chunk[TIMES].numpy())
+    table.load(chunk[KEYS].numpy(), chunk, chunk[STAMPS].numpy())
+
+
+def _rows(spec: TableSpec, frame: Frame, count: int) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return frame_tensor(frame, count * spec.dim * dtype.itemsize).view(dtype).view(count, spec.dim)

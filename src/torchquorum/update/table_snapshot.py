@@ -1,0 +1,98 @@
+"""A table as it was at one place of the log, while it goes on: rows that change before they were written are copied first.
+
+Made by the thread that owns the table; its rows are read by the saver's thread. This is the one place where two threads meet at a
+table, under a lock. What always holds: every row that was there is read once, as it was; no more rows are copied than are changed
+while the snapshot is read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchquorum.formats.row_file import KEYS, REMOVED, SIGHTED, STAMPS, TIMES, VALUES, Chunk
+from torchquorum.memory.key_index import Keys, Positions
+
+if TYPE_CHECKING:
+    from torchquorum.update.table import Table
+
+CHUNK = 1 << 15
+
+
+class TableSnapshot:
+    """The rows of a table as they are now.
+
+    Args:
+        table: The table.
+        since: Only rows that were updated after this version.
+        removed: The keys that went since then.
+
+    Attributes:
+        name: The table's name.
+        rows: How many rows there are in it.
+    """
+
+    def __init__(self, table: Table, since: int = -1, removed: Keys | None = None) -> None:
+        self._table, self.name = table, table.spec.name
+        self._lock = threading.Lock()
+        live = table.live_mask()
+        if since >= 0:
+            live &= table.stamps.array[: len(live)] > since
+        self._live, self.rows = live, int(np.count_nonzero(live))
+        self._kept = np.zeros(len(live), np.bool_)
+        self._copies: list[tuple[Positions, dict[str, npt.NDArray[Any]]]] = []
+        self._next = 0  # rows before this position are read
+        self._beside: dict[str, npt.NDArray[Any]] = {}
+        if since >= 0:
+            self._beside[REMOVED] = removed if removed is not None else np.empty(0, np.int64)
+        if table.spec.admit > 1:
+            self._beside[SIGHTED], self._beside[TIMES] = table.sightings()
+        self.done = False
+
+    def columns(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
+        """Returns the dtype and shape of each column."""
+        found = {name: (array.dtype, (self.rows, *array.shape[1:])) for name, array in self._arrays().items()}
+        return {**found, **{name: (array.dtype, array.shape) for name, array in self._beside.items()}}
+
+    def _arrays(self) -> dict[str, npt.NDArray[Any]]:
+        table = self._table
+        states = {name: column.array for name, column in table.states.items()}
+        return {KEYS: np.empty(0, np.int64), VALUES: table.values.array, **states, STAMPS: table.stamps.array}
+
+    def _take(self, positions: Positions) -> dict[str, npt.NDArray[Any]]:
+        found = {name: array[positions] for name, array in self._arrays().items() if name != KEYS}
+        return {KEYS: self._table.keys_at(positions).astype(np.int64), **found}
+
+    def keep(self, positions: Positions) -> None:
+        """These rows are about to be changed; called by the thread that owns the table."""
+        if self.done:
+            return
+        with self._lock:
+            positions = positions[(positions >= self._next) & (positions < len(self._live))]
+            positions = positions[self._live[positions] & ~self._kept[positions]]
+            if len(positions):
+                self._kept[positions] = True
+                self._copies.append((positions, self._take(positions)))
+
+    def chunks(self) -> Iterator[Chunk]:
+        """Yields the rows as they were, some at a time; called by the thread that writes."""
+        if self._beside:
+            yield self._beside
+        for start in range(0, len(self._live), CHUNK):
+            stop = min(start + CHUNK, len(self._live))
+            positions = np.flatnonzero(self._live[start:stop]) + start
+            with self._lock:
+                chunk = self._take(positions)
+                for changed, copies in self._copies:
+                    here = (changed >= start) & (changed < stop)
+                    where = np.searchsorted(positions, changed[here])
+                    for name, values in copies.items():
+                        chunk[name][where] = values[here]
+                self._next = stop
+            yield chunk
+        self.done = True
+        self._copies.clear()

@@ -1,0 +1,111 @@
+"""What goes between a worker and the shards of its tables: rows in, gradients of rows out.
+
+Owned by the worker's thread, with its part in the run. What always holds: the rows of a pull are those of one place of the log, on all
+ps tasks; a gradient names each key once, and every ps task gets those that are there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+import torchquorum.wire.messages as m
+from torchquorum.memory.key_index import Keys
+from torchquorum.update.table import shard_of
+from torchquorum.wire.codec import Frame
+from torchquorum.wire.frames import frame_tensor, tensor_frame
+from torchquorum.worker.ps_channels import PsChannels
+from torchquorum.worker.row_parameter import RowParameter
+from torchquorum.worker.row_tables import RowTables
+
+PushedRows = list[tuple[list[m.RowPart], list[Frame]]]
+
+
+class RowExchange:
+    """Pulls and pushes rows.
+
+    Args:
+        tables: The worker's tables.
+        channels: The channels to the ps tasks.
+
+    Attributes:
+        norm: That of the gradients that were collected last.
+    """
+
+    def __init__(self, tables: RowTables, channels: PsChannels) -> None:
+        self._tables, self._channels, self._specs = tables, channels, tables.specs
+        self._num_shards = len(channels)
+        self.norm = 0.0
+        tables.pull = self.pull
+
+    def pull(self, table: int, keys: Keys) -> torch.Tensor:
+        """Returns rows by their keys, each once and in order, as they are at one place of the log."""
+        while True:
+            answers = self._ask(table, keys)
+            if len({version for version, _, _ in answers}) == 1:
+                break  # else a ps was restored between two answers
+        spec = self._specs[table]
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        parts = [
+            (mine, frame_tensor(frame, len(mine) * spec.dim * dtype.itemsize).view(dtype).view(len(mine), spec.dim))
+            for _, mine, frame in answers
+        ]
+        if len(parts) == 1:
+            return parts[0][1]
+        rows = torch.empty((len(keys), spec.dim), dtype=dtype)
+        for mine, values in parts:
+            rows[torch.from_numpy(mine)] = values
+        return rows
+
+    def _ask(self, table: int, keys: Keys) -> list[tuple[int, np.ndarray, Frame]]:
+        channels, end = self._channels, self._channels.end
+        number = channels.next_number()
+        message = m.PullRows(end.index, end.incarnation, number, table)
+        shards = shard_of(keys, self._num_shards)
+        mine = [np.flatnonzero(shards == k) for k in range(self._num_shards)]
+        packed = [tensor_frame(torch.from_numpy(keys[those]).view(torch.uint8)) for those in mine]
+
+        def ask(k: int) -> Callable[[], None]:
+            return lambda: channels.post(k, message, [packed[k]])
+
+        for k in range(self._num_shards):
+            ask(k)()
+        found = []
+        for k in range(self._num_shards):
+            answer, frames = channels.asker(k).wait(
+                m.Rows,
+                lambda rows: rows.request == number,
+                what=f"rows of {self._specs[table].name}",
+                limit_s=end.patience.round_s,
+                repeat=ask(k),
+                number=number,
+            )
+            found.append((answer.version, mine[k], frames[0]))
+        return found
+
+    def collect(self) -> PushedRows:
+        """Returns, for each ps task, the gradients of rows that have gathered, to go with a push."""
+        found: PushedRows = [([], []) for _ in range(self._num_shards)]
+        squares = 0.0
+        for number, each in enumerate(self._tables.all):
+            parameter = each.parameter
+            gradient = parameter.grad if isinstance(parameter, RowParameter) else None
+            if gradient is None:
+                continue
+            merged = gradient.coalesce()
+            keys = merged.indices()[0].cpu().numpy()
+            rows = merged.values().cpu()
+            squares += float(torch.linalg.vector_norm(rows, dtype=torch.float64)) ** 2
+            shards = shard_of(keys, self._num_shards)
+            for k, (parts, frames) in enumerate(found):
+                mine = np.flatnonzero(shards == k) if self._num_shards > 1 else slice(None)
+                own = np.ascontiguousarray(keys[mine])
+                values = rows[torch.from_numpy(mine)] if isinstance(mine, np.ndarray) else rows
+                parts.append(m.RowPart(number, len(own)))
+                flat = values.contiguous().reshape(-1).view(torch.uint8)
+                frames += [tensor_frame(torch.from_numpy(own).view(torch.uint8)), tensor_frame(flat)]
+        self.norm = math.sqrt(squares)
+        return found

@@ -1,0 +1,193 @@
+"""The tables of one worker's model: which parameters have rows on the ps tasks, and their rows before and after the session.
+
+Owned by the worker's thread, with the flat parameters, which hold the rest. What always holds: a parameter whose rows are pulled
+belongs to sparse embeddings alone, and to an optimizer that updates single rows; the others stay whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from torchquorum.errors import ConfigError
+from torchquorum.memory.key_index import Keys
+from torchquorum.update.row_kernels import KERNELS
+from torchquorum.update.table import CHUNK_ROWS, shard_of
+from torchquorum.wire.codec import Frame
+from torchquorum.wire.frames import tensor_frame
+from torchquorum.wire.plan import InitSpec, TableSpec
+from torchquorum.worker.row_parameter import RowParameter
+from torchquorum.worker.variable_names import plain_names
+
+_Answer = TypeVar("_Answer")
+SPARSE = (nn.Embedding, nn.EmbeddingBag)
+DTYPES = ("float32", "float64")
+# torch.optim refuses sparse gradients with any other; with options that these cannot have, the variable stays whole.
+OPTIMIZERS = ("SGD", "Adagrad", "SparseAdam")
+
+
+@dataclass(eq=False)
+class RowsOf:
+    """A parameter with its table."""
+
+    spec: TableSpec
+    parameter: nn.Parameter
+    initial: torch.Tensor | None  # until the ps tasks have it
+
+
+class RowTables:
+    """The tables of one model.
+
+    Attributes:
+        pull: Returns rows: of a table, by number, with these keys, each once and in order.
+        survive: Calls something again when a ps task was lost meanwhile and found again.
+    """
+
+    def __init__(self, found: Sequence[RowsOf] = ()) -> None:
+        self.all = list(found)
+        self.pull: Callable[[int, Keys], torch.Tensor] = _not_joined
+        self.survive: Callable[[Callable[[], Any]], Any] = lambda ask: ask()
+        for number, each in enumerate(self.all):
+            RowParameter.begin(each.parameter, each.spec.name, lambda keys, k=number: self._pulled(k, keys))
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    @property
+    def specs(self) -> list[TableSpec]:
+        """Returns the tables as they travel."""
+        return [each.spec for each in self.all]
+
+    def _pulled(self, number: int, keys: Keys) -> torch.Tensor:
+        return self.survive(lambda: self.pull(number, keys))
+
+    def frames(self, shard: int, num_shards: int) -> list[Frame]:
+        """Returns the rows that a shard begins with, of each table that the module has whole."""
+        found: list[Frame] = []
+        for each in self.all:
+            if each.spec.is_fixed:
+                assert each.initial is not None, "the chief's rows are given up once they have arrived"
+                keys = np.arange(each.spec.rows, dtype=np.int64)
+                mine = torch.from_numpy(np.flatnonzero(shard_of(keys, num_shards) == shard))
+                rows = each.initial if num_shards == 1 else each.initial.index_select(0, mine)
+                found.append(tensor_frame(rows.contiguous().reshape(-1).view(torch.uint8)))
+        return found
+
+    def let_go(self) -> None:
+        """The ps tasks have the rows: this process needs them no more."""
+        for each in self.all:
+            each.initial = None
+
+    def give_back(self) -> None:
+        """The session is about to end well: parameters that were whole before it are whole again, with the rows as they are now."""
+        for number, each in enumerate(self.all):
+            if each.spec.is_fixed and isinstance(each.parameter, RowParameter):
+                values = torch.empty((each.spec.rows, each.spec.dim), dtype=getattr(torch, each.spec.dtype))
+                for start in range(0, each.spec.rows, CHUNK_ROWS):
+                    keys = np.arange(start, min(start + CHUNK_ROWS, each.spec.rows), dtype=np.int64)
+                    values[start : start + len(keys)] = self._pulled(number, keys)
+                each.parameter.end(values.to(each.parameter.device))
+        self.pull = _not_joined
+
+
+def _not_joined(_number: int, _keys: Keys) -> torch.Tensor:
+    raise ConfigError(
+        "the rows of a sparse embedding are on the ps tasks, and the session is over: use the model inside the session"
+    )
+
+
+def find_tables(
+    module: nn.Module, optimizer: torch.optim.Optimizer, say: Callable[[str], None], *, whole: str = ""
+) -> list[RowsOf]:
+    """Returns the parameters of a module whose rows are to be pulled and pushed by key.
+
+    Args:
+        module: The model.
+        optimizer: The optimizer of its parameters.
+        say: Prints a line for people, where a variable stays whole although its module is sparse.
+        whole: Why all of them stay whole, if they do.
+
+    Raises:
+        ConfigError: torch.optim would refuse their sparse gradients, too, or an option cannot be used with rows.
+    """
+    owners = _sparse_owners(module)
+    name_of = {id(p): plain_names(module)(name) for name, p in module.named_parameters()}
+    optimizer_name, found = type(optimizer).__name__, list[RowsOf]()
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            modules = owners.get(id(parameter))
+            if not modules or not parameter.requires_grad:
+                continue
+            name = name_of[id(parameter)]
+            if optimizer_name not in OPTIMIZERS:
+                raise ConfigError(
+                    f"{name} belongs to an embedding with sparse=True: {optimizer_name} does not support sparse gradients; use "
+                    "torch.optim.SparseAdam, Adagrad or SGD, or sparse=False"
+                )
+            why = whole and f"{whole} needs whole variables"
+            if why := why or _why_whole(parameter, group, optimizer):
+                say(f"{name}: sparse=True has no effect, the whole variable travels at every step: {why}")
+                continue
+            _check_modules(name, modules)
+            found.append(_describe(name, parameter, number, optimizer_name))
+    return found
+
+
+def _why_whole(parameter: nn.Parameter, group: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> str:
+    """Returns why the rows of a sparse embedding cannot be updated alone; nothing if they can."""
+    name, dtype = type(optimizer).__name__, str(parameter.dtype).removeprefix("torch.")
+    for option, (allowed, why) in KERNELS[name].refused.items():
+        if group.get(option, allowed) != allowed:
+            return f"with {name}({option}={group[option]}) {why}"
+    if dtype not in DTYPES or parameter.dim() != 2:
+        return f"rows are {' or '.join(DTYPES)}, and it is {dtype}"
+    if float(optimizer.state.get(parameter, {}).get("step", 0)) > 0:
+        return "its optimizer has a state from before the session"
+    return ""
+
+
+def _describe(name: str, parameter: nn.Parameter, group: int, optimizer: str) -> RowsOf:
+    rows, dim = parameter.shape
+    spec = TableSpec(
+        name=name,
+        dim=dim,
+        dtype=str(parameter.dtype).removeprefix("torch."),
+        rows=rows,
+        is_fixed=not parameter.is_meta,
+        group=group,
+        optimizer=optimizer,
+        init=InitSpec("normal", {"mean": 0.0, "std": 1.0}),
+    )
+    return RowsOf(spec, parameter, parameter.detach().to("cpu") if not parameter.is_meta else None)
+
+
+def _check_modules(name: str, modules: Iterable[Any]) -> None:
+    for module in modules:
+        if module.max_norm is not None:
+            raise ConfigError(
+                f"{name}: max_norm={module.max_norm} would write to rows in the forward pass; leave it out"
+            )
+        if module.scale_grad_by_freq:
+            raise ConfigError(
+                f"{name}: scale_grad_by_freq=True is not supported with sparse gradients, by torch either"
+            )
+
+
+def _sparse_owners(module: nn.Module) -> dict[int, list[nn.Module]]:
+    """Returns, of each parameter that belongs to sparse embeddings alone, those modules."""
+    owners: dict[int, list[nn.Module]] = {}
+    others: set[int] = set()
+    for each in module.modules():
+        for name, parameter in each._parameters.items():
+            if parameter is None:
+                continue
+            if isinstance(each, SPARSE) and each.sparse and name == "weight":
+                owners.setdefault(id(parameter), []).append(each)
+            else:
+                others.add(id(parameter))
+    return {key: modules for key, modules in owners.items() if key not in others}

@@ -1,0 +1,212 @@
+"""Sparse embeddings whose rows are on the ps tasks, against plain PyTorch."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchquorum as tq
+from tests.harness import PATIENCE, Cluster
+from torchquorum.errors import ConfigError
+from torchquorum.session.join import Task
+
+STEPS = 10
+ONE_AT_A_TIME = threading.Lock()
+
+
+class Model(nn.Module):
+    """Embeddings with padding, two calls in one forward, bags with weights and offsets; dense layers beside them where asked."""
+
+    def __init__(self, dense: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(101, 5, sparse=True, padding_idx=3)
+        self.bags = nn.EmbeddingBag(53, 4, mode="sum", sparse=True, include_last_offset=True)
+        self.mean = nn.EmbeddingBag(53, 3, mode="mean", sparse=True, padding_idx=0)
+        self.last = nn.Linear(12, 1) if dense else None
+
+    def forward(self, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        words = self.words(ids).sum(1) + self.words(ids[:, :1]).squeeze(1)
+        offsets = torch.arange(0, ids.numel() + 1, ids.shape[1])
+        bags = self.bags(ids.reshape(-1) % 53, offsets, per_sample_weights=weights.reshape(-1))
+        found = torch.cat([words, bags, self.mean(ids % 53)], 1)
+        return self.last(found) if self.last is not None else found.sum(1, keepdim=True)
+
+
+def loss_of(model: nn.Module, worker: int, step: int, rows: int = 40) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + worker)
+    ids = torch.randint(0, 101, (rows, 6), generator=generator)
+    target, weights = (torch.randn(rows, k, generator=generator) for k in (1, 6))
+    return ((model(ids, weights) - target) ** 2).mean()
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.05),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, lr_decay=0.01),
+    "SparseAdam": lambda p: torch.optim.SparseAdam(list(p), lr=0.1),
+}
+
+
+def plain(name: str, workers: int = 1, steps: int = STEPS) -> list[torch.Tensor]:
+    model = Model(dense=name != "SparseAdam")
+    optimizer = OPTIMIZERS[name](model.parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        for worker in range(workers):
+            (loss_of(model, worker, step) / workers).backward()
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def on_ps(
+    name: str,
+    *,
+    ps: int = 1,
+    workers: int = 1,
+    transport: str = "auto",
+    steps: int = STEPS,
+    rule: Any = None,
+    **options: Any,
+) -> list[torch.Tensor]:
+    cluster = Cluster(ps=ps, workers=workers, transport=transport)
+
+    def work(task: Task) -> list[torch.Tensor]:
+        with ONE_AT_A_TIME:  # threads share torch's random state
+            model = Model(dense=name != "SparseAdam")
+        optimizer = tq.Optimizer(OPTIMIZERS[name](model.parameters()), rule=rule or tq.Sync())
+        with tq.Session(
+            task, model, optimizer, last_step=steps, patience=PATIENCE, wait_for_workers=workers, **options
+        ) as session:
+            while not session.should_stop():
+                optimizer.zero_grad()
+                loss_of(model, task.index, session.global_step).backward()
+                optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    return cluster.run(*[work] * workers)[0]
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+@pytest.mark.parametrize("ps", [1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_one_worker_equals_plain_pytorch(name: str, ps: int, transport: str) -> None:
+    ours, theirs = on_ps(name, ps=ps, transport=transport), plain(name)
+    for mine, other in zip(ours, theirs, strict=True):
+        if name == "SGD":  # torch adds a row's duplicates one by one
+            assert torch.allclose(mine, other, rtol=1e-4, atol=1e-5)
+        else:
+            assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("rule", [tq.Async(), tq.Bounded(2), tq.Buffered(1), tq.Async(pipeline=True)])
+def test_every_rule_has_the_bits_of_one_worker(rule: Any) -> None:
+    if rule.pipeline:
+        on_ps("Adagrad", rule=rule)
+        return
+    for mine, other in zip(on_ps("Adagrad", rule=rule), plain("Adagrad"), strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_sync_of_two_equals_the_joined_batch(name: str) -> None:
+    for mine, other in zip(on_ps(name, ps=2, workers=2), plain(name, workers=2), strict=True):
+        assert torch.allclose(mine, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_run_goes_on_with_the_same_bits_on_more_or_fewer_ps_tasks(tmp_path: Path, durable: bool) -> None:
+    on_ps("SparseAdam", ps=1, steps=4, logdir=str(tmp_path), durable=durable)
+    on_ps("SparseAdam", ps=3, steps=7, logdir=str(tmp_path), durable=durable)
+    ours = on_ps("SparseAdam", ps=2, steps=STEPS, logdir=str(tmp_path), durable=durable)
+    for mine, other in zip(ours, plain("SparseAdam"), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_weight_that_is_used_otherwise_is_an_error_that_says_so() -> None:
+    def work(task: Task) -> str:
+        model = Model()
+        optimizer = tq.Optimizer(torch.optim.Adagrad(model.parameters(), lr=0.1))
+        with tq.Session(task, model, optimizer, last_step=1, patience=PATIENCE):
+            assert model.words.weight.shape == (101, 5) and model.words.weight.grad is None
+            assert "rows on the ps tasks" in repr(model.words.weight)
+            said = []
+            for use in (
+                lambda: model.words.weight.norm(),
+                lambda: model.words.weight[3],
+                lambda: model.words.weight @ torch.ones(5),
+                lambda: model.words.weight.data,
+                lambda: model.state_dict(),
+                lambda: nn.functional.linear(torch.ones(1, 5), model.words.weight),
+            ):
+                with pytest.raises(ConfigError, match=r"words\.weight: its rows are on the ps tasks") as error:
+                    use()
+                said.append(str(error.value))
+            with pytest.raises(IndexError, match="rows 0 to 100, and 101 was asked for"):
+                model.words(torch.tensor([101]))
+            loss_of(model, 0, 0).backward()
+            optimizer.step()
+        assert type(model.words.weight) is nn.Parameter and model.words.weight.norm() > 0
+        return said[0]
+
+    assert "norm" in Cluster().run(work)[0]
+
+
+def test_gradients_gather_over_backward_passes_and_are_cleared_as_in_torch() -> None:
+    def work(task: Task) -> list[torch.Tensor]:
+        model = Model()
+        optimizer = tq.Optimizer(torch.optim.Adagrad(model.parameters(), lr=0.1))
+        with tq.Session(task, model, optimizer, last_step=3, patience=PATIENCE) as session:
+            for step in range(3):
+                loss_of(model, 5, 5).backward()
+                model.zero_grad() if step % 2 else optimizer.zero_grad()
+                for part in range(2):
+                    loss_of(model, part, step).backward()
+                optimizer.step()
+                assert model.words.weight.grad is not None and model.words.weight.grad.is_sparse
+                optimizer.zero_grad()
+            assert session.global_step == 3
+        return [p.detach() for p in model.parameters()]
+
+    model = Model()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        for part in range(2):
+            loss_of(model, part, step).backward()
+        optimizer.step()
+    for mine, other in zip(Cluster().run(work)[0], model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda m: setattr(m.words, "max_norm", 1.0), "max_norm=1.0 would write to rows"),
+        (lambda m: setattr(m.words, "scale_grad_by_freq", True), "not supported with sparse gradients"),
+    ],
+)
+def test_what_rows_cannot_do_is_refused_when_the_session_begins(change: Any, said: str) -> None:
+    def work(task: Task) -> None:
+        model = Model()
+        change(model)
+        optimizer = tq.Optimizer(torch.optim.Adagrad(model.parameters(), lr=0.1))
+        with pytest.raises(ConfigError, match=said), tq.Session(task, model, optimizer, last_step=1, patience=PATIENCE):
+            pass
+        model = Model()
+        adam = tq.Optimizer(torch.optim.Adam(model.parameters()))
+        with (
+            pytest.raises(ConfigError, match="Adam does not support sparse gradients"),
+            tq.Session(task, model, adam, last_step=1, patience=PATIENCE),
+        ):
+            pass
+
+    cluster = Cluster()
+    cluster._threads.clear()
+    work(cluster.task(0))
+    cluster.servers[0].end("test")

@@ -16,9 +16,9 @@ from tests.protocol.saving import Make, save, start, told, until
 from torchquorum.formats.checkpoint import list_checkpoints, load_manifest, verify
 from torchquorum.formats.ledger import Event, read_records
 from torchquorum.placement.layout import Variable
-from torchquorum.server.checkpoints import STAND_IN_S
 from torchquorum.server.followers import SILENCE_S
 from torchquorum.server.reply import LEADER, Reply
+from torchquorum.server.stand_in import STAND_IN_S
 
 # -- one ps ---------------------------------------------------------------------------------------------------------------
 

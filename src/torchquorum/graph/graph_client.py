@@ -100,7 +100,7 @@ class TaskConnections:
 
     def _greet(self, asker: Asker, limit_s: float) -> g.Attached:
         """Waits until a task has answered."""
-        return asker.ask(_attach(), kind=g.Attached, what=asker.there, limit_s=limit_s, starting=True)[0]
+        return asker.at_start().ask(_attach(), kind=g.Attached, what=asker.there, limit_s=limit_s)[0]
 
     def _greet_all(self, wait_s: float) -> None:
         """Waits, visibly, until every task has answered, as a TensorFlow session does."""

@@ -20,17 +20,16 @@ from torchquorum.formats.row_file import part_file
 from torchquorum.formats.storage import Location, locate
 from torchquorum.server.buffer_home import BufferHome
 from torchquorum.server.leader import Leader
+from torchquorum.server.save_failures import RETRY_S, Retry, SaveFailures
 from torchquorum.server.saver import Published, Saver, Written
+from torchquorum.server.stand_in import StandIn
+from torchquorum.server.worker_positions import WorkerPositions
 from torchquorum.wire.messages import Part, SaveState
 from torchquorum.wire.settings import Settings
 
 POSITIONS_S = 5.0
-STAND_IN_S = 60.0
-RETRY_S = 2.0
-SAY_AGAIN_S = 60.0
 UNASKED = -1000
 FIRST = -2
-REMEMBERED_POSITIONS = 4
 
 
 @dataclass(slots=True)
@@ -46,21 +45,8 @@ class Saving:
     data: dict[str, dict[str, Any]] = field(default_factory=dict)
     settings: Settings = field(default_factory=list)
     parts: dict[int, Part] = field(default_factory=dict)
-    positions_from: set[int] = field(default_factory=set)
-    buffers_from: set[int] = field(default_factory=set)
     publishing: bool = False
     waits_for_positions: bool = True
-
-
-@dataclass(frozen=True, slots=True)
-class _Retry:
-    """The last checkpoint of a run, which has failed and is tried again."""
-
-    number: int
-    folder: str
-    keep: int
-    why: str
-    at: float
 
 
 def part_of(shard: int, written: Written) -> Part:
@@ -86,6 +72,8 @@ class Checkpoints:
     """The checkpoint that is being made, and how the last one went.
 
     Attributes:
+        positions: Where the workers stood.
+        stand_in: When shard 0 saves in the chief's place.
         saving: The one that is being made.
         last: How the last one went.
         last_good: The path of the newest that is complete, of this run or of the one that it continues; empty for none.
@@ -113,19 +101,15 @@ class Checkpoints:
         generation: int = 0,
     ) -> None:
         self._leader, self._plan, self._saver, self._say = leader, leader.plan, saver, say
-        self._buffers, self._restored, self._generation = buffers, positions or {}, generation
+        self._buffers, self._generation = buffers, generation
+        self.positions = WorkerPositions(leader.quorum, buffers, positions or {})
+        self.stand_in = StandIn(leader.quorum)
+        self._failures = SaveFailures(say, self._plan.save_s)
         self.saving: Saving | None = None
         self.last = SaveState(-1, "none", -1, "", "")
         self.saved_version = leader.quorum.version  # of this there is a checkpoint, or nothing worth one
         self.lost = ""
-        self._retry: _Retry | None = None
-        self._failing_since: float | None = None
-        self._said_at: float | None = None
-        self._failures = 0
         self._closed = False
-        self._positions: dict[int, dict[int, dict[str, Any]]] = {}
-        self._unfinished: dict[int, int] = {}  # of each worker, the version whose position is not final
-        self._stood_in_at: float | None = None
         self._next: tuple[int, str, int] | None = None
         self.first_is_due = False
         self.last_good = ""
@@ -133,7 +117,7 @@ class Checkpoints:
     @property
     def busy(self) -> bool:
         """Whether a checkpoint is being made, or waits for its turn."""
-        return self.saving is not None or self._next is not None or self._retry is not None
+        return self.saving is not None or self._next is not None or self._failures.retry is not None
 
     def save(self, number: int, folder: str, keep: int, now: float) -> SaveState:
         """Starts checkpoint `number`, unless it is known; while another is being made it waits for its turn.
@@ -156,6 +140,7 @@ class Checkpoints:
         except CheckpointError as error:
             self._failed(number, folder, keep, str(error), now)
             return
+        self.positions.begin()
         self.saving = Saving(
             number, version, folder, partial, keep, now, self._leader.data.state(), self._leader.settings.now
         )
@@ -165,39 +150,19 @@ class Checkpoints:
         """Returns how checkpoint `number` goes, if it is known."""
         if self.saving is not None and self.saving.number == number:
             return SaveState(number, "running", self.saving.version, "", "")
-        if self._retry is not None and self._retry.number == number:
-            return SaveState(number, "running", self._leader.quorum.version, "", self._retry.why)
+        if self._failures.retry is not None and self._failures.retry.number == number:
+            return SaveState(number, "running", self._leader.quorum.version, "", self._failures.retry.why)
         return self.last if self.last.number == number else None
-
-    def stands_in_now(self, now: float) -> bool:
-        """Whether `stand_in_for_chief` is about to save: no worker may be making updates by itself then."""
-        return self._chief_is_away and (self._stood_in_at is None or now - self._stood_in_at > STAND_IN_S)
 
     def stand_in_for_chief(self, now: float) -> None:
         """While the chief is away it asks for no checkpoints, so shard 0 makes them itself: at once, then by the clock."""
-        if self._leader.quorum.stopped and self._chief_has_left:
+        if self._leader.quorum.stopped and self.stand_in.chief_has_left:
             self.save_unasked(now)  # the others wait for the last checkpoint
-        elif not self._chief_is_away:
-            self._stood_in_at = None
-        elif self.stands_in_now(now):
-            self._stood_in_at = now
+        elif not self.stand_in.chief_is_away:
+            self.stand_in.chief_is_there()
+        elif self.stand_in.is_due(now):
+            self.stand_in.saved(now)
             self.save_unasked(now)
-
-    def chief_is_done(self, now: float) -> None:
-        """The chief has left after its last checkpoint: if others go on, the next is due by the clock."""
-        self._stood_in_at = now
-
-    @property
-    def _chief_has_left(self) -> bool:
-        chief = self._leader.quorum.workers.get(0)
-        return chief is not None and not chief.alive
-
-    @property
-    def _chief_is_away(self) -> bool:
-        """Whether the chief died or failed, or was done before others that are still at it."""
-        quorum = self._leader.quorum
-        chief = quorum.workers.get(0)
-        return chief is not None and (chief.gone or (chief.left and quorum.live > 0 and not quorum.stopped))
 
     def restored_from(self, step: int) -> None:
         """The checkpoint that the run goes on from is of this step; the journal led on from there."""
@@ -221,55 +186,14 @@ class Checkpoints:
         """Whether the run has a folder, and no checkpoint of its current version."""
         return self._plan.logdir is not None and self._leader.quorum.version != self.saved_version
 
-    def position(self, worker: int, version: int, body: dict[str, Any], *, final: bool = True) -> None:
-        """Notes where a worker stood when it first held a version; unless `final`, its schedulers are still to come."""
-        known = self._positions.setdefault(worker, {})
-        known[version] = {**body, "version": version}
-        self._unfinished[worker] = -1 if final else version
-        if self.saving is not None:
-            self.saving.positions_from.add(worker)
-        while len(known) > REMEMBERED_POSITIONS:
-            del known[min(known)]
-
-    def buffers_received(self, worker: int) -> None:
-        """Notes that a worker has sent its buffers."""
-        if self.saving is not None:
-            self.saving.buffers_from.add(worker)
-
     def wants_position(self, worker: int) -> int:
         """Returns the version for which a worker's position is wanted, or -1."""
         saving = self.saving
-        return saving.version if saving is not None and not saving.publishing and self._misses(worker, saving) else -1
-
-    def restored_position(self, worker: int) -> dict[str, Any] | None:
-        """Returns the position that the checkpoint which the run goes on from holds for a worker."""
-        return self._restored.get(str(worker))
-
-    def _missing(self, saving: Saving) -> bool:
-        workers = self._leader.quorum.workers  # one that has nothing to compute cannot be asked, and has not moved
-        return any(not workers[w].paused and self._misses(w, saving) for w in self._leader.quorum.alive)
-
-    def _misses(self, worker: int, saving: Saving) -> bool:
-        """Whether a worker's position, or its buffers, are still to come: of the very version, or, without rounds, recent."""
-        exact = self._plan.rule.once_per_round
-        # Without rounds the last one will do once the run is over: the worker gave it before it began to wait for this checkpoint.
-        over = self._leader.quorum.stopped
-        given = worker in saving.positions_from or (over and worker in self._positions)
-        if saving.version not in self._positions.get(worker, {}) and (exact or not given):
-            return True
-        if self._unfinished.get(worker) == saving.version:
-            return True
-        if self._buffers is None or self._buffers.has(worker, saving.version):
-            return False
-        return exact or not (worker in saving.buffers_from or (over and self._buffers.knows(worker)))
-
-    def _position_of(self, worker: int, version: int) -> dict[str, Any] | None:
-        known = self._positions.get(worker, {})
-        if version in known:
-            return known[version]
-        if self._plan.rule.once_per_round or not known:
-            return None
-        return known[max(known)]
+        return (
+            saving.version
+            if saving is not None and not saving.publishing and self.positions.is_missing(worker, saving.version)
+            else -1
+        )
 
     def part(self, part: Part) -> None:
         """Takes a shard's part."""
@@ -278,8 +202,9 @@ class Checkpoints:
 
     def advance(self, now: float, wall: float) -> None:
         """Publishes when everything is there, or gives up when a part has failed."""
-        self._try_again(now)
-        if not (self.saving or self._retry) and self._next is not None:
+        if (retry := self._failures.take(now)) is not None:
+            self._begin(retry.number, retry.folder, retry.keep, now)
+        if not (self.saving or self._failures.retry) and self._next is not None:
             waiting, self._next = self._next, None
             self.save(*waiting, now)
         saving = self.saving
@@ -291,7 +216,11 @@ class Checkpoints:
             return
         if len(saving.parts) < self._plan.num_shards:
             return
-        if self._missing(saving) and saving.waits_for_positions and now - saving.begun_at < POSITIONS_S:
+        if (
+            self.positions.somebody_is_missing(saving.version)
+            and saving.waits_for_positions
+            and now - saving.begun_at < POSITIONS_S
+        ):
             return
         saving.publishing = True
         self._leader.history.check()  # a checkpoint never holds updates that the ledger does not know after a crash
@@ -311,7 +240,7 @@ class Checkpoints:
         """The variables are discarded: what was written of an unpublished checkpoint is removed."""
         if self.saving is not None and not self.saving.publishing:
             self._saver.abandon(self.saving.partial)
-        self.saving = self._retry = None
+        self.saving = self._failures.retry = None
 
     def settle(self) -> bool:
         """A shard has lost its variables, and all go on from a checkpoint: what is in the making is one soon, or never.
@@ -319,9 +248,10 @@ class Checkpoints:
         Returns:
             Whether nothing is in the making: no checkpoint appears after that, unless it is asked for.
         """
-        saving, self._next, self._retry = self.saving, None, None
+        saving, self._next, self._failures.retry = self.saving, None, None
+        exact = self._plan.rule.once_per_round
         if saving is not None and (
-            len(saving.parts) < self._plan.num_shards or (self._plan.rule.once_per_round and self._missing(saving))
+            len(saving.parts) < self._plan.num_shards or (exact and self.positions.somebody_is_missing(saving.version))
         ):
             self.fail("a ps task was lost before its part, or the place of every worker in its data, was here", None)
         elif saving is not None:
@@ -342,7 +272,7 @@ class Checkpoints:
             self._fail(saving, result.error, now)
             return
         self.saving, self.first_is_due, self.saved_version, self.lost = None, False, saving.version, ""
-        self._failing_since, self._said_at, self._failures = None, None, 0
+        self._failures.succeeded()
         self.last_good = str(result.path)
         self.last = SaveState(saving.number, "done", saving.version, self.last_good, "")
         self._leader.history.note("saved", text=result.path.name, values={"step": saving.version})
@@ -358,47 +288,23 @@ class Checkpoints:
         self._check_first(error)
         quorum, why = self._leader.quorum, error.rstrip(".")
         last = quorum.stopped or not quorum.alive
-        if last and self._failing_since is None:
-            self._failing_since = now
-        since = self._failing_since
-        again = now is not None and since is not None and last and now - since < self._plan.save_s
-        self._complain(f"no checkpoint at step {quorum.version}: {why}", now, last=last, again=again)
+        again = self._failures.is_tried_again(now, last=last)
+        self._failures.complain(f"no checkpoint at step {quorum.version}: {why}", now, last=last, again=again)
         if again and now is not None:
-            self._retry = _Retry(number, folder, keep, why, now + RETRY_S)
+            self._failures.retry = Retry(number, folder, keep, why, now + RETRY_S)
             return
         if last:
             self.lost = f"the last step of the run, {quorum.version}, is not saved: {why}.{self.name_last_good()}"
             error = f"{why}.{self.name_last_good()}"
         self.last = SaveState(number, "failed", quorum.version, "", error)
 
-    def _complain(self, what: str, now: float | None, *, last: bool, again: bool) -> None:
-        """Says that a checkpoint failed: once, and then every minute."""
-        self._failures += 1
-        if again or not last:
-            if now is not None and self._said_at is not None and now - self._said_at < SAY_AGAIN_S:
-                return
-            self._said_at = now
-        often = f" (for the {self._failures}th time)" if self._failures > 3 else ""
-        then = (
-            f"trying again for {self._plan.save_s:.0f} s" if again else "training goes on" if not last else "giving up"
-        )
-        self._say(f"{what}{often}; {then}")
-
-    def _try_again(self, now: float) -> None:
-        """Makes the last checkpoint again that failed, when it is time."""
-        retry = self._retry
-        if retry is not None and now >= retry.at:
-            self._retry = None
-            self._begin(retry.number, retry.folder, retry.keep, now)
-
     def close(self) -> None:
         """The variables may be half made: one in the making is finished, and no other is begun."""
-        self._closed, self._next, self._retry = True, None, None
+        self._closed, self._next, self._failures.retry = True, None, None
 
     def hurry(self) -> None:
         """Somebody wants the end now: a last checkpoint that fails is not tried again."""
-        if self._retry is not None:
-            retry, self._retry = self._retry, None
+        if (retry := self._failures.take()) is not None:
             self._failed(retry.number, retry.folder, retry.keep, retry.why, None)
 
     def name_last_good(self) -> str:
@@ -422,11 +328,6 @@ class Checkpoints:
             if part.tables:
                 files[part_file(shard, self._plan.num_shards)] = FileInfo(part.rows_bytes, part.rows_sha256)
                 tables += msgspec.convert(part.tables, list[StoredTable])
-        workers = {}
-        for worker in range(self._plan.num_workers):
-            body = self._position_of(worker, saving.version)
-            if body is not None:
-                workers[str(worker)] = body
         return Manifest(
             step=saving.version,
             created_at=wall,
@@ -436,7 +337,7 @@ class Checkpoints:
             scalars={"optimizer": scalars, "settings": saving.settings},
             pieces=pieces,
             tables=tables,
-            workers=workers,
+            workers=self.positions.at(saving.version, self._plan.num_workers),
             data=saving.data,
             files=files,
         )

@@ -118,7 +118,7 @@ class Leading(Run):
             counts.accuracy = leave.accuracy if leave.accuracy is not None else counts.accuracy
             self.life.ending.left(leave.worker, failed=failed)
             if leave.worker == 0 and leave.finished:
-                self.checkpoints.chief_is_done(got.now)
+                self.checkpoints.stand_in.saved(got.now)
         self.leader.leave(leave.worker, leave.incarnation, got.wall, failed=failed)
         self._check_end(got.now)
         return super().leave(got)
@@ -200,7 +200,7 @@ class Leading(Run):
             else:
                 checkpoints.part(result)
         removed = self._watch.has_to_save(leader.history.losses, saving=checkpoints.busy)
-        saves = checkpoints.busy or checkpoints.stands_in_now(now) or removed
+        saves = checkpoints.busy or checkpoints.stand_in.is_due(now) or removed
         replies = self.look_at_fastpath(close=saves or leader.quorum.somebody_silent(now))
         checkpoints.advance(now, wall)
         self._give_up_on_silent_shards(now)

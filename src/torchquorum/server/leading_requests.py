@@ -109,7 +109,7 @@ class LeadingRequests(WorkerRequests):
         """A joined worker sends its buffers."""
         replies = self._home().receive(got.message, got.frames, got.now, self._leader.quorum.alive)
         if got.message.number < 0:
-            self._checkpoints.buffers_received(got.message.worker)
+            self._checkpoints.positions.buffers_received(got.message.worker)
         return replies
 
     def _home(self) -> BufferHome:
@@ -126,7 +126,7 @@ class LeadingRequests(WorkerRequests):
             if isinstance(answer := reply.message, m.Variables):
                 answer.save = self._checkpoints.wants_position(worker)
                 if self.shard.workers.is_join(worker, answer.request):
-                    answer.position = self._checkpoints.restored_position(worker)
+                    answer.position = self._checkpoints.positions.restored(worker)
                     if (recorder := self._leader.decisions.recorder) is not None and answer.position is not None:
                         recorder.placed(worker, self.shard.workers[worker].incarnation, answer.position)
         return replies

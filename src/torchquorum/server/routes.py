@@ -80,7 +80,7 @@ def _save(run: Leading, got: Incoming[m.Save]) -> list[Reply]:
 
 def _position(run: Leading, got: Incoming[m.Position]) -> list[Reply]:
     position = got.message
-    run.checkpoints.position(position.worker, position.version, position.body, final=position.final)
+    run.checkpoints.positions.note(position.worker, position.version, position.body, final=position.final)
     return []
 
 

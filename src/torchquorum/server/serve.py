@@ -200,7 +200,7 @@ class PsTask:
             self._check_leader(now)
             self._obey_signals()
             if self.service.run is None and before is not None:
-                if self._signals.asked or not self.service.somebody_stays(now):
+                if self._signals.asked or not self.service.staying.somebody(now):
                     return before
             elif self.service.run is None and now - said >= SAY_EVERY_S:
                 said = now

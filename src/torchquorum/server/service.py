@@ -29,15 +29,15 @@ from torchquorum.server.rate_limit import RateLimit
 from torchquorum.server.reply import LEADER, Incoming, Reply
 from torchquorum.server.routes import NO_VARIABLES, ROUTES
 from torchquorum.server.saver import Saver
+from torchquorum.server.staying import Staying
 from torchquorum.server.tally import Tally
 from torchquorum.server.task_life import TaskLife
+from torchquorum.server.waiting_joins import WaitingJoins
 from torchquorum.wire import codec
 from torchquorum.wire.channel import Peer
 from torchquorum.wire.codec import Frame
 
 MAX_FAULT = 4000
-MOST_WAITING = 1000
-STAY_S = 10.0
 # What a worker or a chief wants of a run: when an update has failed, the answer is why. It may still leave.
 REFUSED_WHEN_BROKEN = frozenset(
     {
@@ -71,6 +71,7 @@ class Service:
         run: What belongs to the variables; None while there are none.
         generation: The last creation of the variables that was tried.
         pids: The processes of workers on this host.
+        staying: The workers' programs that may begin another session.
         refused: Why shard 0 does not accept this task, if it does not.
         leader_heard_at: When shard 0 was last heard of; None before the first time, and on shard 0.
         failure: What made an update impossible, if something did.
@@ -98,8 +99,8 @@ class Service:
         self.turned_away: Callable[[], dict[str, int]] = dict
         self.failure: UpdateError | JournalError | None = None
         self.moved_bytes: Callable[[Peer], int] = lambda _: 0
-        self._waiting: dict[Peer, m.Join] = {}
-        self._staying: dict[int, float] = {}  # workers between two sessions, and when that was last said
+        self.staying = Staying(me.cluster.num_tasks("worker"))
+        self._waiting = WaitingJoins()
         self._handlers: dict[type[m.Message], Callable[[Incoming[Any]], list[Reply]]] = {
             m.Hello: self._hello,
             m.Create: self._create,
@@ -224,10 +225,7 @@ class Service:
         if self.run is not None and self.run.admits:
             return self.run.requests.join(got)
         self.rate_limit.count(got.peer)
-        self._waiting.pop(got.peer, None)
-        while len(self._waiting) > MOST_WAITING:
-            del self._waiting[next(iter(self._waiting))]
-        self._waiting[got.peer] = got.message
+        self._waiting.add(got.peer, got.message)
         return [got.reply(self._what_joins_wait_for(got.message.request))]
 
     def _what_joins_wait_for(self, request: int) -> m.Held:
@@ -237,9 +235,8 @@ class Service:
 
     def _let_in(self, now: float, wall: float) -> list[Reply]:
         """Answers those that have waited to join."""
-        waiting, self._waiting = self._waiting, {}
         replies: list[Reply] = []
-        for peer, join in waiting.items():
+        for peer, join in self._waiting.take():
             replies += self._answer(Incoming(peer, join, [], now, wall))
         return replies
 
@@ -258,27 +255,19 @@ class Service:
             return [got.reply(refused)]
         return self.run.heard_of_shard(got) if isinstance(self.run, Leading) else []
 
-    def _stay(self, got: Incoming[m.Stay]) -> list[Reply]:
-        """A worker's program goes on after its session, or has ended."""
-        if got.message.gone:
-            self._staying.pop(got.message.worker, None)
-        elif 0 <= got.message.worker < self.life.me.cluster.num_tasks("worker"):
-            self._staying[got.message.worker] = got.now
-        return []
-
-    def somebody_stays(self, now: float) -> bool:
-        """Whether a worker's program goes on that may begin another session."""
-        return any(now - heard_at <= STAY_S for heard_at in self._staying.values())
-
     def begin_again(self, now: float) -> bool:
         """The job is over: forgets it, if there may be another one; returns whether there may."""
-        if self.run is None or not self.somebody_stays(now):
+        if self.run is None or not self.staying.somebody(now):
             return False
         run, self.run = self.run, None
         run.discard()
         wall = self.life.clock.wall()
         self.life = replace(self.life, tally=Tally(wall), ending=Ending())
         return True
+
+    def _stay(self, got: Incoming[m.Stay]) -> list[Reply]:
+        self.staying.hear(got.message, got.now)
+        return []
 
     def _fault(self, got: Incoming[m.Fault]) -> list[Reply]:
         """A fault is not answered: two ps tasks would answer each other for ever."""
@@ -306,7 +295,7 @@ class Service:
     def process_ended(self, worker: int, incarnation: int, now: float, wall: float) -> list[Reply]:
         """The process of a worker on this host is gone."""
         self.pids.pop((worker, incarnation), None)
-        self._staying.pop(worker, None)
+        self.staying.gone(worker)
         return self._guarded(lambda run: run.process_ended(worker, incarnation, now, wall), now, wall)
 
     def stop(self, now: float, wall: float) -> list[Reply]:

@@ -2,7 +2,7 @@
 
 Owned by the task of a worker, in a cluster of separate processes. A thread says it every second, from the end of a session to the
 beginning of the next or the end of the program. What always holds: a program that has ended is known to have, at once if it ended
-by itself, and after `STAY_S` of silence (`torchquorum.server.service`) otherwise.
+by itself, and after `STAY_S` of silence (`torchquorum.server.staying`) otherwise.
 """
 
 from __future__ import annotations

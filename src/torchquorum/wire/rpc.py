@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torchquorum.wire.messages as m
@@ -167,6 +167,7 @@ class Asker:
         meanwhile: Is called while it waits, at least every `probe_s`; may raise to end the wait.
         beats: Counts the other task's answers to a heartbeat.
         advice: What to do when the time is up, in a sentence or two.
+        starting: Whether the other task may be silent because it is not up yet, or busy with a large model.
     """
 
     channel: Channel
@@ -180,6 +181,11 @@ class Asker:
     meanwhile: Callable[[], None] = lambda: None
     beats: Callable[[], int] = lambda: 0
     advice: str = ADVICE
+    starting: bool = False
+
+    def at_start(self) -> Asker:
+        """Returns what asks the same task in the same way, and takes silence for a slow start."""
+        return replace(self, starting=True)
 
     def ask(
         self,
@@ -191,7 +197,6 @@ class Asker:
         limit_s: float,
         accept: Callable[[_Kind], bool] = lambda _: True,
         again: m.Message | None = SAME,
-        starting: bool = False,
     ) -> tuple[_Kind, list[Frame]]:
         """Sends a message until an answer of `kind` has come that `accept` takes; returns it with its frames.
 
@@ -203,7 +208,6 @@ class Asker:
             limit_s: When to give up.
             accept: Tells this question's answer from that of an older one.
             again: What is sent every `probe_s` while no answer comes: by default the same; a probe; or None for nothing.
-            starting: Whether the other task may be silent because it is not up yet, or busy with a large model.
 
         Raises:
             TaskLostError: The connection is closed, or the other task says nothing any more.
@@ -221,7 +225,6 @@ class Asker:
             limit_s=limit_s,
             repeat=lambda: self.channel.send(repeated) if repeated is not None else None,
             number=number,
-            starting=starting,
         )
 
     def wait(
@@ -233,7 +236,6 @@ class Asker:
         limit_s: float,
         repeat: Callable[[], None],
         number: int = -1,
-        starting: bool = False,
     ) -> tuple[_Kind, list[Frame]]:
         """Waits for the answer to what was sent already; as `ask`, but calls `repeat` every `probe_s`, unless something is on its way.
 
@@ -244,7 +246,6 @@ class Asker:
             limit_s: When to give up.
             repeat: Sends the question, or a probe, once more.
             number: The question's number: a Fault under it is its answer, as one without a number is.
-            starting: Whether the other task may be silent.
         """
         seen = self.patience.seen_time(self.clock)
         started = reported = asked = seen.now()
@@ -267,12 +268,12 @@ class Asker:
                 if not under_way:
                     repeat()
                 self.meanwhile()
-            self.check(now - max(started, life.transferred), now - life.heard, limit_s, what, starting=starting)
+            self.check(now - max(started, life.transferred), now - life.heard, limit_s, what)
             if now - reported >= self.patience.say_s:
                 reported = now
                 self.say(f"{self.me}: waiting for {what}: {now - started:.0f} s{tell_bytes([life])}")
 
-    def check(self, waited_s: float, silent_s: float, limit_s: float, what: str, *, starting: bool = False) -> None:
+    def check(self, waited_s: float, silent_s: float, limit_s: float, what: str) -> None:
         """Ends a wait that has grown too long, or whose other side is gone.
 
         Raises:
@@ -284,7 +285,7 @@ class Asker:
                 f"{self.me}: {self.there} has closed the connection while this task waited for {what}: its process is gone. "
                 "Look at that task's output; if it does not come back by itself, start it again."
             )
-        if not starting and silent_s > self.patience.silence_s:
+        if not self.starting and silent_s > self.patience.silence_s:
             raise TaskLostError(
                 f"{self.me}: {self.there} has not answered for {silent_s:.0f} s while this task waited for {what}. "
                 "Look at that task's output; if it is gone, start it again."

@@ -142,7 +142,8 @@ class PsChannels:
         """Sends a message to ps task k until it answers with one of `kind`; see `torchquorum.wire.rpc`."""
         self.end.check_process()
         asker = self._askers[k]
-        return asker.ask(message, frames, kind=kind, what=what, limit_s=limit_s, starting=starting)[0]
+        asker = asker.at_start() if starting else asker
+        return asker.ask(message, frames, kind=kind, what=what, limit_s=limit_s)[0]
 
     def question(self, message: m.Message) -> Pending:
         """Numbers a question to ps task 0 and sends it; its answer is kept until `finish` or its own `take`."""

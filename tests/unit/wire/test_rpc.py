@@ -82,7 +82,7 @@ def test_one_that_must_not_be_asked_twice_is_followed_by_a_probe_or_by_nothing()
     assert ps.sent() == [m.Settle(), probe]
     silent = Ps()
     with pytest.raises(DeadlineError):
-        silent.asker.ask(m.Settle(), kind=m.Settled, what="x", limit_s=5.0, again=None, starting=True)
+        silent.asker.at_start().ask(m.Settle(), kind=m.Settled, what="x", limit_s=5.0, again=None)
     assert silent.sent() == [m.Settle()]
 
 
@@ -137,7 +137,7 @@ def test_a_task_that_answers_something_else_is_given_up_at_the_deadline_and_not_
 
 def test_one_that_is_still_starting_may_be_silent() -> None:
     with pytest.raises(DeadlineError):
-        Ps().asker.ask(m.Settle(), kind=m.Settled, what="x", limit_s=30.0, starting=True)
+        Ps().asker.at_start().ask(m.Settle(), kind=m.Settled, what="x", limit_s=30.0)
 
 
 def test_a_closed_connection_ends_the_wait_at_once() -> None:

@@ -235,10 +235,13 @@ class Leader:
 
     @property
     def lead(self) -> int:
-        """Returns the worker that does the chief's work: the chief, or the first one alive while the chief is gone."""
-        chief = self.quorum.workers.get(0)
-        alive = self.quorum.alive
-        return min(alive) if chief is not None and chief.gone and alive else 0
+        """Returns the worker that does the chief's work: the chief, or the first one alive while the chief is dead.
+
+        Also when the chief's part is done and the run is not: its settings would stay what they were then.
+        """
+        chief, alive = self.quorum.workers.get(0), self.quorum.alive
+        is_away = chief is not None and not chief.alive and (chief.gone or not self.quorum.stopped)
+        return min(alive) if is_away and alive else 0
 
     @property
     def changes_settings(self) -> bool:

@@ -305,7 +305,7 @@ class Session:
 
     @property
     def leads(self) -> bool:
-        """Whether this worker does the chief's work: it is the chief, or stands in for it while it is dead."""
+        """Whether this worker does the chief's work: it is the chief, or stands in while that is dead, or done before the run is."""
         return self._part.leads
 
     @property

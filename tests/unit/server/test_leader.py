@@ -84,6 +84,14 @@ def test_while_the_chief_is_dead_the_first_live_worker_leads() -> None:
     ]
 
 
+def test_where_the_chief_is_done_and_the_run_is_not_the_first_live_worker_leads() -> None:
+    run = leader(last_step=2)
+    run.leave(0, 1, WALL)
+    assert run.lead == 1
+    run.stop(WALL)
+    assert run.lead == 0, "what is to be done at the end the chief has done"
+
+
 def test_the_last_step_releases_all_with_the_news() -> None:
     run = leader(rule=tq.Sync(), last_step=1)
     for key in (FIRST, SECOND):

@@ -18,6 +18,7 @@ from tests.hunt.schedule import Config
 from tests.hunt.world import World
 from torchquorum.formats.checkpoint import CheckpointReader, verify
 from torchquorum.formats.checkpoint_manifest import Manifest
+from torchquorum.formats.journal import JournalError
 from torchquorum.rules.quorum import Key
 from torchquorum.server.leading import Leading
 from torchquorum.server.shard import Shard
@@ -104,9 +105,11 @@ class Book:
         self.ended_at = 0.0
         self.heir: Book | None = None
         self.drawn: dict[int, int] = {}
+        self._been: set[tuple[int, int]] = set()
         self._computing: set[tuple[int, int]] = set()
         self._late: set[tuple[int, int]] = set()
         self.positions: dict[tuple[int, int, int], int] = {}
+        self.saved_positions: dict[tuple[int, int, int], int] = {}
         self.round: Callable[[], Sequence[Key] | None] = lambda: None
         self._places: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
 
@@ -115,7 +118,7 @@ class Book:
         book = Book(world, config)
         book.gradients, book.generations, book.current = self.gradients, self.generations, self.current
         book.excuse, book.positions, book.was_full = self.excuse, self.positions, self.was_full
-        book.accepts_loss = self.accepts_loss
+        book.accepts_loss, book.saved_positions = self.accepts_loss, self.saved_positions
         return book
 
     def check(self, invariant: str, holds: Any, what: str, *parts: Any) -> None:
@@ -159,13 +162,11 @@ class Book:
         before = self.current
         if before is None or self.excuse:
             return
-        whose = made.parent
-        while whose is not None and whose.parent is not None and made.base <= whose.base:
-            whose = whose.parent  # which came to nothing, as a ps was lost while it was created
+        whose = self._owner(made)
         self.check(
             "goes on from its own past",
-            whose is None or before.goes_through(whose, made.base),
-            f"version {made.base} of generation {whose and whose.number} is not in the past of the run",
+            made.parent is None or before.goes_through(whose, made.base),
+            f"version {made.base} of generation {whose.number} is not in the past of the run",
         )
         if self.config.durable:
             at = f"restored at {made.base}, and a worker was given {before.given}"
@@ -202,8 +203,10 @@ class Book:
             self.check("versions follow", shard.version == entry.version, "{} after {}", shard.version, entry)
             self._check_values(shard, generation, entry.version, "no update is lost or applied twice")
 
-    def could_not_follow(self, shard: Shard, entry: Any) -> None:
+    def could_not_follow(self, shard: Shard, entry: Any, error: BaseException) -> None:
         """An entry of the log was an error on a shard, which ends the job; what it asked for has not been made."""
+        disk = isinstance(error, JournalError) or isinstance(error.__cause__, JournalError)
+        self.check("only a disk stops the log", disk, "ps/{} cannot follow {}: {!r}", shard.index, entry, error)
         generation = self.generations.get(shard.generation)
         if generation is not None:
             generation.failed = True
@@ -212,7 +215,7 @@ class Book:
     def _apply(self, generation: Generation, entry: Apply) -> None:
         keys = [Key(*key) for key in entry.keys]
         self.check("versions follow", entry.version == generation.version + 1, "{}, then {}", generation.version, entry)
-        twice = [key for key in keys if key in generation.where]
+        twice = [key for key in keys if key in generation.where or keys.count(key) > 1]
         self.check("no update is lost or applied twice", not twice, "{} are in version {} again", twice, entry.version)
         unknown = [key for key in keys if key not in self.gradients]
         self.check("no update is lost or applied twice", not unknown, "{} were never computed", unknown)
@@ -263,12 +266,14 @@ class Book:
         same = values == expected
         self.check("checkpoints and variables agree", same, f"{path.name} holds {values}, not {expected}")
         for worker, body in manifest.workers.items() if self.config.rule == "sync" else ():
-            stood = self.positions.get((int(worker), manifest.generation, manifest.step))
-            if stood is not None and body.get("version") == manifest.step:
-                saved = body["data"]["data"]["position"]
-                self.check(
-                    "positions are saved as they were", saved == stood, f"worker/{worker} stood at {stood}, not {saved}"
-                )
+            if body.get("version") != manifest.step:
+                continue
+            where = int(worker), manifest.generation, manifest.step
+            saved = self.saved_positions[where] = body["data"]["data"]["position"]
+            stood = self.positions.get(where, saved)
+            self.check(
+                "positions are saved as they were", saved == stood, f"worker/{worker} stood at {stood}, not {saved}"
+            )
 
     def joined(self, worker: int, incarnation: int) -> None:
         """A worker has joined, anew or again: it holds the current version."""
@@ -323,8 +328,31 @@ class Book:
             self.check("versions are whole", whole, "{} holds {} at version {}, not {}", who, values, version, expected)
 
     def stands(self, worker: int, generation: int, version: int, position: int) -> None:
-        """A worker has first held a version at a place in its data."""
+        """A worker has first held a version at a place in its data; one that comes to another generation went back with its data."""
         self.positions.setdefault((worker, generation, version), position)
+        found = self.generations.get(generation)
+        if found is None or found.parent is None or (worker, generation) in self._been:
+            return
+        self._been.add((worker, generation))
+        saved = self.saved_positions.get((worker, self._owner(found).number, found.base))
+        if saved is not None:
+            self.check(
+                "workers go back with the run",
+                position == saved,
+                "worker/{} goes on at {} of its data, and {} was saved with version {}",
+                worker,
+                position,
+                saved,
+                found.base,
+            )
+
+    @staticmethod
+    def _owner(made: Generation) -> Generation:
+        """Returns the generation in which the version was made that another one begins with."""
+        whose = made.parent or made
+        while whose.parent is not None and made.base <= whose.base:
+            whose = whose.parent  # which came to nothing, as a ps was lost while it was created
+        return whose
 
     def answered(self, who: str, key: Key, accepted: bool | None, reason: str, version: int, generation: int) -> None:
         """A worker has heard what became of a gradient."""

@@ -137,11 +137,6 @@ class Disk:
         """A descriptor is closed."""
         self._fds.pop(fd, None)
 
-    @property
-    def holds_for_the_dead(self) -> bool:
-        """Whether descriptors of dead processes are still taken."""
-        return bool(self._ghosts)
-
     def _bury(self, fd: int, process: Process, *, owned: bool) -> None:
         """Does what the system does for a dead process; the number stays taken, so that a late close harms nobody."""
         known = self._fds.get(fd)
@@ -321,7 +316,7 @@ class Disk:
     def mounted(self) -> Iterator[None]:
         """The product's files are on this disk, for a block."""
         from tests.hunt.observe import replaced
-        from torchquorum.formats import checkpoint_names, checkpoint_write
+        from torchquorum.formats import checkpoint_names, checkpoint_write, in_use
 
         changed = {name: self._os_change(name) for name in ("mkdir", "rename", "replace", "unlink", "rmdir")}
         changed |= {"open": self._os_open, "close": self._os_close, "write": self._os_write, "writev": self._os_writev}
@@ -334,6 +329,7 @@ class Disk:
             for name, function in changed.items():
                 stack.enter_context(replaced(os, name, function))
             stack.enter_context(replaced(io, "open", self._io_open))
+            stack.enter_context(replaced(in_use, "_held", {}))  # the dead give nothing up when they are collected
             stack.enter_context(replaced(checkpoint_write, "save_file", self._save_file))
             stack.enter_context(replaced(checkpoint_names, "secrets", _Tokens(tokens)))
             yield

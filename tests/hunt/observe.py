@@ -55,8 +55,8 @@ def observing(first: Book) -> Iterator[None]:
     def watch_follow(shard: Shard, entry: Any, *args: Any, **options: Any) -> Any:
         try:
             replies = follow(shard, entry, *args, **options)
-        except Exception:
-            watched.book.could_not_follow(shard, entry)
+        except Exception as error:
+            watched.book.could_not_follow(shard, entry, error)
             raise
         watched.book.followed(shard, entry)
         return replies

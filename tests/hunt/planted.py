@@ -9,6 +9,7 @@ from typing import Any
 from tests.hunt.observe import replaced
 from torchquorum.rules.quorum import Quorum
 from torchquorum.server.following import Following
+from torchquorum.server.leader import Leader
 from torchquorum.server.leading import Leading
 from torchquorum.server.outbox import Outbox
 from torchquorum.server.pending_gradients import PendingGradients
@@ -65,16 +66,16 @@ def update_applied_twice() -> Iterator[None]:
 
 @contextmanager
 def repeated_push_counted_again() -> Iterator[None]:
-    """A gradient that was decided on, and is pushed again after a lost connection, is taken for a new one."""
-    push = Quorum.push
+    """A gradient that was decided on, and comes again, is taken for a new one."""
+    arrived = Leader.arrived
 
-    def forgetful(quorum: Quorum, key: Any, *args: Any, **options: Any) -> Any:
-        known = quorum.workers.get(key.worker)
+    def forgetful(leader: Leader, shard: int, key: Any, *args: Any, **options: Any) -> None:
+        known = leader.quorum.workers.get(key.worker)
         if known is not None and known.incarnation == key.incarnation:
             known.local_step = min(known.local_step, key.local_step - 1)
-        return push(quorum, key, *args, **options)
+        arrived(leader, shard, key, *args, **options)
 
-    with replaced(PendingGradients, "is_decided", lambda gradients, key: False), replaced(Quorum, "push", forgetful):
+    with replaced(PendingGradients, "is_decided", lambda gradients, key: False), replaced(Leader, "arrived", forgetful):
         yield
 
 

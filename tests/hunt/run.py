@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import tempfile
 import threading
@@ -69,14 +68,7 @@ def _play(schedule: Schedule) -> Result:
             os.makedirs(disk.folder)
             stack.callback(disk.close)
             stack.enter_context(disk.mounted())
-            stack.callback(_let_go, disk)
         return _play_in(world, disk, schedule)
-
-
-def _let_go(disk: Disk) -> None:
-    """What the dead still hold is closed while the disk knows of it: later the number may be somebody else's."""
-    if disk.holds_for_the_dead:
-        gc.collect()
 
 
 def _play_in(world: World, disk: Disk | None, schedule: Schedule) -> Result:

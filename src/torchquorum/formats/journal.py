@@ -379,6 +379,7 @@ class Lineage:
     Attributes:
         files: Each with the last version to replay from it.
         generations: The generations that wrote them, the checkpoint's own first.
+        starts: The version at which each of these began; of the checkpoint's own, that of the checkpoint.
         version: The version that they reach.
         plan: The plan of the updates; None if there are none.
         seen: The last version of which they have a record, also behind damage.
@@ -388,11 +389,16 @@ class Lineage:
 
     files: list[tuple[Path, int]] = field(default_factory=list)
     generations: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
     version: int = 0
     plan: dict[str, Any] | None = None
     seen: int = 0
     told: int = 0
     damage: list[tuple[Path, str]] = field(default_factory=list)
+
+    def kept(self) -> list[tuple[int, int]]:
+        """Returns each generation with the last of its versions that a run which goes on from here has in its past."""
+        return [(made, min([self.version, *self.starts[k + 1 :]])) for k, made in enumerate(self.generations)]
 
     def add(self, path: Path, head: Head, step: int) -> None:
         """Adds a file of this line: its records are replayed if they go on from those before."""
@@ -403,6 +409,7 @@ class Lineage:
         if head.generation not in self.generations:
             # It began with all updates up to its start: what the generation before wrote beyond that does not count.
             self.generations.append(head.generation)
+            self.starts.append(head.start)
             self.files = [(before, min(upto, head.start)) for before, upto in self.files]
             self.version = self.seen = self.told = max(step, min(self.version, head.start))
             self.damage.clear()
@@ -444,7 +451,7 @@ def find_lineage(folder: Path, shard: int, num_shards: int, generation: int, ste
     Raises:
         JournalError: They were written with another number of ps tasks, or cannot be read.
     """
-    line = Lineage([], [generation], step, seen=step, told=step)
+    line = Lineage([], [generation], [step], step, seen=step, told=step)
     known = {generation}
     heads, damaged = _heads(folder)
     for path, head in heads:
@@ -483,7 +490,9 @@ def find_common(folder: Path, num_shards: int, generation: int, step: int) -> Li
     first = lines[0]
     first.version, first.damage = common, damage
     first.seen, first.told = min(line.seen for line in lines), max(line.told for line in lines)
-    first.generations = [r for r in first.generations if all(r in line.generations for line in lines)]
+    known = [all(r in line.generations for line in lines) for r in first.generations]
+    first.starts = [start for start, by_all in zip(first.starts, known, strict=True) if by_all]
+    first.generations = [r for r, by_all in zip(first.generations, known, strict=True) if by_all]
     return first
 
 

@@ -110,6 +110,7 @@ def create_run(life: TaskLife, create: Create, frames: Sequence[Frame], now: flo
             )
             run.recorder.began(describe_beginning(plan, create.generation, shard.version, base, frames, wall))
         run.checkpoints.last_good = create.restore or ""
+        run.requests.kept = create.journal.kept if create.journal is not None else []
         run.begin(data, replayed, now, wall, save=bool(plan.durable) and manifest is None)
         return run
     except BaseException:

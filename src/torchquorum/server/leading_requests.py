@@ -29,6 +29,9 @@ class LeadingRequests(WorkerRequests):
         leader: Decides about gradients.
         checkpoints: Know whose position is wanted, and where a worker stood in the checkpoint that was restored.
         buffers: The model's buffers, if it has any.
+
+    Attributes:
+        kept: How much of the generations before this one is in its past; a worker that comes back hears it.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class LeadingRequests(WorkerRequests):
     ) -> None:
         super().__init__(life.me, shard)
         self._say, self._leader, self._checkpoints, self._buffers = life.say, leader, checkpoints, buffers
+        self.kept: list[tuple[int, int]] = []
 
     def push(self, got: Incoming[m.Push]) -> list[Reply]:
         """A joined worker sends a gradient, and with it, if it leads, the settings of its program."""
@@ -126,7 +130,7 @@ class LeadingRequests(WorkerRequests):
             if isinstance(answer := reply.message, m.Variables):
                 answer.save = self._checkpoints.wants_position(worker)
                 if self.shard.workers.is_join(worker, answer.request):
-                    answer.position = self._checkpoints.positions.restored(worker)
+                    answer.position, answer.kept = self._checkpoints.positions.restored(worker), self.kept
                     if (recorder := self._leader.decisions.recorder) is not None and answer.position is not None:
                         recorder.placed(worker, self.shard.workers[worker].incarnation, answer.position)
         return replies

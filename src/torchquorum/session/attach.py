@@ -60,7 +60,7 @@ class AttachResult:
     link: Link
     plan: Plan
     version: int  # that the run continues at
-    steps_back: int = 0  # how many versions before where it was; 0 where nothing is lost
+    steps_back: int = 0  # how many versions that this task has seen are lost, and may have been made anew by others
     resumed: Step | None = None  # what became of the gradient that was being pushed, if there was one
 
 
@@ -130,9 +130,10 @@ class Attachment:
         if first:
             self._begin_record(link)
         self.connection.join(plan, flat)
-        # Joined: the model holds the current version. If that is an older one than before, the buffers are older too.
+        # Joined: the model holds the current version. If the run has gone back since, the buffers are older too, and so are
+        # the gradients that this worker has given, even if others have made as many versions again.
         version = link.version
-        steps_back = max(0, before.version - version) if before is not None else 0
+        steps_back = link.lost_since(before) if before is not None else 0
         if first or steps_back:
             self.buffers.load_first(link)
         # Workers that trained together continue together: otherwise the first one back would fill their rounds.

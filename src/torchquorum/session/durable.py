@@ -143,7 +143,7 @@ def find_journal(
         manifest = load_manifest(locate(found.path))
         generation = manifest.generation
         if is_remote(found.path):  # there are no journals on object stores
-            return JournalRef(manifest.step, generation, generation, at)
+            return JournalRef(manifest.step, generation, generation, at, [(generation, manifest.step)])
         line = find_common(Path(found.path).parent, plan.num_shards, generation, manifest.step)
         if line.version > manifest.step:
             if line.plan is not None:
@@ -151,7 +151,7 @@ def find_journal(
             say(f"the journal leads on to global step {line.version}")
     if isinstance(logdir, Path):
         _check_promise(logdir, line, found, max(told if plan.durable else 0, line.told), say, accept_loss=accept_loss)
-    return JournalRef(line.version, generation, line.generations[-1] if line.generations else 0, at)
+    return JournalRef(line.version, generation, line.generations[-1] if line.generations else 0, at, line.kept())
 
 
 def _check_promise(

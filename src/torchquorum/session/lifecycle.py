@@ -160,6 +160,8 @@ class Lifecycle:
         self._setup.optimizer.attach(link, self)
         self.states.go(SessionState.STOPPING if after_loop else SessionState.RUNNING)
         back = f", {found.steps_back} steps before where it was" if found.steps_back else ""
+        if found.steps_back and found.version > self._reached - found.steps_back:
+            back = f"; {found.steps_back} steps that this task had seen are lost, others have gone on since"
         self._setup.say(f"going on at global step {found.version}{back}")
         if not after_loop:
             self._hooks.after_create_session()

@@ -144,12 +144,14 @@ class JournalRef(msgspec.Struct):
         generation: The generation of the checkpoint.
         after: The generation that the new one goes on from.
         at: When the new generation begins, in nanoseconds since the epoch.
+        kept: The generations that are in its past, each with the last of its versions that is.
     """
 
     version: int
     generation: int
     after: int
     at: int
+    kept: list[tuple[int, int]] = []
 
 
 class MeanPiece(msgspec.Struct, array_like=True):

@@ -53,9 +53,10 @@ class Variables(Message):
     """One whole version; in frame 0, or in the ps's shared memory at `slot`. Constants follow in frame 1 after a Join.
 
     Shard 0 adds `save`, a version that is being saved and for which it wants the worker's Position, and, after a Join, the
-    `position` that the checkpoint holds for this worker. `lr` are the rates of the next update, `used` those of the last one;
-    `settings` are the run's, with the number of their changes, where the worker does not know them. `fastpath` is the page on which
-    workers make updates, `states` the memory of the optimizer's state, by the kernels' names in their order.
+    `position` that the checkpoint holds for this worker, and `kept`, how much of earlier generations is in this one. `lr` are the
+    rates of the next update, `used` those of the last one; `settings` are the run's, with the number of their changes, where the
+    worker does not know them. `fastpath` is the page on which workers make updates, `states` the memory of the optimizer's state, by
+    the kernels' names in their order.
     """
 
     request: int
@@ -74,6 +75,7 @@ class Variables(Message):
     settings: list[dict[str, Any]] = []
     revision: int = -1
     optimizer: StateRef | None = None
+    kept: list[tuple[int, int]] = []
 
 
 class Rows(Message):

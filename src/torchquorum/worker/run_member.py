@@ -267,11 +267,12 @@ class RunMember:
         first_message = requests.open[0][0]
         averaged = isinstance(first_message, m.Pull) and first_message.averaged
         state = isinstance(first_message, m.Pull) and first_message.state
-        restored = None  # which comes with the answer to a join, also where that is of a version that is gone by now
+        # These come with the answer to a join, also where that is of a version that is gone by now.
+        restored, kept = None, list[tuple[int, int]]()
         while True:
             # A request is open: every ps task answers with its part of a version, which is loaded at once.
             answers = requests.answers(limit_s)
-            restored = answers[0][0].position or restored
+            restored, kept = answers[0][0].position or restored, answers[0][0].kept or kept
             if state:
                 self._state = [(a.optimizer, frames[-1]) for a, frames in answers if a.optimizer is not None]
                 answers = [(a, frames[:-1] if a.optimizer is not None else frames) for a, frames in answers]
@@ -291,7 +292,7 @@ class RunMember:
         if first.revision >= 0:
             view.settings, view.revision = first.settings, first.revision
         view.stopped = view.stopped or first.stop
-        view.position = restored
+        view.position, view.kept = restored, kept or view.kept
         self.watch.note()
         if first.stop:
             self.on_stop()

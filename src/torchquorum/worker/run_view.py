@@ -24,6 +24,7 @@ class RunView:
         settings: The run's settings, as this worker knows them, at their `revision`.
         assignments: How many times it has come to an assignment in this creation of the variables.
         stopped: Whether the run is over.
+        kept: The generations that this one goes on from, each with the last of its versions that counts here.
         position: The worker's position in the checkpoint that the last answer came from, if it brought one.
     """
 
@@ -36,6 +37,7 @@ class RunView:
     revision: int = -1
     assignments: int = 0
     stopped: bool = False
+    kept: list[tuple[int, int]] = field(default_factory=list)
     position: dict[str, Any] | None = None
 
     def take_over(self, before: RunView) -> None:
@@ -43,3 +45,9 @@ class RunView:
         self.local_step, self.version, self.generation = before.local_step, before.version, before.generation
         self.lr, self.used_lr, self.settings = before.lr, before.used_lr, before.settings
         self.assignments = before.assignments
+
+    def lost_since(self, before: RunView) -> int:
+        """Returns how many versions that another view has seen are not in this run's past; all, if the run began anew."""
+        if self.generation == before.generation:
+            return 0
+        return max(0, before.version - dict(self.kept).get(before.generation, 0))

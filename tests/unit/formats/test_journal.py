@@ -105,6 +105,9 @@ def test_a_generation_that_goes_on_from_another_supersedes_what_that_one_wrote_l
     write(tmp_path, head(1), range(1, 6))
     write(tmp_path, head(2, after=1, start=3), range(4, 6))
     assert replayed(tmp_path, 1, 0) == ["1:1", "1:2", "1:3", "2:4", "2:5"]
+    assert find_lineage(tmp_path, 0, 1, 1, 0).kept() == [(1, 3), (2, 5)]
+    write(tmp_path, head(3, after=2, start=2), range(3, 4))
+    assert find_common(tmp_path, 1, 1, 0).kept() == [(1, 2), (2, 2), (3, 3)]
 
 
 def test_a_generation_that_began_anew_has_nothing_to_do_with_the_records_of_before(tmp_path: Path) -> None:

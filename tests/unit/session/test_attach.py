@@ -20,6 +20,7 @@ from torchquorum.session.states import SessionState
 from torchquorum.session.stop_condition import StopCondition
 from torchquorum.wire.inprocess import InProcessNetwork
 from torchquorum.wire.rpc import Patience
+from torchquorum.worker.run_view import RunView
 from torchquorum.worker.step import Step
 from torchquorum.worker.worker_end import WorkerEnd
 
@@ -38,6 +39,7 @@ class World:
 
     def __init__(self) -> None:
         self.created, self.version, self.generation = [False, False], 0, 1
+        self.kept: list[tuple[int, int]] = []
         self.failures: list[tuple[str, Exception]] = []  # (what is being done, what goes wrong then)
         self.done: list[str] = []
         self.links: list[Any] = []
@@ -59,11 +61,12 @@ def make(
 ) -> Attachment:
     """Returns the attachment of a worker whose links are those of the world."""
 
-    class ScriptedLink:
+    class ScriptedLink(RunView):
         """A link that does what the world says."""
 
         def __init__(self, end: WorkerEnd) -> None:
-            self.incarnation, self.generation, self.version, self.local_step = end.incarnation, 0, 0, 0
+            super().__init__()
+            self.incarnation = end.incarnation
             self.settings: list[Any] = []
             self.positions = self
             self.while_waiting, self.unsettled, self.position, self.went_on = (
@@ -90,7 +93,7 @@ def make(
 
         def join(self, plan: Any, flat: Any) -> None:
             world.do("join")
-            self.version, self.generation = world.version, world.generation
+            self.version, self.generation, self.kept = world.version, world.generation, world.kept
 
         def wait_for_workers(self, count: int, at_most_s: float | None = None, *, begins: bool = False) -> None:
             world.do(f"wait {count} {at_most_s}")
@@ -223,14 +226,15 @@ def test_when_a_push_is_resumed(entry: dict[str, Any], generation: int, resumes:
     assert (found.resumed is not None) is resumes
 
 
-def test_a_run_that_is_back_at_an_older_version_resumes_no_push() -> None:
+@pytest.mark.parametrize("version", [5, 12])  # 12: others have gone on since
+def test_a_run_that_went_back_resumes_no_push(version: int) -> None:
     world = World()
     world.version = 9
     attachment = make(world)
     before = attach(attachment, creates=True).link
-    world.version = 5
+    world.version, world.generation, world.kept = version, 2, [(1, 5)]
     found = attach(attachment, creates=True, before=before)
-    assert (found.version, found.steps_back, found.resumed) == (5, 4, None)
+    assert (found.version, found.steps_back, found.resumed) == (version, 4, None)
 
 
 def test_variables_that_are_lost_without_a_checkpoint_are_an_error_unless_the_run_may_start_afresh() -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -93,9 +94,32 @@ def build(name: str, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
             f"optimizer {name!r}: not a class of torch.optim, and this task has registered none of that name{more} A class of your "
             f"own needs tq.register_optimizer({name}) before tq.join(), in the program that every task runs"
         )
-    given = [{k: v if k == "params" else decode(v) for k, v in group.items()} for group in groups]
+    given = [{k: v if k == "params" else decode(v) for k, v in group.items()} | as_on_a_ps(group) for group in groups]
     needed = inspect.signature(kind).parameters if name in _registered else {}
     return kind(given, **{k: v for k, v in given[0].items() if k in needed and k != "params"})  # type: ignore[call-arg]
+
+
+def as_on_a_ps(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options that are others on a ps, which has no GPU: those that say how an update is made there, not which."""
+    return {"capturable": False} if options.get("capturable") else {}
+
+
+def check_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ConfigError if a parameter group has an option that has no effect on a ps."""
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ConfigError(
+            "differentiable=True: the update is made on the ps tasks, and no gradient flows through it; leave that out, or make such "
+            "steps in the program with torch.func, and the outer ones with the tq.Optimizer"
+        )
+
+
+@contextmanager
+def of_the_program() -> Iterator[None]:
+    """Inside this block an optimizer or a schedule runs, whose assertions are its own: they are errors, not faults of this package."""
+    try:
+        yield
+    except AssertionError as error:
+        raise RuntimeError(f"AssertionError: {error}") from error
 
 
 def _of_torch(name: str) -> type[torch.optim.Optimizer] | None:

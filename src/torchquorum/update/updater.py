@@ -168,7 +168,7 @@ class Updater:
             return
         self.settings = changed(self.settings, change)
         for group, options in zip(self._optimizer.param_groups, change, strict=True):
-            group.update({name: decode(value) for name, value in options.items()})
+            group.update({name: decode(value) for name, value in options.items()} | optimizers.as_on_a_ps(options))
         if any(name != RATE for options in change for name in options):
             self._options_changed()
         if self._schedule is None:
@@ -246,7 +246,8 @@ class Updater:
 
     def _next_rates(self) -> list[float]:
         if self._schedule is not None:
-            self._schedule.step()
+            with optimizers.of_the_program():
+                self._schedule.step()
         return self._current_rates()
 
     def _current_rates(self) -> list[float]:
@@ -297,7 +298,7 @@ class Updater:
             span.parameter.data = span.view(new)
             skip = bool(absent) and span.pieces[0].variable in absent
             span.parameter.grad = None if skip else span.view(mean)
-        with self._rates_of_now():
+        with self._rates_of_now(), optimizers.of_the_program():
             self._optimizer.step()
         for span in self.spans:
             span.parameter.grad = None

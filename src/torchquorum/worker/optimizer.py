@@ -20,7 +20,7 @@ from torchquorum.compress.compressor import read_compressor
 from torchquorum.errors import ConfigError, LostPlaceError, TaskLostError
 from torchquorum.rules import Rule, Sync
 from torchquorum.update.constraints import read_after_update
-from torchquorum.update.optimizers import is_own, name_of
+from torchquorum.update.optimizers import check_groups, is_own, name_of
 from torchquorum.update.schedules import check_name
 from torchquorum.wire.messages import AverageSpec, OptimizerSpec, ScheduleSpec
 from torchquorum.wire.settings import RATE, Settings, changed, changes, describe, encode
@@ -167,6 +167,7 @@ class Optimizer(torch.optim.Optimizer):
             outer_spec(rule, 1)
         if self._local is None:
             name_of(type(optimizer))
+            check_groups(optimizer)
         if compress is not None:
             read_compressor(compress)
             if allow_nonfinite:

@@ -1,7 +1,7 @@
 """torchquorum: a parameter server for PyTorch.
 
 `import torchquorum as tq` has the names of a training loop; what fewer programs need is in `tq.data`, `tq.graph`, `tq.hooks`,
-`tq.devices`, `tq.tensorflow`, `tq.types` and `tq.errors`. The block below is the list (see `torchquorum.lazy`): a name is loaded
+`tq.devices`, `tq.rows`, `tq.tensorflow`, `tq.types` and `tq.errors`. The block below is the list (see `torchquorum.lazy`): a name is loaded
 when it is first used, so that `torchquorum --help` does not pay for importing torch.
 """
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torchquorum import errors as errors
     from torchquorum import graph as graph
     from torchquorum import hooks as hooks
+    from torchquorum import rows as rows
     from torchquorum import tensorflow as tensorflow
     from torchquorum import types as types
     from torchquorum.cluster import ClusterSpec as ClusterSpec
@@ -50,5 +51,6 @@ if TYPE_CHECKING:
     from torchquorum.worker.optimizer import ExponentialMovingAverage as ExponentialMovingAverage
     from torchquorum.worker.optimizer import Optimizer as Optimizer
     from torchquorum.worker.optimizer import schedule as schedule
+    from torchquorum.worker.table_module import Table as Table
 else:
     __getattr__, __dir__ = load_when_used(__name__)

@@ -18,7 +18,6 @@ from torchquorum.update.table import shard_of
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import frame_tensor, tensor_frame
 from torchquorum.worker.ps_channels import PsChannels
-from torchquorum.worker.row_parameter import RowParameter
 from torchquorum.worker.row_tables import RowTables
 
 PushedRows = list[tuple[list[m.RowPart], list[Frame]]]
@@ -91,14 +90,11 @@ class RowExchange:
         found: PushedRows = [([], []) for _ in range(self._num_shards)]
         squares = 0.0
         for number, each in enumerate(self._tables.all):
-            parameter = each.parameter
-            gradient = parameter.grad if isinstance(parameter, RowParameter) else None
+            gradient = each.take_gradient()
             if gradient is None:
                 continue
-            merged = gradient.coalesce()
-            keys = merged.indices()[0].cpu().numpy()
-            rows = merged.values().cpu()
-            squares += float(torch.linalg.vector_norm(rows, dtype=torch.float64)) ** 2
+            keys, rows = gradient[0], gradient[1].cpu()
+            squares += float(torch.linalg.vector_norm(rows)) ** 2
             shards = shard_of(keys, self._num_shards)
             for k, (parts, frames) in enumerate(found):
                 mine = np.flatnonzero(shards == k) if self._num_shards > 1 else slice(None)

@@ -6,10 +6,12 @@ belongs to sparse embeddings alone, and to an optimizer that updates single rows
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import msgspec
 import numpy as np
 import torch
 from torch import nn
@@ -22,6 +24,7 @@ from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import tensor_frame
 from torchquorum.wire.plan import InitSpec, TableSpec
 from torchquorum.worker.row_parameter import RowParameter
+from torchquorum.worker.table_module import Table
 from torchquorum.worker.variable_names import plain_names
 
 _Answer = TypeVar("_Answer")
@@ -38,6 +41,27 @@ class RowsOf:
     spec: TableSpec
     parameter: nn.Parameter
     initial: torch.Tensor | None  # until the ps tasks have it
+    module: Table | None = None  # whose parameter it is, if it is no embedding's
+
+    def begin(self, pull: Callable[[Keys], torch.Tensor]) -> None:
+        """From now on its rows come from the ps tasks."""
+        if self.module is not None:
+            self.module.pull = pull
+            self.module.gathered.clear()
+        else:
+            RowParameter.begin(self.parameter, self.spec.name, pull)
+
+    def take_gradient(self) -> tuple[Keys, torch.Tensor] | None:
+        """Returns the gradient that has gathered, keys in order, each once; None if there is none."""
+        if self.module is not None:
+            found = self.module.merged() if self.module.gathered else None
+            self.module.gathered.clear()
+            return found
+        gradient = self.parameter.grad
+        if gradient is None:
+            return None
+        merged = gradient.coalesce()
+        return merged.indices()[0].cpu().numpy(), merged.values()
 
 
 class RowTables:
@@ -53,7 +77,7 @@ class RowTables:
         self.pull: Callable[[int, Keys], torch.Tensor] = _not_joined
         self.survive: Callable[[Callable[[], Any]], Any] = lambda ask: ask()
         for number, each in enumerate(self.all):
-            RowParameter.begin(each.parameter, each.spec.name, lambda keys, k=number: self._pulled(k, keys))
+            each.begin(lambda keys, k=number: self._pulled(k, keys))
 
     def __len__(self) -> int:
         return len(self.all)
@@ -115,9 +139,17 @@ def find_tables(
     Raises:
         ConfigError: torch.optim would refuse their sparse gradients, too, or an option cannot be used with rows.
     """
-    owners = _sparse_owners(module)
-    name_of = {id(p): plain_names(module)(name) for name, p in module.named_parameters()}
+    owners, plain = _sparse_owners(module), plain_names(module)
+    name_of = {id(p): plain(name) for name, p in module.named_parameters()}
     optimizer_name, found = type(optimizer).__name__, list[RowsOf]()
+    for name, each in module.named_modules():
+        if isinstance(each, Table):
+            if whole:
+                raise ConfigError(
+                    f"{name or 'tq.Table'}: a table of rows cannot be in a session with {whole}, which needs whole variables"
+                )
+            spec = msgspec.structs.replace(each.spec, name=plain(name) or "table")
+            found.append(RowsOf(msgspec.structs.replace(spec, seed=table_seed(spec)), each.anchor, None, each))
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             modules = owners.get(id(parameter))
@@ -136,6 +168,11 @@ def find_tables(
             _check_modules(name, modules)
             found.append(_describe(name, parameter, number, optimizer_name))
     return found
+
+
+def table_seed(spec: TableSpec) -> int:
+    """Returns the seed of a table's rows: of its own seed and its name, so that two tables do not begin alike."""
+    return spec.seed * 0x9E3779B1 + zlib.crc32(spec.name.encode())
 
 
 def _why_whole(parameter: nn.Parameter, group: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> str:
@@ -163,6 +200,7 @@ def _describe(name: str, parameter: nn.Parameter, group: int, optimizer: str) ->
         optimizer=optimizer,
         init=InitSpec("normal", {"mean": 0.0, "std": 1.0}),
     )
+    spec.seed = table_seed(spec)
     return RowsOf(spec, parameter, parameter.detach().to("cpu") if not parameter.is_meta else None)
 
 

@@ -210,3 +210,95 @@ def test_what_rows_cannot_do_is_refused_when_the_session_begins(change: Any, sai
     cluster._threads.clear()
     work(cluster.task(0))
     cluster.servers[0].end("test")
+
+
+class Words(nn.Module):
+    """Two growing tables, one a bag with weights."""
+
+    def __init__(self, optimizer: tq.rows.RowOptimizer | None = None, **options: Any) -> None:
+        super().__init__()
+        self.one = tq.Table(4, optimizer=optimizer, init=tq.rows.Uniform(-1, 1), **options)
+        self.bag = tq.Table(3, optimizer=optimizer, mode="sum", init=tq.rows.Normal(0, 0.1))
+        torch.manual_seed(0)
+        self.last = nn.Linear(7, 1)
+
+    def forward(self, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.cat([self.one(keys).sum(1) + self.one(keys[:, 0]), self.bag(keys, weights=weights)], 1))
+
+
+def keys_of(worker: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + worker)
+    keys = torch.randint(-(1 << 40), 1 << 40, (300,), generator=torch.Generator().manual_seed(7))
+    chosen = keys[torch.randint(0, 300, (30, 4), generator=generator)]
+    return chosen, torch.randn(30, 4, generator=generator), torch.randn(30, 1, generator=generator)
+
+
+def grow(
+    *,
+    ps: int = 1,
+    workers: int = 1,
+    steps: int = STEPS,
+    make: Callable[[], Words] = Words,
+    rule: Any = None,
+    **options: Any,
+) -> list[Any]:
+    cluster = Cluster(ps=ps, workers=workers)
+
+    def work(task: Task) -> Any:
+        with ONE_AT_A_TIME:
+            model = make()
+        optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), rule=rule or tq.Sync())
+        with tq.Session(
+            task, model, optimizer, last_step=steps, patience=PATIENCE, wait_for_workers=workers, **options
+        ) as session:
+            while not session.should_stop():
+                keys, weights, target = keys_of(task.index, session.global_step)
+                optimizer.zero_grad()
+                ((model(keys, weights) - target) ** 2).mean().backward()
+                optimizer.step()
+            every = torch.cat([keys_of(0, step)[0].reshape(-1) for step in range(30)]).unique()
+            with torch.no_grad():
+                return model.one(every), model.bag(every[:, None]), model.last.weight.detach(), model.one.evicted()
+
+    return cluster.run(*[work] * workers)[0]
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "RowwiseAdagrad", "LazyAdam", "FTRL"])
+def test_a_table_is_the_same_whatever_the_number_of_ps_tasks_and_restarts(tmp_path: Path, kind: str) -> None:
+    def make() -> Words:
+        return Words(getattr(tq.rows, kind)(lr=0.1))
+
+    once = grow(make=make)
+    again = grow(make=make, steps=4, ps=2, logdir=str(tmp_path))
+    assert not torch.equal(again[0], once[0])
+    again = grow(make=make, ps=3, logdir=str(tmp_path))
+    for mine, other in zip(again[:3], once[:3], strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("durable", [False, True])
+def test_evictions_agree_over_shards_journal_and_restart(tmp_path: Path, durable: bool) -> None:
+    def make() -> Words:
+        return Words(admit=2, ttl=3, capacity=90)
+
+    once = grow(make=make, steps=14)
+    assert len(once[3]) > 20
+    grow(make=make, steps=9, logdir=str(tmp_path), durable=durable)
+    again = grow(make=make, steps=14, logdir=str(tmp_path), durable=durable)
+    for mine, other in zip(again[:3], once[:3], strict=True):
+        assert torch.equal(mine, other)
+    assert again[3] == once[3][-len(again[3]) :]
+
+
+def test_a_table_says_what_it_cannot_do() -> None:
+    with pytest.raises(ConfigError, match="use it inside"):
+        tq.Table(4)(torch.tensor([1]))
+    for said, make in {
+        "dim=0": lambda: tq.Table(0),
+        "allowed are sum, mean, max": lambda: tq.Table(4, mode="median"),
+        "give tq.rows.Adagrad": lambda: tq.Table(4, optimizer="adam"),  # pyright: ignore[reportArgumentType]
+        "must be a number, 0 or more": lambda: tq.rows.SGD(-1.0),
+        "allowed are all, touching": lambda: tq.Table(4, average="some"),
+    }.items():
+        with pytest.raises(ConfigError, match=said):
+            make()

@@ -13,6 +13,7 @@ from torchquorum.rules import quorum
 from torchquorum.rules.quorum import Quorum
 from torchquorum.server.arrivals import Arrival
 from torchquorum.server.decision_log import DecisionLog, LogEntry
+from torchquorum.server.evictions import Evictions
 from torchquorum.server.membership import Membership
 from torchquorum.server.recorder import Recorder
 from torchquorum.server.run_history import RunHistory
@@ -29,6 +30,7 @@ class Decisions:
 
     Attributes:
         log: What every shard follows.
+        evictions: When rows of tables go.
         settings: The options of the optimizer's parameter groups.
         scheduled_rates: Returns the rates with which a schedule makes a version.
         requests: Of each worker, its incarnation and its newest request.
@@ -42,6 +44,7 @@ class Decisions:
     ) -> None:
         self.plan, self.quorum = plan, quorum
         self.log = DecisionLog(plan.num_shards)
+        self.evictions = Evictions(plan)
         self.history = RunHistory(quorum, tally, ledger)
         self.scheduled_rates: Callable[[int], list[float]] = lambda _version: []
         self.settings = RunSettings(plan.optimizer.groups if settings is None else settings)
@@ -94,7 +97,8 @@ class Decisions:
                 case quorum.Applied(keys, version):
                     batches = self.data.applied(keys) if self.data else {}
                     named = [(k.worker, k.incarnation, k.local_step) for k in keys]
-                    self.log.append(Apply(named, version, batches, self.settings.take()))
+                    gone_at = self.evictions.at(version, wall)
+                    self.log.append(Apply(named, version, batches, self.settings.take(), gone_at))
                     counts.updated(wall)
                 case quorum.Released(worker, incarnation, _, version, stop):
                     counts.worker(worker).release(wall)

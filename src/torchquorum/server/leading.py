@@ -186,6 +186,9 @@ class Leading(Run):
                 replies += self.requests.with_positions(answers, entry.worker)
             else:
                 replies += shard.follow(entry)
+        if shard.evicted:
+            leader.history.note("evicted", values={"rows": shard.evicted, "step": shard.version})
+            shard.evicted = 0
         self._write_snapshots()
         replies += self.life.followers.news(leader.log, self.generation, shard.followed)
         leader.log.followed(0, shard.followed)

@@ -104,6 +104,11 @@ def _mean(run: Run, got: Incoming[m.MeanRequest]) -> list[Reply]:
     return [Reply(got.peer, *run.shard.variables.mean.answer(got.message.request))]
 
 
+def _evicted(run: Run, got: Incoming[m.TakeEvicted]) -> list[Reply]:
+    keys = run.shard.tables.evicted(got.message.table)
+    return [Reply(got.peer, m.Evicted(got.message.request), [keys])]
+
+
 def _data(handler: Handler) -> Handler:
     """A worker that has left gets no data."""
 
@@ -124,6 +129,7 @@ _no_buffers = _refuse(LostPlaceError, NO_BUFFERS)
 ROUTES: dict[type[m.Message], Route] = {
     # training
     m.Push: Route(lambda run, got: run.requests.push(got), joined=True, request=True),
+    m.TakeEvicted: Route(_evicted, joined=True),
     m.PullRows: Route(lambda run, got: run.requests.pull_rows(got), joined=True),
     m.Pull: Route(lambda run, got: run.requests.pull(got), joined=True, request=True),
     m.Values: Route(lambda run, got: run.requests.keep_values(got), joined=True),

@@ -67,6 +67,7 @@ class Shard:
         followed: How many entries of the log were followed.
         snapshots: Those that the log has asked for and the saver has not been given.
         ended: The end of the job, once the log has it.
+        evicted: How many rows of tables have gone here since this was last set to 0.
         broken: An update has failed, here or on another shard: of the log only its end is followed.
     """
 
@@ -97,6 +98,7 @@ class Shard:
         self.ended: End | None = None
         self.broken = False
         self.journal: JournalWriter | None = None
+        self.evicted = 0
 
     @classmethod
     def created(cls, index: int, create: Create, frames: Sequence[Frame]) -> Shard:
@@ -254,8 +256,7 @@ class Shard:
         if self.tables:
             update = self.variables.update
             self.tables.apply(updates, version, update.settings, update.used)
-            if evicted_at:
-                self.tables.evict(version, evicted_at)
+            self.evicted += self.tables.evict(version, evicted_at) if evicted_at else 0
 
     def keep_values(self, values: Values, frames: Sequence[Frame]) -> None:
         """Keeps what a worker gives for an assignment; what was kept before is dropped.

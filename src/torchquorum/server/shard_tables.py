@@ -194,6 +194,12 @@ class ShardTables:
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
+    def evicted(self, table: int) -> Frame:
+        """Returns the keys of a table that went last, as a frame."""
+        if not 0 <= table < len(self.tables):
+            raise ValueError(f"keys of table {table}, which is not there")
+        return np.array(self.tables[table].told, np.int64).tobytes()
+
     def check(self, table: int, frame: Frame) -> None:
         """Raises ValueError if there is no such table, or it has no such keys."""
         if not 0 <= table < len(self.tables) or len(frame) % 8:

@@ -387,7 +387,8 @@ class Table:
 
     def scalars(self) -> dict[str, Any]:
         """Returns what else a checkpoint has of the table."""
-        return {"count": self.count, "evicted": self.evicted, "marks": [list(mark) for mark in self._marks]}
+        kept = {"count": self.count, "evicted": self.evicted, "marks": [list(mark) for mark in self._marks]}
+        return {**kept, "rows": self.size, "pulled": self.pulled, "found": self.found, "size_bytes": self.size_bytes}
 
     def restore(self, scalars: Sequence[Mapping[str, Any]]) -> None:
         """Takes what `scalars` returned on all shards of a checkpoint."""

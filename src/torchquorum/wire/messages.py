@@ -37,6 +37,7 @@ from torchquorum.wire.ps_messages import (
     BatchesUsed,
     Bye,
     Created,
+    Evicted,
     Fate,
     Fault,
     Held,
@@ -95,6 +96,7 @@ from torchquorum.wire.worker_messages import (
     Stop,
     TakeBatches,
     TakeBuffers,
+    TakeEvicted,
     UseBatches,
     Values,
 )
@@ -105,6 +107,7 @@ AnyMessage = (
     | Join
     | Push
     | PullRows
+    | TakeEvicted
     | Pull
     | Values
     | Assign
@@ -128,6 +131,7 @@ AnyMessage = (
     | Created
     | Variables
     | Rows
+    | Evicted
     | ValuesKept
     | Held
     | Unknown

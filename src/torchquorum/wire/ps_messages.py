@@ -85,6 +85,12 @@ class Rows(Message):
     version: int
 
 
+class Evicted(Message):
+    """The keys of a table whose rows went last, in frame 0, the latest last."""
+
+    request: int
+
+
 class ValuesKept(Message):
     """The shard keeps the values for the worker's nth assignment."""
 

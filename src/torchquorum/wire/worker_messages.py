@@ -97,6 +97,15 @@ class PullRows(Message):
     table: int
 
 
+class TakeEvicted(Message):
+    """The worker asks which keys of a table went last. Answered by Evicted."""
+
+    worker: int
+    incarnation: int
+    request: int
+    table: int
+
+
 class Pull(Message):
     """The worker asks for the current version, or for the moving averages at it. Answered by Variables.
 

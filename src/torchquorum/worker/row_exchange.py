@@ -38,7 +38,7 @@ class RowExchange:
         self._tables, self._channels, self._specs = tables, channels, tables.specs
         self._num_shards = len(channels)
         self.norm = 0.0
-        tables.pull = self.pull
+        tables.pull, tables.evicted = self.pull, self.evicted
 
     def pull(self, table: int, keys: Keys) -> torch.Tensor:
         """Returns rows by their keys, each once and in order, as they are at one place of the log."""
@@ -84,6 +84,21 @@ class RowExchange:
             )
             found.append((answer.version, mine[k], frames[0]))
         return found
+
+    def evicted(self, table: int) -> Keys:
+        """Returns the keys of a table that went last, of all ps tasks."""
+        end, found = self._channels.end, list[Keys]()
+        for k in range(self._num_shards):
+            number = self._channels.next_number()
+            _, frames = self._channels.asker(k).ask(
+                m.TakeEvicted(end.index, end.incarnation, number, table),
+                kind=m.Evicted,
+                what="the keys that went last",
+                limit_s=end.patience.round_s,
+                accept=lambda answer, number=number: answer.request == number,
+            )
+            found.append(frame_tensor(frames[0], len(frames[0])).view(torch.int64).numpy())
+        return np.concatenate(found)
 
     def collect(self) -> PushedRows:
         """Returns, for each ps task, the gradients of rows that have gathered, to go with a push."""

@@ -69,15 +69,19 @@ class RowTables:
 
     Attributes:
         pull: Returns rows: of a table, by number, with these keys, each once and in order.
+        evicted: Returns the keys that went last, of a table by number.
         survive: Calls something again when a ps task was lost meanwhile and found again.
     """
 
     def __init__(self, found: Sequence[RowsOf] = ()) -> None:
         self.all = list(found)
         self.pull: Callable[[int, Keys], torch.Tensor] = _not_joined
+        self.evicted: Callable[[int], Keys] = lambda number: _not_joined(number, np.empty(0, np.int64)).numpy()
         self.survive: Callable[[Callable[[], Any]], Any] = lambda ask: ask()
         for number, each in enumerate(self.all):
             each.begin(lambda keys, k=number: self._pulled(k, keys))
+            if each.module is not None:
+                each.module.ask_evicted = lambda k=number: self.survive(lambda: self.evicted(k))
 
     def __len__(self) -> int:
         return len(self.all)

@@ -12,7 +12,8 @@ PUBLIC = {
     "torchquorum": """
         Async Batches Bounded Buffered Clamp ClusterSpec EvaluateHook ExponentialDecay ExponentialMovingAverage Hook LaunchError
         Local LogHook MaxNorm NanLossError Optimizer Ray Rule Session StopAtStepHook SummaryHook Sync Task TorchQuorumError Towers
-        UnitNorm capture data devices errors graph hooks join launch register_optimizer schedule simulate tensorflow types
+        UnitNorm capture data devices errors graph hooks join launch register_optimizer rows schedule simulate
+        tensorflow types Table
     """,
     "torchquorum.data": """
         Example Feature FixedLenFeature Mnist Prefetcher RawFeature RecordError Split TFRecordDataset TFRecordWriter
@@ -21,6 +22,7 @@ PUBLIC = {
     "torchquorum.devices": "device place",
     "torchquorum.graph": "BatchResult Graph GraphClient GraphSession Server connect",
     "torchquorum.hooks": "FinalAccuracyHook HookSession NanGuardHook ProgressHook Ran StepCounterHook TowerLogHook",
+    "torchquorum.rows": "Adagrad Constant FTRL LazyAdam Normal RowOptimizer RowwiseAdagrad SGD Uniform Zeros",
     "torchquorum.tensorflow": """
         ConfigProto Coordinator GPUOptions allow_soft_placement constant l2_regularizer log_device_placement
     """,

@@ -57,7 +57,7 @@ def ask_ps(
     asker = Asker(channel=channel, me="torchquorum", there=f"{LEADER} ({address})", patience=patience, clock=clock)
     again = SAME if repeat else None
     try:
-        return asker.ask(message, kind=kind, what="an answer", limit_s=timeout_s, again=again, starting=True)[0]
+        return asker.at_start().ask(message, kind=kind, what="an answer", limit_s=timeout_s, again=again)[0]
     except DeadlineError:
         raise DeadlineError(
             f"no answer from {address} within {timeout_s:g} s; is a ps task of torchquorum running there? Give the address of "

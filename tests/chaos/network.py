@@ -19,8 +19,8 @@ SUBNET = "10.213.9"
 
 
 def rate(mbit: float) -> tuple[str, ...]:
-    """Returns the options of a link that passes so many megabits per second."""
-    return ("rate", f"{mbit:g}mbit", "burst", "32kb", "latency", "400ms")
+    """Returns the options of a link that passes so many megabits per second; at once, what it passes in some milliseconds."""
+    return ("rate", f"{mbit:g}mbit", "burst", f"{max(32, int(mbit))}kb", "latency", "400ms")
 
 
 def missing() -> str:

@@ -26,7 +26,7 @@ from torchquorum.errors import (
     UpdateError,
 )
 from torchquorum.wire import codec
-from torchquorum.wire.channel import UNKNOWN, Channel
+from torchquorum.wire.channel import UNKNOWN, Channel, Pieces
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.stream import LARGE_BYTES
 
@@ -217,6 +217,10 @@ class Asker:
         packet = [codec.encode(message), *frames]
         repeated = packet if again is SAME else [codec.encode(again)] if again is not None else None
         number = getattr(message, "request", -1)
+        large = (
+            repeated is packet
+            and sum(f.size_bytes() if isinstance(f, Pieces) else len(f) for f in frames) >= LARGE_BYTES
+        )
         self.channel.send(packet)
         return self.wait(
             kind,
@@ -225,6 +229,7 @@ class Asker:
             limit_s=limit_s,
             repeat=lambda: self.channel.send(repeated) if repeated is not None else None,
             number=number,
+            large=large,
         )
 
     def wait(
@@ -236,6 +241,7 @@ class Asker:
         limit_s: float,
         repeat: Callable[[], None],
         number: int = -1,
+        large: bool = False,
     ) -> tuple[_Kind, list[Frame]]:
         """Waits for the answer to what was sent already; as `ask`, but calls `repeat` every `probe_s`, unless something is on its way.
 
@@ -246,10 +252,12 @@ class Asker:
             limit_s: When to give up.
             repeat: Sends the question, or a probe, once more.
             number: The question's number: a Fault under it is its answer, as one without a number is.
+            large: Whether what is repeated is large: the other task has as long to answer as that was on its way, then twice as long.
         """
         seen = self.patience.seen_time(self.clock)
         started = reported = asked = seen.now()
         life = Life(self.channel, started, self.beats)
+        arrived, repeats = started, 0
         while True:
             received = self.channel.receive(self.patience.probe_s)
             now = seen.turn()
@@ -263,10 +271,13 @@ class Asker:
                     raise error_of(answer)
                 self.other(answer, tensors)
             under_way = life.look(now)
+            if under_way:
+                arrived = now
             if now - asked >= self.patience.probe_s:
                 asked = now
-                if not under_way:
+                if not under_way and (not large or now - arrived >= (arrived - started) * 2**repeats):
                     repeat()
+                    repeats += 1
                 self.meanwhile()
             self.check(now - max(started, life.transferred), now - life.heard, limit_s, what)
             if now - reported >= self.patience.say_s:

@@ -26,6 +26,7 @@ from torchquorum.wire.codec import MAX_HEADER_BYTES, Frame
 MOST_FRAMES = 16
 LARGE_BYTES = 64 << 10
 STAGE_BYTES = 16 << 10  # read at once; of a large frame that much is copied, the rest is received where it stays
+AT_ONCE_BYTES = 64 << 20
 MOST_PARTS = 512  # pieces of memory in one system call; the system allows 1024
 _COUNT = struct.Struct("<I")
 _QUEUED = struct.Struct("i")
@@ -414,12 +415,15 @@ class StreamWriter:
         return None if message.done and not message.large else message
 
     def flush(self) -> bool:
-        """Sends what fits; True when nothing is left.
+        """Sends what fits, and not too much at a time, so that its thread looks up also on a fast link; True when nothing is left.
 
         Raises:
             OSError: The connection is gone.
         """
+        most = self._written + AT_ONCE_BYTES
         while self._queue:
+            if self._written >= most:
+                return False
             with self._lock:
                 parts = list(islice(chain.from_iterable(message.parts for message in self._queue), MOST_PARTS))
             count = self._write(parts)

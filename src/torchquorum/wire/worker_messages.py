@@ -29,7 +29,8 @@ class Create(Message):
     last one. `generation` names this
     creation on all shards; `replace` says to give up variables that are there, because another ps has lost its own.
     `journal` says how far the updates after that checkpoint are to be made again from the journal; nothing if there are none.
-    With `only_existing` nothing is created: a ps that was restarted since it said that it has variables refuses.
+    With `only_existing` nothing is created, and there are no frames: a ps that was restarted since it said that it has variables
+    refuses. So the chief asks, too, whether what it has sent was created.
     """
 
     plan: Plan

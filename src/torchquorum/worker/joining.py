@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import torch
 
 import torchquorum.wire.messages as m
-from torchquorum.errors import ClusterError
+from torchquorum.errors import ClusterError, LostCreationError
 from torchquorum.memory.slots import section_views
 from torchquorum.wire import codec
 from torchquorum.wire.codec import Frame
@@ -61,25 +62,39 @@ def create(
     Returns:
         Whether they had variables before, which then stay as they are.
     """
-    existing = False
-    what, limit_s = "the variables to be created", channels.end.patience.start_s
+    existing, new = False, message.restore is None and not message.only_existing
     for k in reversed(range(len(channels.end.ps))):
         frames: list[Frame] = []
-        for region in (flat.layout.trained[k], flat.layout.constants[k]) if message.restore is None else ():
+        for region in (flat.layout.trained[k], flat.layout.constants[k]) if new else ():
             values = torch.zeros(region.size_bytes, dtype=torch.uint8)
             flat.store(region, section_views(region, values))
             frames.append(tensor_frame(values))
-        if message.restore is None:
+        if new:
             frames += flat.tables.frames(k, message.plan.num_shards)
-        if k == 0 and message.plan.buffers:
+        if k == 0 and message.plan.buffers and not message.only_existing:
             assert buffers is not None
             frames.append(tensor_frame(buffers.pack()))
-        if begins is not None and message.restore is None:
+        if begins is not None and new:
             message.optimizer, memory = begins.part(k, flat.layout, flat.parameters)
             frames.append(memory)
-        answer = channels.ask(k, message, frames, kind=m.Created, what=what, limit_s=limit_s, starting=True)
+        answer = _ask_to_create(channels, k, message, frames)
         existing = existing or answer.existing
     return existing
+
+
+def _ask_to_create(channels: PsChannels, k: int, message: m.Create, frames: list[Frame]) -> m.Created:
+    """Sends a creation to ps task k; what has arrived is not sent again, however long it takes: it is asked whether it is there."""
+    what, limit_s = "the variables to be created", channels.end.patience.start_s
+    again = msgspec.structs.replace(message, only_existing=True, optimizer=None)
+    while True:
+        try:
+            return channels.ask(
+                k, message, frames, kind=m.Created, what=what, limit_s=limit_s, again=again, starting=True
+            )
+        except LostCreationError:
+            if message.only_existing:
+                raise
+            # It is not there: it was lost on its way.
 
 
 def take_faster_ways(channels: PsChannels, welcomes: Sequence[m.Welcome], shared: Sequence[bool]) -> None:

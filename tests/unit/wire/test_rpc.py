@@ -201,6 +201,31 @@ def test_while_a_question_leaves_it_is_not_asked_again_and_the_line_says_how_muc
     assert ps.said[0] == "/job:worker/task:1: waiting for x: 5 s, 4.0 of 60.0 MB have left"
 
 
+def test_a_large_question_that_has_arrived_is_not_sent_again_before_the_other_has_had_as_long_for_it() -> None:
+    """A model whose upload takes 8 s; the other takes 6 s to take it up."""
+    ps = Ps()
+    turns = 0
+    ps.channel.moved = Progress(leaving=80_000_000)
+
+    def pass_time() -> None:
+        nonlocal turns
+        turns += 1
+        ps.channel.moved = Progress(delivered=10_000_000 * turns, leaving=max(0, 80_000_000 - 10_000_000 * turns))
+        if turns == 14:
+            ps.channel.arrived.append([codec.encode(m.Settled(True))])
+
+    ps.asker.meanwhile = pass_time
+    ps.asker.ask(m.Settle(), [bytes(1 << 17)], kind=m.Settled, what="x", limit_s=60.0)
+    assert len(ps.channel.sent) == 1
+
+
+def test_one_that_was_lost_is_sent_again_after_ever_longer_times() -> None:
+    ps = Ps()
+    with pytest.raises(TaskLostError):
+        ps.asker.ask(m.Settle(), [bytes(1 << 17)], kind=m.Settled, what="x", limit_s=60.0)
+    assert len(ps.channel.sent) > 3
+
+
 @pytest.mark.parametrize("stuck", [Progress(leaving=9), Progress(coming=100_000, came=9)])
 def test_a_message_that_does_not_move_is_no_sign_of_life(stuck: Progress) -> None:
     ps = Ps()

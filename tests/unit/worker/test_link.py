@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
+from torch import nn
 
 import torchquorum.wire.messages as m
+from tests.protocol.by_hand import layout_of, make_plan
 from tests.unit.worker.ps_by_hand import PsTasks
 from torchquorum.errors import ClusterError, TaskLostError
+from torchquorum.wire import codec
+from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.link import GOODBYE_S, Link, Unsettled
 
 PUSH = m.Push(1, 7, 4, local_step=3, version=2, slot=-1, absent=[], loss=None)
@@ -87,3 +92,21 @@ def test_a_ps_that_is_gone_does_not_hold_up_a_goodbye() -> None:
     link.leave(loss=0.5)
     assert ps.sent(0)[-1] == ps.sent(1)[-1] == m.Leave(1, 7, 0.5, None, True)
     assert ps.clock.now() - began <= 2 * (GOODBYE_S + 1.0)
+
+
+def test_variables_are_sent_once_however_long_a_ps_takes_for_them_and_again_if_it_has_not_got_them() -> None:
+    ps = PsTasks(index=0)
+    link = greeted(ps)
+    plan = make_plan()
+    flat = FlatParameters(layout_of(plan), [nn.Parameter(torch.zeros(v.shape)) for v in plan.variables])
+    asked = 0
+
+    def slowly(_k: int, message: m.Message) -> list[m.Message]:
+        nonlocal asked
+        asked += isinstance(message, m.Create)
+        return {5: [m.Fault("LostCreationError", "it is not here")], 9: [m.Created(0, False)]}.get(asked, [])
+
+    ps.answer = slowly
+    assert not link.create(plan, flat, generation=5)
+    frames = [len(f) for f in ps.channels[0].sent if isinstance(codec.split(f)[0], m.Create)]
+    assert frames == [3, 1, 1, 1, 1, 3, 1, 1, 1]

@@ -16,7 +16,7 @@ PUBLIC = {
         tensorflow types Table
     """,
     "torchquorum.data": """
-        Example Feature FixedLenFeature Mnist Prefetcher RawFeature RecordError Split TFRecordDataset TFRecordWriter
+        Example Feature FixedLenFeature Mnist Prefetcher RawFeature RecordError Sampler Split TFRecordDataset TFRecordWriter
         VarLenFeature decode_raw load_mnist parse_example parse_single_example read_records
     """,
     "torchquorum.devices": "device place",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torchquorum.data.mnist import load_mnist as load_mnist
     from torchquorum.data.parsing import parse_example as parse_example
     from torchquorum.data.parsing import parse_single_example as parse_single_example
+    from torchquorum.data.sampler import Sampler as Sampler
     from torchquorum.data.tfrecords import TFRecordDataset as TFRecordDataset
     from torchquorum.formats.example import Example as Example
     from torchquorum.formats.example import Feature as Feature

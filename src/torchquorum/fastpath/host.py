@@ -32,6 +32,7 @@ HARMLESS = (
     m.TakeBuffers,
     m.TakeBatches,
     m.UseBatches,
+    m.Gate,
     m.Scale,
     m.Settle,
     m.Stay,

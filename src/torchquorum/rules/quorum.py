@@ -54,8 +54,9 @@ class Worker:
     """The state of one worker.
 
     `places` has where it stands in each track. `waits_in` is the track in which it waits, -1 while it computes. `paused`: it is alive and
-    has nothing to compute, so it is not counted and no worker waits for it. `left`: this incarnation has said goodbye; `failed`: because
-    its program failed, so that its part is not done. `out_of_step`: it may be at another place in its program than the others, as one is
+    has nothing to compute, so it is not counted and no worker waits for it; `done`: nor will it have anything until all others have come as
+    far, so rounds do not need its gradients. `left`: this incarnation has said goodbye; `failed`: because its program failed, so that its
+    part is not done. `out_of_step`: it may be at another place in its program than the others, as one is
     that came later or was refused; `seen_in` are the tracks in which a round has closed with it since.
     """
 
@@ -69,6 +70,7 @@ class Worker:
     left: bool = False
     failed: bool = False
     paused: bool = False
+    done: bool = False
     out_of_step: bool = False
     seen_in: set[int] = field(default_factory=set)
 
@@ -112,6 +114,7 @@ class Quorum:
         held: The workers that have pushed and are not released.
         live: How many workers are alive and not paused.
         idle: How many of these are held; the others compute.
+        done: How many workers are paused because they are done with their epoch.
         replaced: Earlier incarnations, as (worker, incarnation), and the last local step of each that was decided on.
     """
 
@@ -131,7 +134,7 @@ class Quorum:
         self.workers: dict[int, Worker] = {}
         self.replaced: dict[tuple[int, int], int] = {}
         self.held: set[int] = set()
-        self.live = self.idle = 0
+        self.live = self.idle = self.done = 0
         self.stopped = self._finished()
         self.closed = self.stopped
         self._now = 0.0  # of the last event that had a time
@@ -197,13 +200,18 @@ class Quorum:
         died: list[Action] = [Died(worker, incarnation, failed)] if failed else []
         return [*died, *self._settle()]
 
-    def pause(self, worker: int, incarnation: int, now: float) -> list[Action]:
-        """A live worker has nothing to compute: it is not counted, as if dead, until it pushes or `resume`."""
+    def pause(self, worker: int, incarnation: int, now: float, *, done: bool = False) -> list[Action]:
+        """A live worker has nothing to compute: it is not counted, as if dead, until it pushes or `resume`.
+
+        With `done` it has come to the end of an epoch: until it is resumed, rounds need the gradients of the others only.
+        """
         self.seen(worker, incarnation, now)
         known = self.workers.get(worker)
-        if known is None or known.incarnation != incarnation or not known.counted or known.held:
+        if known is None or known.incarnation != incarnation or not known.alive or known.held:
             return []
-        self._mark(worker, alive=True, paused=True)
+        if known.paused and known.done >= done:
+            return []
+        self._mark(worker, alive=True, paused=True, done=done)
         for times in self._times():
             times.pauses(worker)
         return self._settle()
@@ -219,6 +227,10 @@ class Quorum:
         for times in self._times():
             times.begins(worker, now)
         return self._settle()
+
+    def flush(self) -> list[Action]:
+        """The epoch is over: what was given to the open rounds is an update of each, however little it is."""
+        return self._settle(full=True)
 
     def fence(self, worker: int, incarnation: int) -> None:
         """The next gradient of this worker is out of date: it will be refused as expired."""
@@ -355,16 +367,18 @@ class Quorum:
         """Returns what a held worker waits for, or None if it does not wait."""
         known = self.workers.get(worker)
         if known is not None and known.paused:
-            return Wait("a batch: others have those that are left", 0, 1, ())
+            what = "the others to finish their epoch" if known.done else "a batch: others have those that are left"
+            return Wait(what, 0, 1, ())
         if known is None or not known.held:
             return None
         of = self.tracks[known.waits_in]
         if self.cause_of_wait(worker) == QUORUM:
             given = {key.worker for key in of.round}
-            short = self.live < of.needed  # then workers that gave were asked again
+            needed = self._needed(of)
+            short = self.live < needed  # then workers that gave were asked again
             counted = [i for i in self.alive if self.workers[i].counted]
             missing = tuple(i for i in counted if (not self.workers[i].held if short else i not in given))
-            return Wait(QUORUM, len(of.round), of.needed, missing, of.index)
+            return Wait(QUORUM, len(of.round), needed, missing, of.index)
         slowest = of.slowest_clock()
         missing = tuple(
             i for i in self.alive if self.workers[i].counted and self.workers[i].places[of.index].clock == slowest
@@ -399,7 +413,7 @@ class Quorum:
             return Reason.NOT_FINITE
         if bound is not None and staleness > bound:
             return Reason.STALE
-        if of.has_given(worker.places[of.index]) and self.live >= of.needed:
+        if of.has_given(worker.places[of.index]) and self.live >= self._needed(of):
             return Reason.ALREADY_IN_ROUND
         return Reason.FRESH if staleness <= 0 else Reason.WITHIN_BOUND
 
@@ -407,7 +421,13 @@ class Quorum:
         """Whether a track makes no update any more."""
         return self.closed or (self.stopped and of.index == 0)
 
-    def _settle(self, *changed: int, track: Track | None = None) -> list[Action]:
+    def _needed(self, of: Track) -> int:
+        """Returns how many gradients make the open round's update: of workers that are done with their epoch it needs none."""
+        if not self.done or not self.live or not of.rule.once_per_round:
+            return of.needed
+        return max(1, min(of.needed, self.num_workers - self.done))
+
+    def _settle(self, *changed: int, track: Track | None = None, full: bool = False) -> list[Action]:
         """Closes rounds that are full, then releases every worker whose wait is over.
 
         Only the workers that `changed` are checked, unless the event changed what others wait for: so the cost of a round is
@@ -416,7 +436,7 @@ class Quorum:
         actions, stopped = list[Action](), self.stopped
         those = self.tracks if track is None or self._came_back else [track]
         for of in those:
-            actions += self._settle_track(of, changed)
+            actions += self._settle_track(of, changed, full=full)
         if self.stopped != stopped and len(those) < len(self.tracks):
             for of in self.tracks[1:]:
                 actions += self._settle_track(of, changed)
@@ -427,11 +447,12 @@ class Quorum:
             actions += self.conclude() if self.stopped else self._let_go()
         return actions
 
-    def _settle_track(self, of: Track, changed: tuple[int, ...]) -> list[Action]:
+    def _settle_track(self, of: Track, changed: tuple[int, ...], *, full: bool = False) -> list[Action]:
         actions, before = list[Action](), of.version
         if of.chooser is not None and of.chooser.round_s is not None and of.needed > self.live:
             actions += self._choose(of)
-        if len(of.round) >= of.needed and not self._is_over(of) and not self._stays_open(of):
+        enough = len(of.round) >= self._needed(of) and not self._stays_open(of)
+        if (enough or (full and of.round)) and not self._is_over(of):
             keys, of.round = tuple(sorted(of.round)), []
             of.version += 1
             of.round_began = self._now
@@ -487,9 +508,9 @@ class Quorum:
         if self._is_over(of) or not of.rule.once_per_round or not of.held:
             return []
         computing = self.live - self.idle
-        if self.live >= of.needed and (computing or (len(self.tracks) > 1 and not self._all_wait_in(of))):
+        if self.live >= self._needed(of) and (computing or (len(self.tracks) > 1 and not self._all_wait_in(of))):
             return []
-        wanted = of.needed - len(of.round) - computing
+        wanted = self._needed(of) - len(of.round) - computing
         if wanted <= 0:
             return []
         idle = sorted(i for i in of.held if self.workers[i].alive)
@@ -540,7 +561,7 @@ class Quorum:
             times.begins(index, self._now)
         return Released(index, worker.incarnation, worker.local_step, version, self.stopped)
 
-    def _mark(self, index: int, *, alive: bool, waits_in: int = -1, paused: bool = False) -> None:
+    def _mark(self, index: int, *, alive: bool, waits_in: int = -1, paused: bool = False, done: bool = False) -> None:
         """The only place that changes a worker's state, so that the counts stay right."""
         worker, held = self.workers[index], waits_in >= 0
         was, counted = worker.counted, alive and not paused
@@ -553,7 +574,8 @@ class Quorum:
             self.tracks[worker.waits_in].held.discard(index)
         if held:
             self.tracks[waits_in].held.add(index)
-        worker.alive, worker.waits_in, worker.paused = alive, waits_in, paused
+        self.done += done - worker.done
+        worker.alive, worker.waits_in, worker.paused, worker.done = alive, waits_in, paused, done
         (self.held.add if held else self.held.discard)(index)
 
     def _look_for_end(self) -> None:

@@ -142,7 +142,14 @@ class Checkpoints:
             return
         self.positions.begin()
         self.saving = Saving(
-            number, version, folder, partial, keep, now, self._leader.data.state(), self._leader.settings.now
+            number,
+            version,
+            folder,
+            partial,
+            keep,
+            now,
+            {**self._leader.data.state(), **self._leader.meeting.state()},
+            self._leader.settings.now,
         )
         self._leader.snapshot(number, str(partial))
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from torchquorum.formats.ledger_write import LedgerWriter
 from torchquorum.rules import quorum
+from torchquorum.rules.gates import Gates
 from torchquorum.rules.quorum import Quorum
 from torchquorum.server.arrivals import Arrival
 from torchquorum.server.decision_log import DecisionLog, LogEntry
@@ -49,7 +50,7 @@ class Decisions:
         self.scheduled_rates: Callable[[int], list[float]] = lambda _version: []
         self.settings = RunSettings(plan.optimizer.groups if settings is None else settings)
         self.membership = Membership(plan, quorum)
-        self.data = SharedData()
+        self.data, self.gates = SharedData(), Gates()
         self.requests: dict[int, tuple[int, int]] = {}
         self.outcomes: dict[int, Outcome] = {}
         self.notes: list[str] = []
@@ -96,6 +97,7 @@ class Decisions:
                     self._decided(action, wall, push or Arrival(), self._rates(made) if made is not None else [])
                 case quorum.Applied(keys, version):
                     batches = self.data.applied(keys) if self.data else {}
+                    self.gates.applied(keys)
                     named = [(k.worker, k.incarnation, k.local_step) for k in keys]
                     gone_at = self.evictions.at(version, wall)
                     self.log.append(Apply(named, version, batches, self.settings.take(), gone_at))
@@ -122,6 +124,7 @@ class Decisions:
         if action.reason is not quorum.Reason.OLD_INCARNATION:
             self.outcomes[key.worker] = Outcome(accepted, action.reason.value, action.met)
         batches = self.data.decided(key, action.reason, accepted=accepted) if self.data else {}
+        self.gates.decided(key, accepted=accepted)
         self.history.decided(action, push.loss, wall, batches, rates, norm=push.norm)
         if self.recorder is not None:
             self.recorder.decided(action, push.loss)

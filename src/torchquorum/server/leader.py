@@ -18,6 +18,7 @@ from torchquorum.rules.quorum import Key, Quorum
 from torchquorum.server.arrivals import Arrival, Arrivals
 from torchquorum.server.assigning import Assigning
 from torchquorum.server.decisions import Decisions
+from torchquorum.server.meeting import Meeting
 from torchquorum.server.row_requests import AskedRows
 from torchquorum.server.tally import Tally
 from torchquorum.wire.messages import Drop, End, Fate, Held, LeasedBatches, Plan, Snapshot, TakeBatches
@@ -32,6 +33,7 @@ class Leader:
         quorum: Decides.
         decisions: What follows from that; what it keeps has names here too.
         assigning: `session.assign()`.
+        meeting: The ends of epochs, and barriers.
         arrivals: The gradients that not every shard has yet.
         asked_rows: The requests for rows that not every shard has yet.
     """
@@ -52,6 +54,7 @@ class Leader:
         self.log, self.history, self.notes = decisions.log, decisions.history, decisions.notes
         self.settings, self.membership, self.data = decisions.settings, decisions.membership, decisions.data
         self.assigning = Assigning(decisions)
+        self.meeting = Meeting(decisions)
         self.arrivals = Arrivals(plan.num_shards)
         self.asked_rows = AskedRows(plan.num_shards)
 
@@ -81,6 +84,8 @@ class Leader:
             if known is not None:
                 self._drop_incomplete(Key(worker, known.incarnation, known.local_step + 1))
                 self.data.gone(worker, known.incarnation, for_good=True)
+                self.meeting.gone(worker, known.incarnation)
+        self.meeting.joined(worker, incarnation)
         self.decisions.follow(self.quorum.join(worker, incarnation, now), wall)
         self.decisions.note(self.membership.changed())
 
@@ -176,6 +181,7 @@ class Leader:
             self.history.note("left", worker, values=values)
         self.data.gone(worker, incarnation, for_good=True)
         self.assigning.forget(worker)
+        self.meeting.gone(worker, incarnation)
         self.decisions.follow(self.quorum.leave(worker, incarnation, failed=failed), wall)
         if NanLossError.__name__ in failed:
             self.decisions.note(self.history.largest())

@@ -21,6 +21,7 @@ from torchquorum.server.buffer_home import BufferHome
 from torchquorum.server.checkpoints import Checkpoints
 from torchquorum.server.leader import Leader
 from torchquorum.server.leading_requests import LeadingRequests
+from torchquorum.server.meeting import SAVED_AS
 from torchquorum.server.recorder import open_recorder
 from torchquorum.server.reply import Incoming, Reply
 from torchquorum.server.run import Run
@@ -87,6 +88,8 @@ class Leading(Run):
         self.leader.history.restore(replayed)
         if replayed:
             self.checkpoints.restored_from(replayed[0].version - 1)
+        self.leader.meeting.gates.restore(data.get(SAVED_AS, {}))
+        data = {name: body for name, body in data.items() if name != SAVED_AS}
         self.leader.data.restore(data, (record.batches for record in replayed))
         self.leader.begin(wall)
         folder = locate(self.plan.logdir) if self.plan.logdir is not None else None
@@ -122,6 +125,12 @@ class Leading(Run):
         self.leader.leave(leave.worker, leave.incarnation, got.wall, failed=failed)
         self._check_end(got.now)
         return super().leave(got)
+
+    def gate(self, got: Incoming[m.Gate]) -> list[Reply]:
+        """A worker has come to the end of an epoch, or to a barrier."""
+        gate = got.message
+        replies = self.look_at_fastpath(close=gate.wait)
+        return [*replies, got.reply(self.leader.meeting.meet(gate, got.now, got.wall))]
 
     def take_batches(self, got: Incoming[m.TakeBatches]) -> list[Reply]:
         """A joined worker asks for its share of the data."""

@@ -21,6 +21,7 @@ from torchquorum.server.run import Run
 
 NO_VARIABLES = "holds no variables yet: the chief, /job:worker/task:0, has not created them"
 NO_DATA = "shares out no data: only ps task 0 does, once the chief has created the variables"
+NO_EPOCHS = "counts no epochs: only ps task 0 does, once the chief has created the variables"
 NO_SCALE = "only /job:ps/task:0 knows the run, once the chief has created the variables: ask that one"
 NO_PARTS = "only shard 0 takes parts of checkpoints, from the other shards"
 
@@ -110,9 +111,9 @@ def _evicted(run: Run, got: Incoming[m.TakeEvicted]) -> list[Reply]:
 
 
 def _data(handler: Handler) -> Handler:
-    """A worker that has left gets no data."""
+    """A worker that has left gets no data, and comes to no gate."""
 
-    def handle(run: Leading, got: Incoming[m.TakeBatches | m.UseBatches]) -> list[Reply]:
+    def handle(run: Leading, got: Incoming[m.TakeBatches | m.UseBatches | m.Gate]) -> list[Reply]:
         message = got.message
         if run.leader.quorum.workers[message.worker].left:
             return [got.reply(run.requests.not_joined(message.worker, message.incarnation, message.request))]
@@ -170,6 +171,7 @@ ROUTES: dict[type[m.Message], Route] = {
     m.UseBatches: Route(
         _data(lambda run, got: [got.reply(run.leader.data.use(got.message))]), Leading, _no_data, joined=True
     ),
+    m.Gate: Route(_data(Leading.gate), Leading, _refuse(LostPlaceError, NO_EPOCHS), joined=True),
     # the other shards
     m.Log: Route(Following.log, Following, from_shard_0=True),
     m.Alive: Route(lambda run, got: [], otherwise=_ignore, from_shard_0=True),

@@ -28,5 +28,6 @@ def describe_run(leader: Leader) -> dict[str, Any]:
         **({"aggregate": quorum.needed} if quorum.rule.auto else {}),
         **leader.membership.status(),
         **({"data": leader.data.status()} if leader.data else {}),
+        **({"epoch": leader.meeting.gates.epoch} if leader.meeting.gates.used else {}),
         **counts.snapshot(),
     }

@@ -54,6 +54,7 @@ REFUSED_WHEN_BROKEN = frozenset(
         m.TakeBuffers,
         m.TakeBatches,
         m.UseBatches,
+        m.Gate,
     }
 )
 

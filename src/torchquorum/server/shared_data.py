@@ -58,7 +58,10 @@ class SharedData:
 
     def _pool(self, spec: m.ShareSpec) -> Pool:
         if found := self._pools.get(spec.name):
-            if found[0] != spec:
+            if _follows(found[0], spec):
+                found[1].epochs = spec.epochs
+                self._pools[spec.name] = spec, found[1]
+            elif found[0] != spec:
                 raise ConfigError(f"{_differs(found[0], spec)}. Give every worker the same data and arguments.")
             return found[1]
         if not (0 < spec.batches <= MOST_BATCHES and (spec.epochs is None or 0 < spec.epochs <= MOST_BATCHES)):
@@ -157,6 +160,13 @@ class SharedData:
                 "unusable": pool.unusable,
             }
         return found
+
+
+def _follows(ours: m.ShareSpec, theirs: m.ShareSpec) -> bool:
+    """Whether it is the same data in a later epoch, of a program that goes from epoch to epoch by itself."""
+    if not theirs.by_epoch or ours.epochs is None or theirs.epochs is None or theirs.epochs <= ours.epochs:
+        return False
+    return msgspec.structs.replace(ours, epochs=theirs.epochs) == theirs
 
 
 def _differs(ours: m.ShareSpec, theirs: m.ShareSpec) -> str:

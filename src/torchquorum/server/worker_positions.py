@@ -78,6 +78,10 @@ class WorkerPositions:
             known = self._given.get(worker, {})
             if version in known:
                 found[str(worker)] = known[version]
-            elif known and not self._exact:
+            elif known and (not self._exact or self._is_done(worker)):
                 found[str(worker)] = known[max(known)]
         return found
+
+    def _is_done(self, worker: int) -> bool:
+        """Whether a worker is at the end of its epoch, and has not moved since it sent its position there."""
+        return worker in self._quorum.workers and self._quorum.workers[worker].done

@@ -33,12 +33,38 @@ class Resumable(Protocol):
         ...
 
 
-def _text(state: torch.Tensor) -> str:
+def encode_state(state: torch.Tensor) -> str:
+    """Returns the state of a generator of torch as text."""
     return base64.b64encode(state.numpy().tobytes()).decode()
 
 
-def _tensor(text: str) -> torch.Tensor:
+def decode_state(text: str) -> torch.Tensor:
+    """Returns the state that `encode_state` was given."""
     return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Generators:
+    """The states of the random number generators of this process."""
+
+    torch: torch.Tensor
+    cuda: list[torch.Tensor]
+    python: tuple[Any, ...]
+    numpy: Any
+
+    @classmethod
+    def now(cls) -> Generators:
+        """Returns the states as they are."""
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        return cls(torch.get_rng_state(), cuda, random.getstate(), np.random.get_state(legacy=True))
+
+    def restore(self) -> None:
+        """Puts them back."""
+        torch.set_rng_state(self.torch)
+        if self.cuda:
+            torch.cuda.set_rng_state_all(self.cuda)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
 
 
 @dataclass(slots=True)
@@ -84,8 +110,8 @@ class Captured:
         return {
             "data": self.data,
             **({name: late_state.pack(state) for name, state in self.late_states.items()}),
-            "torch": _text(self.torch),
-            "cuda": [_text(state) for state in self.cuda],
+            "torch": encode_state(self.torch),
+            "cuda": [encode_state(state) for state in self.cuda],
             "python": [version, base64.b64encode(np.asarray(internal, np.uint32).tobytes()).decode(), gauss],
             "numpy": [kind, base64.b64encode(np.asarray(keys, np.uint32).tobytes()).decode(), at, has_gauss, cached],
         }
@@ -109,7 +135,9 @@ def capture(
     return Captured(
         late=late,
         settings=settings,
-        data={name: source.state_dict() for name, source in data.items() if name not in late},
+        data={
+            n: source.state_dict() for n, source in data.items() if n not in late and getattr(source, "in_use", True)
+        },
         torch=torch.get_rng_state(),
         cuda=torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
         python=random.getstate(),
@@ -129,9 +157,9 @@ def restore(body: Mapping[str, Any], data: Mapping[str, Resumable], say: Callabl
             except (ConfigError, ValueError, KeyError, TypeError) as error:
                 say(f"the saved position in the data cannot be taken up, so it starts from its beginning: {error}")
     if "torch" in body:
-        torch.set_rng_state(_tensor(body["torch"]))
+        torch.set_rng_state(decode_state(body["torch"]))
     if body.get("cuda") and torch.cuda.is_available():
-        torch.cuda.set_rng_state_all([_tensor(state) for state in body["cuda"]])
+        torch.cuda.set_rng_state_all([decode_state(state) for state in body["cuda"]])
     if "python" in body:
         version, internal, gauss = body["python"]
         words = np.frombuffer(base64.b64decode(internal), np.uint32)

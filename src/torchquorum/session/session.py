@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,7 @@ from torchquorum.devices.options import ConfigProto, read_device_options
 from torchquorum.errors import ConfigError
 from torchquorum.session.config import MemberOptions, SaveOptions, Setup, StopOptions
 from torchquorum.session.durable import read_durable, read_restore
+from torchquorum.session.epochs import EPOCHS, EpochLoop
 from torchquorum.session.evaluator import Evaluator
 from torchquorum.session.folder import check_folder
 from torchquorum.session.hooks.checkpoint_hook import CheckpointHook
@@ -120,6 +121,7 @@ class Session:
         config: ConfigProto | None = None,
     ) -> None:
         folder = check_folder(task, logdir)
+        self.epoch_loop = EpochLoop(self, wait_for_workers)
         mode = read_durable(durable, folder)
         setup = Setup(
             task=task,
@@ -136,7 +138,10 @@ class Session:
                 buffers=buffers,
                 record=task.replay is None and read_record(record, folder),
             ),
-            data=dict(data) if isinstance(data, Mapping) else {"data": data} if data else {},
+            data={
+                **(dict(data) if isinstance(data, Mapping) else {"data": data} if data else {}),
+                EPOCHS: self.epoch_loop,
+            },
         )
         device_options = read_device_options(
             config,
@@ -158,6 +163,7 @@ class Session:
         if setup.logdir is not None and self.task.is_chief:
             self.hooks.append(CheckpointHook(setup.save, setup.clock))
         self.hooks.append(devices)
+        self.hooks.insert(0, self.epoch_loop)
         part = Lifecycle(setup, self._stop, calls, devices, self._results.recorded)
         part.presence = self.task.presence
         return part
@@ -254,6 +260,34 @@ class Session:
         return make_share(
             self, data, batch_size, epochs=epochs, seed=seed, shuffle=shuffle, drop_last=drop_last, name=name
         )
+
+    def epochs(self, count: int | None = None) -> Iterator[int]:
+        """Goes through epochs: `for epoch in session.epochs(10)`, and in it a loop over any DataLoader, or `session.share(...)`.
+
+        Workers leave an epoch together: one that has no batch left is paused, and rounds need the gradients of the others only. When a loop
+        over the training data ends, the model holds the version that all workers have made of the epoch, so an evaluation after it sees
+        that. A run that goes on does so in its epoch, after the batches that its variables have. Ends early when the session should stop.
+
+        Args:
+            count: How many epochs the run has, the earlier ones of a run that goes on among them; None for no end.
+
+        Yields:
+            The number of the epoch, from 0.
+        """
+        _ = self._part.running_link  # an error outside the block
+        return self.epoch_loop.run(count)
+
+    def barrier(self, timeout_s: float | None = None) -> None:
+        """Waits until every live worker has come to its barrier; meanwhile rounds need the gradients of the others only.
+
+        Args:
+            timeout_s: When to give up; by default when nothing has happened in the run for `Patience.round_s`.
+
+        Raises:
+            DeadlineError: Some did not come; it says who.
+        """
+        _ = self._part.running_link
+        self.epoch_loop.barrier(timeout_s)
 
     def end_at(self, last_step: int) -> None:
         """Sets the global step at which the run is over, if there is none; called before the session begins."""

@@ -12,10 +12,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, TypeVar
 
+import msgspec
+
 import torchquorum.wire.messages as m
 from torchquorum.data.numbered import NumberedBatches
 from torchquorum.errors import ConfigError, DeadlineError
+from torchquorum.session.epochs import EpochLoop
 from torchquorum.session.hooks.hook import Hook, Ran
+from torchquorum.session.loaders import unwatched
 from torchquorum.wire.rpc import Arrived, Pending, error_of
 from torchquorum.worker.link import Link
 from torchquorum.worker.optimizer import Optimizer
@@ -31,6 +35,7 @@ class ShareSession(Protocol):
 
     optimizer: Optimizer
     hooks: list[Hook]
+    epoch_loop: EpochLoop
 
     @property
     def local_step(self) -> int:
@@ -60,7 +65,11 @@ class Share(Hook):
 
     def __init__(self, session: ShareSession, batches: NumberedBatches, epochs: int | None, name: str) -> None:
         self._session, self._batches = session, batches
-        self._spec = m.ShareSpec(name, batches.rows, batches.batch_size, batches.per_epoch, epochs, batches.seed)
+        by_epoch = session.epoch_loop.running
+        self._spec = m.ShareSpec(
+            name, batches.rows, batches.batch_size, batches.per_epoch, epochs, batches.seed, by_epoch
+        )
+        self.given: Any = None
         self.batches_per_epoch = batches.per_epoch
         self.epoch, self.number = 0, -1
         self._ahead = max(AHEAD, batches.ahead + 4)
@@ -99,19 +108,34 @@ class Share(Hook):
                 if number is None:
                     break
                 self._leases.appendleft(number)
-                self._stream = self._batches.stream(self._feed())
+                with unwatched():
+                    self._stream = self._batches.stream(self._feed())
             batch = next(self._stream, _NOTHING)
             if batch is _NOTHING or not self._fed:
                 self._stream = None  # nothing more was to be had just then; or what was read is others' now
             else:
                 return self._hand(self._fed.popleft(), batch)
         self.close()
+        if self._spec.by_epoch:
+            self._session.epoch_loop.data_ended()
         raise StopIteration
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Goes on with the batches of an epoch, in a loop over `session.epochs`."""
+        self._spec = msgspec.structs.replace(self._spec, epochs=epoch + 1)
+        self._over = False
+
+    @property
+    def last_epoch(self) -> int:
+        """Returns the last epoch that it has batches of, or -1 where there is no end."""
+        return -1 if self._spec.epochs is None else self._spec.epochs - 1
 
     def __len__(self) -> int:
         """Returns how many batches all workers together are given."""
         if self._spec.epochs is None:
             raise TypeError("a share without an end has no length")
+        if self._spec.by_epoch:
+            return self._spec.batches
         return self._spec.batches * self._spec.epochs
 
     def _hand(self, number: int, batch: Any) -> Any:
@@ -294,12 +318,26 @@ def make_share(
     """Makes the share of a session, whose arguments it checks; see `tq.Session.share`."""
     if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1):
         raise ConfigError(f"epochs={epochs!r}: must be a whole number, 1 or more; None for no end")
-    if not isinstance(name, str) or not name or len(name) > 200:
+    if not isinstance(name, str) or not name or len(name) > 200 or name.startswith("~"):
         raise ConfigError(f"name={name!r}: must be a text, such as 'data'")
+    loop, given = session.epoch_loop, (data, batch_size, seed, shuffle, drop_last)
+    if loop.running and epochs != 1:
+        raise ConfigError(
+            f"session.share(epochs={epochs}) in a loop over session.epochs(): it is one epoch at a time; leave epochs out"
+        )
+    named = next((hook for hook in session.hooks if isinstance(hook, Share) and hook._spec.name == name), None)
+    if named is not None and not (loop.running and named._spec.by_epoch and named.last_epoch < loop.epoch):
+        raise ConfigError(f"session.share(name={name!r}): there is one of that name; give the second another")
+    if named is not None and all(
+        a is b or (i and a == b) for i, (a, b) in enumerate(zip(named.given, given, strict=True))
+    ):
+        named.begin_epoch(loop.epoch)
+        return named
     batches = NumberedBatches(data, batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last)
-    for hook in session.hooks:
-        if isinstance(hook, Share) and hook._spec.name == name:
-            raise ConfigError(f"session.share(name={name!r}): there is one of that name; give the second another")
-    share = Share(session, batches, epochs, name)
+    share = Share(session, batches, loop.epoch + 1 if loop.running else epochs, name)
+    share.given = given
+    if named is not None:
+        named.close()
+        session.hooks.remove(named)
     session.hooks.append(share)
     return share

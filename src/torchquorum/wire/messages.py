@@ -40,6 +40,7 @@ from torchquorum.wire.ps_messages import (
     Evicted,
     Fate,
     Fault,
+    Gated,
     Held,
     LeasedBatches,
     Mean,
@@ -78,6 +79,7 @@ from torchquorum.wire.worker_messages import (
     Buffers,
     Create,
     FateOf,
+    Gate,
     Hello,
     Join,
     Leave,
@@ -123,6 +125,7 @@ AnyMessage = (
     | TakeBuffers
     | TakeBatches
     | UseBatches
+    | Gate
     | Scale
     | FateOf
     | StatusRequest
@@ -138,6 +141,7 @@ AnyMessage = (
     | Alive
     | LeasedBatches
     | BatchesUsed
+    | Gated
     | Scaled
     | Bye
     | SharedBuffers

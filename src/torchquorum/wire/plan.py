@@ -199,6 +199,7 @@ class ShareSpec(msgspec.Struct, frozen=True):
         batches: How many batches are in an epoch.
         epochs: How many epochs there are; None for no end.
         seed: Of the order of the rows; -1 where they are not shuffled.
+        by_epoch: The program goes from epoch to epoch by itself: `epochs` grows.
     """
 
     name: str
@@ -207,3 +208,4 @@ class ShareSpec(msgspec.Struct, frozen=True):
     batches: int
     epochs: int | None
     seed: int
+    by_epoch: bool = False

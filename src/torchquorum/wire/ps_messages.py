@@ -176,6 +176,23 @@ class BatchesUsed(Message):
     ok: bool
 
 
+class Gated(Message):
+    """Whether a worker may go on, and if not, for whom it waits; `progress` grows while others train.
+
+    `epoch` is the run's, whose data is divided among `members`; `steps` is how many gradients this worker, over all its incarnations, has
+    given in it. With `stopped` the run is over.
+    """
+
+    request: int
+    opened: bool
+    epoch: int
+    members: list[int]
+    steps: int
+    missing: list[int]
+    progress: int
+    stopped: bool
+
+
 class Scaled(Message):
     """So many workers are wanted from now on; these are alive, and those of them that are asked to leave."""
 

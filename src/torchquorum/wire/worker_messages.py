@@ -270,6 +270,22 @@ class UseBatches(Message):
     steps: list[tuple[int, int]]
 
 
+class Gate(Message):
+    """A worker has come to the end of an epoch, or to a barrier, and waits for the others; it asks again until it may go on.
+
+    `barrier` counts its barriers from 1; 0: it is at `stage` of `epoch`. With `wait` False it waits for nothing: it only says that it is in
+    `epoch`, or, with -1, asks which epoch the run is in. Answered by Gated.
+    """
+
+    worker: int
+    incarnation: int
+    request: int
+    epoch: int = -1
+    stage: int = 0
+    barrier: int = 0
+    wait: bool = True
+
+
 class Scale(Message):
     """Anybody says how many workers are wanted, within the cluster's range. Answered by Scaled."""
 

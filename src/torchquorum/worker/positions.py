@@ -65,6 +65,11 @@ class Positions:
             while len(self._kept) > REMEMBERED:
                 del self._kept[min(self._kept)]
 
+    def renew(self, version: int) -> None:
+        """Captures the position at the current version once more: the program has gone on in its data without a push."""
+        if self._capture is not None and self._kept:
+            self._kept[version], self._holds = self._capture(), version
+
     def before_push(self) -> None:
         """The program has done what it does between two steps: what was left open is captured, and sent if it is wanted."""
         position = self._kept.get(self._holds)

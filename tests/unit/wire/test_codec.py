@@ -113,6 +113,18 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         m.UseBatches, numbers, numbers, numbers, st.text(), st.lists(st.tuples(numbers, numbers), max_size=4)
     ),
     m.LeasedBatches: st.builds(m.LeasedBatches, numbers, st.lists(numbers, max_size=4), st.booleans(), st.booleans()),
+    m.Gate: st.builds(m.Gate, numbers, numbers, numbers, numbers, numbers, numbers, st.booleans()),
+    m.Gated: st.builds(
+        m.Gated,
+        numbers,
+        st.booleans(),
+        numbers,
+        st.lists(numbers, max_size=4),
+        numbers,
+        st.lists(numbers, max_size=4),
+        numbers,
+        st.booleans(),
+    ),
     m.BatchesUsed: st.builds(m.BatchesUsed, numbers, st.booleans()),
     m.Scale: st.builds(m.Scale, numbers),
     m.Scaled: st.builds(m.Scaled, numbers, st.lists(numbers, max_size=4), st.lists(numbers, max_size=4)),

@@ -1,0 +1,84 @@
+"""Where workers wait for each other on shard 0: the ends of epochs, and barriers.
+
+Owned by the leader. `torchquorum.rules.gates` says who may go on; here is what follows from that for the quorum. What always holds: a
+worker that waits is paused, and all whose wait is over count again at the same moment, so that no round closes without some of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchquorum.errors import ConfigError
+from torchquorum.rules.epochs import Life
+from torchquorum.rules.gates import BARRIERS, EPOCHS, Place
+from torchquorum.server.decisions import Decisions
+from torchquorum.wire.messages import Gate, Gated
+
+SAVED_AS = "~epochs"  # in a checkpoint, beside the shares of data, which have names without ~
+
+
+class Meeting:
+    """The gates of a run.
+
+    Attributes:
+        gates: Who has come where.
+    """
+
+    def __init__(self, decisions: Decisions) -> None:
+        self._decisions, self._quorum, self.gates = decisions, decisions.quorum, decisions.gates
+
+    def joined(self, worker: int, incarnation: int) -> None:
+        """A worker has joined."""
+        self.gates.joined(Life(worker, incarnation))
+
+    def gone(self, worker: int, incarnation: int) -> None:
+        """A worker's incarnation is over."""
+        self.gates.gone(Life(worker, incarnation))
+
+    def meet(self, gate: Gate, now: float, wall: float) -> Gated:
+        """A joined worker has come to the end of an epoch or to a barrier, or asks which epoch the run is in.
+
+        Raises:
+            ConfigError: Every live worker waits, and not for the same.
+        """
+        quorum, here, life = self._quorum, self.gates, Life(gate.worker, gate.incarnation)
+        opened = True
+        if not gate.wait:
+            plan = self._decisions.plan
+            here.enter(life, gate.epoch, quorum.alive if plan.elastic else range(plan.num_workers))
+        elif not quorum.stopped:
+            at_barrier = gate.barrier > 0
+            place = Place(gate.barrier) if at_barrier else Place(gate.epoch, gate.stage)
+            if here.come(life, BARRIERS if at_barrier else EPOCHS, place):
+                pause = quorum.pause(gate.worker, gate.incarnation, now, done=True)
+                self._decisions.follow(pause, wall)
+                opened = self._open(life, now, wall)
+        live = self._lives()
+        if not opened and (where := here.stuck(live)):
+            raise ConfigError(
+                f"every live worker waits, and not for the same: {where}. All workers have to run the same lines"
+            )
+        progress = sum(worker.local_step for worker in quorum.workers.values())
+        steps, missing = here.steps(gate.worker), here.missing(life, live)
+        return Gated(gate.request, opened, here.epoch, list(here.members), steps, missing, progress, quorum.stopped)
+
+    def _open(self, asking: Life, now: float, wall: float) -> bool:
+        """Lets the workers whose wait is over go on, all at once; returns whether the one that asks is among them."""
+        quorum, decisions, epoch = self._quorum, self._decisions, self.gates.epoch
+        over = self.gates.opened(self._lives())
+        if EPOCHS in over.values() and not quorum.live:
+            decisions.follow(quorum.flush(), wall)  # all have used up what they had
+        if self.gates.epoch != epoch:
+            decisions.history.wall = wall
+            decisions.history.note("epoch", values={"epoch": self.gates.epoch})
+        for life in over:
+            decisions.follow(quorum.resume(life.worker, life.incarnation, now), wall)
+        return asking in over
+
+    def _lives(self) -> list[Life]:
+        return [Life(i, worker.incarnation) for i, worker in sorted(self._quorum.workers.items()) if worker.alive]
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Returns what a checkpoint of the current version holds of the epochs; empty if there are none."""
+        epochs = self.gates.state()
+        return {SAVED_AS: epochs} if epochs else {}

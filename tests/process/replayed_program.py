@@ -1,9 +1,7 @@
 """A program that draws random numbers of every kind, to be recorded and replayed."""
 
 import argparse
-import os
 import random
-import signal
 import time
 
 import numpy as np
@@ -12,21 +10,23 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchquorum as tq
-from torchquorum.rules.presets import parse_rule
+from torchquorum.rules import parse_rule
+from torchquorum.wire.rpc import Patience
 
+task = tq.join()
 parser = argparse.ArgumentParser()
 parser.add_argument("--rule", default="async")
 parser.add_argument("--steps", type=int, default=40)
 parser.add_argument("--optimizer", default="Adam")
 parser.add_argument("--save-steps", type=int, default=15)
 parser.add_argument("--durable", default="")
-parser.add_argument(
-    "--kill", default="", help="WORKER:STEP,... that worker kills itself in its first life before that local step"
-)
 parser.add_argument("--load", type=int, default=-1, help="all load their optimizer's state before that local step")
+parser.add_argument("--logdir")
 parser.add_argument("--pause", type=float, default=0.0)
-flags = parser.parse_known_args()[0]
-task = tq.join()
+parser.add_argument("--buffers", default="chief")
+parser.add_argument("--shared", action="store_true", help="ps task 0 hands the batches out")
+parser.add_argument("--record", action="store_true", default=None)
+flags = parser.parse_args()
 torch.manual_seed(1)
 model = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Dropout(0.2), nn.ReLU(), nn.Linear(12, 1))
 inner = getattr(torch.optim, flags.optimizer)(model.parameters(), lr=0.01)
@@ -41,26 +41,31 @@ if flags.load >= 0:  # and it begins with one
     optimizer.load_state_dict(beginning)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10, gamma=0.9)
 x = torch.randn(64, 6)
-y = x.sum(1, keepdim=True)
-loader = DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True)
-kills = dict(entry.split(":") for entry in flags.kill.split(",") if entry)
-first = not os.path.exists(f"{os.environ.get('MARK', '/nowhere')}-{task.index}")
-if not first or "TORCHQUORUM_REPLAY" in os.environ:
-    kills = {}
-elif "MARK" in os.environ:
-    open(f"{os.environ['MARK']}-{task.index}", "w").close()
+data = TensorDataset(x, x.sum(1, keepdim=True))
+loader = DataLoader(data, batch_size=8, shuffle=True)
 
 
-def steps() -> None:
+def train() -> None:
     with tq.Session(
-        task, model, optimizer, last_step=flags.steps, save_every_steps=flags.save_steps, durable=flags.durable or None
+        task,
+        model,
+        optimizer,
+        logdir=flags.logdir,
+        last_step=None if flags.shared else flags.steps,
+        save_every_steps=flags.save_steps,
+        durable=flags.durable or None,
+        buffers=flags.buffers,
+        record=flags.record,
+        liveness_s=2.0,
+        patience=Patience(silence_s=3.0),
+        start_afresh=True,
     ) as session:
+        print(f"begins at {session.global_step}", flush=True)
         while True:
-            for inputs, targets in loader:
+            batches = session.share(data, batch_size=2, epochs=flags.steps // 32 + 1) if flags.shared else loader
+            for inputs, targets in batches:
                 if session.should_stop():
                     return
-                if kills.get(str(task.index)) == str(session.local_step + 1):
-                    os.kill(os.getpid(), signal.SIGKILL)
                 if session.local_step + 1 == flags.load:
                     optimizer.load_state_dict(optimizer.state_dict())
                 time.sleep(flags.pause * random.random())
@@ -70,6 +75,9 @@ def steps() -> None:
                 loss.backward()
                 optimizer.step(loss=loss)
                 scheduler.step()
+            if flags.shared:
+                return
 
 
-steps()
+train()
+print("done", flush=True)

@@ -79,12 +79,7 @@ class ReplayService(Service):
         self._peers: dict[Peer, LifeKey] = {}
         self._joined: dict[LifeKey, int] = {}  # how many creations of the variables a life has joined
         self._creation: Incoming[m.Create] | None = None
-        self._skipped: set[int] = set()
-        self._next_answers: dict[LifeKey, list[int]] = {}
-        for number, step in enumerate(self._script.steps):
-            if isinstance(step.item, Answer):
-                release = step.item.release
-                self._next_answers.setdefault((release.worker, release.incarnation), []).append(number)
+        self._next_answers = {key: self._script.answers_of(life) for key, life in self._script.lives.items()}
         self._given: dict[tuple[LifeKey, str], int] = {}
         self._last_given: dict[LifeKey, tuple[int, list[Reply]]] = {}
         self._handlers_of: dict[type[m.Message], Callable[[Asked], list[Reply]]] = {
@@ -242,24 +237,15 @@ class ReplayService(Service):
         return m.Held(request, f"its place in the record, which is at: {waited}", 0, 1, [])
 
     def _tell_fate(self, got: Incoming[m.FateOf]) -> list[Reply]:
+        """What had become of a gradient when its worker joined again."""
         asked = got.message
-        decided = self._script.decided.get((asked.worker, asked.incarnation, asked.local_step))
-        if decided is None:
-            return [got.reply(m.Fate(asked.worker, asked.incarnation, asked.local_step, "open"))]
+        key = asked.worker, asked.incarnation, asked.local_step
+        decided = self._script.decided.get(key)
+        joined = max((n for n in self._next_answers.get(key[:2], []) if n < self.at), default=-1)
+        if decided is None or self._script.decided_at[key] > joined:
+            return [got.reply(m.Fate(*key, "open"))]
         state = "accepted" if decided.accepted else "refused"
-        return [
-            got.reply(
-                m.Fate(
-                    asked.worker,
-                    asked.incarnation,
-                    asked.local_step,
-                    state,
-                    decided.reason,
-                    decided.met,
-                    decided.loss,
-                )
-            )
-        ]
+        return [got.reply(m.Fate(*key, state, decided.reason, decided.met, decided.loss))]
 
     def _let_go(self, got: Incoming[m.Leave]) -> list[Reply]:
         leave = got.message
@@ -354,7 +340,7 @@ class ReplayService(Service):
             case m.Drop():
                 run.shard.follow(item)
             case Answer():
-                return self.at in self._skipped or self._give(run, item, replies)
+                return self.at in self._script.passed_over or self._give(run, item, replies)
             case _:
                 pass
         return True
@@ -381,7 +367,7 @@ class ReplayService(Service):
             del self._asked[key]
             replies += run.shard.answers.renumber(*key, asked.message.request)
             return False
-        if (kind, number) != (item.kind, item.number):
+        if kind != item.kind or (kind != JOIN and number != item.number):
             raise TorchQuorumError(
                 f"/job:worker/task:{key[0]} {_words(kind, number)}, where in the record it {_words(item.kind, item.number)}: its program "
                 "does not do the same again. Does it decide by time, or by what is not recorded?"
@@ -409,12 +395,14 @@ class ReplayService(Service):
             life = self._script.lives[key]
             if isinstance(asked.message, m.Join) or run.generation not in life.generations:
                 continue
-            lost_at, push = self._script.before_loss(life, run.generation), asked.message
+            lost, asks = self._script.lost_at(life, run.generation), asked.message
             beyond = not any(self._script.steps[n].generation == run.generation for n in self._ahead(key))
-            unrecorded = isinstance(push, m.Push) and (*key, push.local_step) not in self._script.decided
-            if lost_at and beyond and unrecorded and push.local_step < lost_at:
+            if lost is not None and beyond and (not isinstance(asks, m.Push) or asks.local_step <= lost[0]):
+                if lost[1] == 0 and not isinstance(asks, m.Push):
+                    continue  # it is what told the worker of the loss
                 del self._asked[key]
-                replies += run.shard.answers.renumber(*key, push.request)
+                run.shard.gradients.copy_borrowed(life.worker)
+                replies += run.shard.answers.renumber(*key, asks.request)
         return replies
 
     def _ahead(self, key: LifeKey) -> list[int]:

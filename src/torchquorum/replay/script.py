@@ -58,6 +58,7 @@ class ScriptedLife:
         generations: Those that it joined, in order.
         pushes: Of each of these, the last local step that was answered there.
         first_pushes: Of each of these, the first one.
+        answers: The steps that answer it.
         handed: The batches that it was given, by share.
         buffers: The buffers that it was given.
         placed: The positions that it was given, by generation.
@@ -72,6 +73,7 @@ class ScriptedLife:
     generations: list[int] = field(default_factory=list)
     pushes: dict[int, int] = field(default_factory=dict)
     first_pushes: dict[int, int] = field(default_factory=dict)
+    answers: list[int] = field(default_factory=list)
     handed: dict[str, list[Handed]] = field(default_factory=dict)
     buffers: list[GaveBuffers] = field(default_factory=list)
     placed: dict[int, dict[str, Any]] = field(default_factory=dict)
@@ -93,14 +95,25 @@ class Script:
         steps: What happens, in order.
         lives: The processes of workers.
         decided: What became of every gradient.
+        decided_at: And before which step.
         began: The creations of the variables, in order.
-        last_step: The newest version that the record has.
+        passed_over: The steps that are not followed: answers that a worker whose connection was lost has not had, or has had twice.
     """
 
     steps: list[Step] = field(default_factory=list)
     lives: dict[LifeKey, ScriptedLife] = field(default_factory=dict)
     decided: dict[tuple[int, int, int], Decided] = field(default_factory=dict)
+    decided_at: dict[tuple[int, int, int], int] = field(default_factory=dict)
     began: list[Began] = field(default_factory=list)
+    passed_over: set[int] = field(default_factory=set)
+
+    def answers_of(self, life: ScriptedLife, generation: int | None = None) -> list[int]:
+        """Returns the steps that answer a life, in one creation of the variables or in all."""
+        found = []
+        for number in life.answers:
+            if number not in self.passed_over and generation in (None, self.steps[number].generation):
+                found.append(number)
+        return found
 
     @property
     def num_shards(self) -> int:
@@ -117,11 +130,25 @@ class Script:
         """Returns the generations and versions from which later generations go on."""
         return {(began.base, began.version) for began in self.began if began.base >= 0}
 
-    def before_loss(self, life: ScriptedLife, generation: int) -> int:
-        """Returns the local step at which a life lost this creation of the variables; 0 if it did not."""
-        later = life.generations[life.generations.index(generation) + 1 :] if generation in life.generations else []
-        found = next((life.first_pushes[g] for g in later if g in life.first_pushes), 0)
-        return max(found - 1, life.pushes.get(generation, 0) + 1) if later else 0
+    def lost_at(self, life: ScriptedLife, generation: int) -> tuple[int, int] | None:
+        """Returns when a life lost this creation of the variables, if it did.
+
+        Returns:
+            The last local step that it made here, and the one that was being pushed then, 0 if none was.
+        """
+        later = life.generations[life.generations.index(generation) + 1 :]
+        if not later:
+            return None
+        lost = self._answer_at(self.answers_of(life, later[0])[0]).number
+        if lost > 0:
+            return lost - 1, lost
+        firsts = (life.first_pushes[g] for g in later if g in life.first_pushes)
+        return next(firsts, life.pushes.get(generation, 0) + 1) - 1, 0
+
+    def _answer_at(self, number: int) -> Answer:
+        item = self.steps[number].item
+        assert isinstance(item, Answer)
+        return item
 
 
 class _Reading:
@@ -142,7 +169,8 @@ class _Reading:
             case Life():
                 self._life(item)
             case Decided():
-                self.script.decided[item.worker, item.incarnation, item.local_step] = item
+                key = item.worker, item.incarnation, item.local_step
+                self.script.decided[key], self.script.decided_at[key] = item, len(self.script.steps)
             case Answer():
                 self._answer(item)
             case Handed():
@@ -189,6 +217,7 @@ class _Reading:
         life.how = ""
         life.first = len(self.script.steps) if life.first < 0 else life.first
         life.last = len(self.script.steps)
+        life.answers.append(life.last)
         self._add(item)
 
 
@@ -221,17 +250,81 @@ def make_script(items: Iterable[AnyItem], folder: Path) -> Script:
         raise RecordError(f"the record in {folder} is empty: the run ended before its variables were created")
     if not isinstance(script.steps[0].item, Began):
         raise RecordError(f"the record in {folder} has no beginning")
-    _end_loops(script)
+    for life in script.lives.values():
+        _pass_over_early_joins(script, life)
+        for generation in life.generations:
+            _pass_over_reconnections(script, life, generation)
+        _end_loop(script, life)
     return script
 
 
-def _end_loops(script: Script) -> None:
-    """A worker that left although its last answer did not end the run was asked to, or its loop was over: its last answer says so."""
-    for life in script.lives.values():
-        if life.how != LEFT:
+def _pass_over_early_joins(script: Script, life: ScriptedLife) -> None:
+    """A worker that lost the ps tasks before its session began started over: it did nothing in between."""
+    answers = script.answers_of(life)
+    joins = [number for number in answers if _answer(script, number).kind == JOIN]
+    last_first = max((number for number in joins if _answer(script, number).number < 0), default=-1)
+    early = [number for number in answers if number < last_first]
+    script.passed_over.update(early)
+    for number in joins:  # an answer to what was being pushed then had not come
+        lost = _answer(script, number).number
+        same = script.steps[number].generation
+        script.passed_over.update(
+            n for n in answers if n < number and _is_push(script, n, lost) and script.steps[n].generation != same
+        )
+    if early:
+        life.generations = [g for g in life.generations if script.answers_of(life, g)]
+        life.first = script.answers_of(life)[0]
+
+
+def _pass_over_reconnections(script: Script, life: ScriptedLife, generation: int) -> None:
+    """A worker that lost a connection joined again: what it held after that is the answer to what it had asked.
+
+    In a replay no connection is lost, so it asks once.
+    """
+    answers = script.answers_of(life, generation)
+    for place, number in enumerate(answers):
+        item = _answer(script, number)
+        if item.kind != JOIN or place == 0:
             continue
-        for step in reversed(script.steps):
-            item = step.item
-            if isinstance(item, Answer) and (item.release.worker, item.release.incarnation) == life.key:
-                step.item = msgspec.structs.replace(item, release=msgspec.structs.replace(item.release, stop=True))
-                break
+        before, after = answers[:place], answers[place + 1 :]
+        lost = item.number
+        if lost > 0 and any(_is_push(script, n, lost) for n in after):
+            # It was pushed again, and answered then.
+            script.passed_over.add(number)
+            script.passed_over.update(n for n in before if _is_push(script, n, lost))
+            continue
+        if lost > 0:
+            # It was part of the run already, and the worker went on with what it was given when it joined.
+            script.passed_over.update(n for n in before if _is_push(script, n, lost))
+            found = script.decided.get((*life.key, lost))
+            outcome = m.Outcome(found.accepted, found.reason, found.met) if found is not None else None
+            script.steps[number].item = Answer(item.release, PUSH, lost, outcome)
+            continue
+        # Nothing was being pushed: it went on with what it was given when it joined, in place of what it held.
+        held = next((n for n in reversed(before) if n not in script.passed_over), -1)
+        if held < 0:
+            continue
+        script.passed_over.add(held)
+        script.steps[number].item = msgspec.structs.replace(_answer(script, held), release=item.release)
+
+
+def _answer(script: Script, number: int) -> Answer:
+    item = script.steps[number].item
+    assert isinstance(item, Answer)
+    return item
+
+
+def _is_push(script: Script, number: int, local_step: int) -> bool:
+    item = _answer(script, number)
+    return item.kind == PUSH and item.number == local_step
+
+
+def _end_loop(script: Script, life: ScriptedLife) -> None:
+    """A worker that left although its last answer did not end the run was asked to, or its loop was over: its last answer says so."""
+    answers = script.answers_of(life)
+    if life.how != LEFT or not answers:
+        return
+    step = script.steps[answers[-1]]
+    if isinstance(step.item, Answer):
+        release = msgspec.structs.replace(step.item.release, stop=True)
+        step.item = msgspec.structs.replace(step.item, release=release)

@@ -66,11 +66,13 @@ class Leader:
         self.decisions.note(self.membership.begin())
         self.history.begin(self.plan)
 
-    def join(self, worker: int, incarnation: int, request: int, now: float, wall: float, transport: str) -> None:
-        """A worker is ready to compute."""
+    def join(
+        self, worker: int, incarnation: int, request: int, now: float, wall: float, transport: str, lost: int = -1
+    ) -> None:
+        """A worker is ready to compute; `lost` is for the record."""
         if (worker, incarnation) in self.quorum.replaced:
             return
-        self.decisions.asks(worker, incarnation, request, JOIN)
+        self.decisions.asks(worker, incarnation, request, JOIN, lost)
         known = self.quorum.workers.get(worker)
         counts = self.history.tally.worker(worker)
         counts.transport = transport

@@ -51,7 +51,7 @@ class LeadingRequests(WorkerRequests):
         if (recorder := self._leader.decisions.recorder) is not None:
             recorder.joined(join)
         transport = "shm" if join.gradients is not None else "tcp"
-        self._leader.join(join.worker, join.incarnation, join.request, got.now, got.wall, transport)
+        self._leader.join(join.worker, join.incarnation, join.request, got.now, got.wall, transport, join.lost)
         theirs = join.plan.last_step if join.plan is not None else None
         if theirs is not None and theirs != self.plan.last_step:
             ends = (

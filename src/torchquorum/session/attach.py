@@ -129,6 +129,8 @@ class Attachment:
         request.on_state(SessionState.WAITING)
         if first:
             self._begin_record(link)
+        elif before is not None:
+            link.lost = before.unsettled.push.local_step if before.unsettled is not None else 0
         self.connection.join(plan, flat)
         # Joined: the model holds the current version. If the run has gone back since, the buffers are older too, and so are
         # the gradients that this worker has given, even if others have made as many versions again.

@@ -67,7 +67,8 @@ class Decided(Item):
 class Answer(Item):
     """An answer to a worker, at this place of the log: to what it has asked for, and what became of its gradient.
 
-    `number` is the local step of a push, and of an assignment which one it is.
+    `number` is the local step of a push, of an assignment which one it is, of a join the local step that was being pushed when the
+    connection before it was lost: 0 if none was, -1 if the session had not begun.
     """
 
     release: m.Release

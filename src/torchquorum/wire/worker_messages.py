@@ -45,7 +45,8 @@ class Create(Message):
 class Join(Message):
     """A worker is ready to compute. To shard 0 with the plan it expects, to the others without. Answered by Variables.
 
-    `life` is what a record needs to run this process again, to shard 0 where the run is recorded.
+    `life` is what a record needs to run this process again, to shard 0 where the run is recorded; `lost` the local step that was being
+    pushed when the connection before this one was lost, 0 if none was, -1 if the session has not begun yet.
     """
 
     worker: int
@@ -55,6 +56,7 @@ class Join(Message):
     plan: Plan | None
     fastpath: bool = False
     life: bytes = b""
+    lost: int = -1
 
 
 class RowPart(msgspec.Struct, array_like=True):

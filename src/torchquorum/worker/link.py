@@ -60,6 +60,7 @@ class Link(RunView):
         leads: Says whether the settings of this worker's program count: it is the chief, or stands in for it.
         allow_nonfinite: Whether gradients with NaN or infinity are pushed as if they were whole.
         life: What a record needs to run this process again; empty where the run is not recorded.
+        lost: What was being pushed when the link before this one was lost, see `Join`.
     """
 
     def __init__(self, end: WorkerEnd) -> None:
@@ -79,7 +80,7 @@ class Link(RunView):
         self.while_waiting: Callable[[], None] = lambda: None
         self.leads: Callable[[], bool] = lambda: end.index == 0
         self.allow_nonfinite = False
-        self.life = b""
+        self.life, self.lost = b"", -1
 
     def go_on_from(self, before: Link) -> None:
         """Continues the counts of a link that was lost."""
@@ -157,7 +158,7 @@ class Link(RunView):
         joined.on_stop = self._buffers.send_final if self._buffers is not None else joined.on_stop
         for k in range(len(self.end.ps)):
             self.channels.asker(k).channel.receive_into(joined.exchange.chooser(k, self.requests.awaited))
-        joined.join(self.life)
+        joined.join(self.life, self.lost)
 
     def stay(self) -> None:
         """Tells the ps tasks, before it leaves, that the program goes on and may begin another session."""

@@ -84,15 +84,18 @@ class RunMember:
         self._state: list[tuple[m.StateRef, Frame]] = []
         self._listen_at = 0.0
 
-    def join(self, life: bytes = b"") -> m.Variables:
-        """Joins at all ps tasks and takes the current version; returns shard 0's answer. `life` is for a record."""
+    def join(self, life: bytes = b"", lost: int = -1) -> m.Variables:
+        """Joins at all ps tasks and takes the current version; returns shard 0's answer. `life` and `lost` are for a record."""
         number, fast = self._channels.next_number(), can_use_fastpath(self.plan, self.exchange)
         messages: list[tuple[m.Message, Sequence[Frame]]] = []
         for k in range(len(self._channels.end.ps)):
             slots = self.exchange.memory_of(k)
             ref = slots.ref if slots is not None else None
             messages.append(
-                (m.Join(*self._who, number, ref, self.plan if k == 0 else None, fast, life if k == 0 else b""), [])
+                (
+                    m.Join(*self._who, number, ref, self.plan if k == 0 else None, fast, life if k == 0 else b"", lost),
+                    [],
+                )
             )
         self._requests.begin(number, messages)
         answer = self.take(self._channels.end.patience.start_s)

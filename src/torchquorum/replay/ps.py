@@ -282,9 +282,19 @@ class ReplayService(Service):
         if at < len(items) and (items[at].numbers or items[at].void or take.idle):
             self._given[life.key, take.share.name] = at + 1
             answer = m.LeasedBatches(take.request, items[at].numbers, items[at].over, items[at].void)
+        elif self._loses_here(life):
+            self._asked[life.key] = got
+            return []
         replies = [got.reply(answer)]
         self._last_given[life.key] = take.request, replies
         return replies
+
+    def _loses_here(self, life: ScriptedLife) -> bool:
+        """Whether a worker learns of the loss of the variables by something else than a push, and now."""
+        if self.run is None or self.at >= len(self._script.steps) or self.run.generation not in life.generations:
+            return False
+        lost = self._script.lost_at(life, self.run.generation)
+        return isinstance(self._script.steps[self.at].item, Began) and lost is not None and lost[1] == 0
 
     def _give_buffers(self, got: Incoming[m.TakeBuffers]) -> list[Reply]:
         take, life = got.message, self._life_of(got.message)
@@ -393,7 +403,7 @@ class ReplayService(Service):
             return replies
         for key, asked in list(self._asked.items()):
             life = self._script.lives[key]
-            if isinstance(asked.message, m.Join) or run.generation not in life.generations:
+            if isinstance(asked.message, m.Join | m.TakeBatches) or run.generation not in life.generations:
                 continue
             lost, asks = self._script.lost_at(life, run.generation), asked.message
             beyond = not any(self._script.steps[n].generation == run.generation for n in self._ahead(key))
@@ -414,13 +424,14 @@ class ReplayService(Service):
         """The variables are created, once the chief has said so; whoever still asks for those before hears that they are lost."""
         run, create = self.run, self._creation
         if run is not None and run.generation != item.generation:
+            if not self._all_lose(run):
+                return False
             for key, asked in list(self._asked.items()):
                 if not isinstance(asked.message, m.Join):
                     del self._asked[key]
                     replies.append(asked.reply(m.Fault("LostPlaceError", LOST, asked.message.request)))
             self.run = None
             run.discard()
-            self._waiting.clear()
         if self.index >= item.plan.num_shards:
             return True
         if create is None:
@@ -434,6 +445,18 @@ class ReplayService(Service):
         self.generation = item.generation
         self.run = Replaying(self.life, shard)  # pyright: ignore[reportAttributeAccessIssue]
         replies.append(create.reply(m.Created(shard.version, existing=False)))
+        return True
+
+    def _all_lose(self, run: Run) -> bool:
+        """Whether every worker that goes on after the loss of these variables has come to what told it of the loss."""
+        if self.index > 0 and (self._creation is not None or self._progress.at[0] > self.at):
+            return True
+        for life in self._script.lives.values():
+            goes_on = run.generation in life.generations[:-1]
+            if goes_on and run.shard.workers.knows(*life.key):
+                asked = self._asked.get(life.key)
+                if asked is None or isinstance(asked.message, m.Join):
+                    return False
         return True
 
     def _check_plan(self, item: Began, create: Incoming[m.Create]) -> None:

@@ -1,6 +1,6 @@
 """Everything that is measured, one part after the other: `make bench`.
 
-    python benchmarks/bench.py [--only speed,bandwidth,load,scaling,decisions,startup,memory] [--tensorflow PYTHON] [--quick]
+    python benchmarks/bench.py [--only speed,bandwidth,load,scaling,decisions,startup,memory,rows] [--tensorflow PYTHON] [--quick]
 
 Prints a table for each part and which floors it met, and writes a JSON file for each into benchmarks/results/. Takes about
 seven minutes on a machine that has nothing else to do. `make bench-docs` then brings docs/speed.md and its pictures up to date.
@@ -18,6 +18,7 @@ import decisions
 import load
 import memory
 import results
+import rows
 import scaling
 import speed
 import startup
@@ -41,6 +42,12 @@ def parts(args: argparse.Namespace) -> dict[str, Part]:
         "scaling": (lambda: scaling.measure(short), scaling.show),
         "decisions": (lambda: decisions.measure(rounds), decisions.show),
         "startup": (lambda: startup.measure(rounds), startup.show),
+        "rows": (
+            lambda: rows.measure(
+                1.0 if args.quick else 6.0, rounds, args.fbgemm, rows.SIZES[:2] if args.quick else rows.SIZES
+            ),
+            rows.show,
+        ),
         "memory": (lambda: memory.measure(memory.CASES[:1] if args.quick else memory.CASES), memory.show),
     }
 
@@ -48,11 +55,12 @@ def parts(args: argparse.Namespace) -> dict[str, Part]:
 def main() -> int:
     """Measures what was asked for; 1 if a part could not be measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(KINDS), help="comma-separated parts")
+    parser.add_argument("--only", default=",".join((*KINDS, "rows")), help="comma-separated parts")
     parser.add_argument("--seconds", type=float, default=2.5, help="of one measurement of speed")
     parser.add_argument("--rounds", type=int, default=3, help="how often each is measured, in turns")
     parser.add_argument("--speed-only", default="", help="comma-separated rows of the table of speed")
     parser.add_argument("--tensorflow", metavar="PYTHON", help="an interpreter that has tensorflow; make: TF_PYTHON")
+    parser.add_argument("--fbgemm", default="", metavar="FOLDER", help="where fbgemm-gpu-cpu is, for the limit of rows")
     parser.add_argument(
         "--quick", action="store_true", help="only see whether everything runs; the figures mean nothing"
     )

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import torchquorum as tq
 from tests.harness import PATIENCE, Cluster
-from torchquorum.errors import ConfigError
+from torchquorum.errors import ConfigError, GraphError
+from torchquorum.formats.checkpoint_write import export
 from torchquorum.session.join import Task
 
 STEPS = 10
@@ -302,3 +304,18 @@ def test_a_table_says_what_it_cannot_do() -> None:
     }.items():
         with pytest.raises(ConfigError, match=said):
             make()
+
+
+@pytest.mark.parametrize("model", [nn.Embedding(9, 2, sparse=True), nn.Sequential(tq.Table(2))])
+def test_in_graph_training_is_refused_in_words(model: nn.Module) -> None:
+    with pytest.raises(GraphError, match="in-graph training sends whole variables, and no rows"):
+        tq.graph.Graph(model, example_inputs=(torch.tensor([[1, 2]]),))
+
+
+def test_an_export_has_the_whole_weight_again(tmp_path: Path) -> None:
+    ours = on_ps("Adagrad", ps=2, steps=3, logdir=str(tmp_path / "run"))
+    export(tmp_path / "run" / "model.ckpt-3", tmp_path / "model.safetensors")
+    again = Model()
+    again.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    for mine, other in zip(again.parameters(), ours, strict=True):
+        assert torch.equal(mine.detach(), other)

@@ -36,6 +36,7 @@ from torchquorum.formats.checkpoint_manifest import (
     title,
     torch_dtype,
 )
+from torchquorum.formats.row_file import KEYS, VALUES, read_rows
 from torchquorum.formats.storage import Location, RemotePath
 
 __all__ = [
@@ -319,12 +320,26 @@ class CheckpointReader:
             name: self.read("average" if name in averaged else "variable", name).view(spec.shape)
             for name, spec in self.variables().items()
         }
+        found |= self._whole_tables()
         tied = self.manifest.plan.get("tied", {})
         for name, first in tied.items() if isinstance(tied, dict) else ():
             if isinstance(first, str) and first in found and name not in found:
                 found[name] = found[first].clone()  # safetensors refuses tensors that share memory
         for name, spec in self.buffers().items():
             found[name] = self.read("buffer", name).view(spec.shape)
+        return found
+
+    def _whole_tables(self) -> dict[str, torch.Tensor]:
+        """Returns the tables that were whole parameters before the run, as those."""
+        found: dict[str, torch.Tensor] = {}
+        sizes = {spec["name"]: spec["rows"] for spec in self.manifest.plan.get("tables", []) if spec["is_fixed"]}
+        for stored in self.manifest.tables:
+            if stored.name in sizes:
+                shape = (sizes[stored.name], stored.dim)
+                whole = found.setdefault(stored.name, torch.zeros(shape, dtype=torch_dtype(stored.dtype)))
+                for name in stored.files:
+                    for chunk in read_rows(self.file(name), stored.name):
+                        whole[chunk[KEYS]] = chunk[VALUES]
         return found
 
     def open_slice(self, piece: Stored) -> Any:

@@ -19,6 +19,7 @@ from torchquorum.errors import GraphError
 from torchquorum.graph import graph_messages as g
 from torchquorum.graph import ops as graph_ops
 from torchquorum.graph.tensors import dtype_name
+from torchquorum.worker.table_module import Table
 
 _NUMBER = bool | int | float
 _FORMATS = {torch.contiguous_format: "contiguous_format", torch.channels_last: "channels_last"}
@@ -75,6 +76,7 @@ class Graph:
             raise GraphError(
                 "loss_fn has parameters of its own: make it a part of the model, which then returns the loss"
             )
+        _check_whole(model)
         self.model = model
         self.name = name or type(model).__name__
         exported = export_program(_WithLoss(model, loss_fn), inputs, batch=True)
@@ -88,6 +90,19 @@ class Graph:
 
     def __repr__(self) -> str:
         return f"Graph({self.name!r}, {len(self.spec.nodes)} operations, {len(self.inputs)} inputs)"
+
+
+def _check_whole(model: nn.Module) -> None:
+    """Raises GraphError if rows of a model are to be pulled by key: a compute task gets whole variables."""
+    for name, module in model.named_modules():
+        sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if sparse or isinstance(module, Table):
+            what = f"{type(module).__name__}({'sparse=True' if sparse else '...'})"
+            advice = "use sparse=False, or train between-graph" if sparse else "train between-graph"
+            raise GraphError(
+                f"{name or 'the model'} is a {what}: in-graph training sends whole variables, and no rows; {advice}, where each "
+                "worker pulls the rows of its batch"
+            )
 
 
 def export_program(module: nn.Module, inputs: tuple[Any, ...], *, batch: bool) -> torch.export.ExportedProgram:

@@ -6,6 +6,7 @@ only an update makes, changes or counts rows, and only an eviction of the log re
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,7 @@ from torchquorum.wire.plan import TableSpec
 
 SHARD_SALT = 1
 CHUNK_ROWS = 1 << 16
+RECENT = 8  # pulls whose places are remembered until their gradients come
 MOST_TOLD = 100_000  # evicted keys that are remembered for `table.evicted()`
 NUMPY = {"float32": np.float32, "float64": np.float64}
 
@@ -117,6 +119,7 @@ class Table:
         self._index = None if self._fixed else KeyIndex()
         self._keys = None if self._fixed else Growing(np.int64)
         self._free = np.empty(0, np.int64)
+        self._recent: deque[tuple[Keys, Positions, int]] = deque(maxlen=RECENT)
         self._sightings: dict[int, int] = {}
         self._version = 0
         self._marks: list[tuple[int, float]] = []  # which version was there at a time
@@ -155,6 +158,15 @@ class Table:
             return self._keys.array[positions]
         return positions if self._all is None else self._all[positions]
 
+    def _find_again(self, keys: Keys) -> Positions:
+        """Returns where the rows of keys are; those of a recent pull are known, but for the ones that were not there."""
+        for asked, positions, removals in self._recent:
+            if removals == self.evicted and len(asked) == len(keys) and np.array_equal(asked, keys):
+                missing = np.flatnonzero(positions < 0)
+                positions[missing] = self.find(keys[missing])
+                return positions
+        return self.find(keys)
+
     def gather(self, keys: Keys, out: torch.Tensor | None = None) -> torch.Tensor:
         """Returns rows as they are now; those that are not there as they would begin.
 
@@ -167,6 +179,8 @@ class Table:
         """
         self.check(keys)
         positions = self.find(keys)
+        if self._index is not None:
+            self._recent.append((keys, positions, self.evicted))
         self.pulled += len(keys)
         if self._index is None:
             self.found += len(keys)
@@ -228,7 +242,7 @@ class Table:
         self.count += 1
         if not len(keys):
             return
-        positions = self.find(keys)
+        positions = self._find_again(keys)
         if self._index is not None and len(new := np.flatnonzero(positions < 0)):
             if self.spec.admit > 1:
                 new = new[self._admitted(keys[new], None if seen is None else seen[new])]

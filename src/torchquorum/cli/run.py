@@ -43,6 +43,7 @@ COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 @option("--record", is_flag=True, help="record the run, for `torchquorum replay`")
 @option("--report", metavar="FILE", help="write the final report to this file, as JSON")
 @option("--secret-file", metavar="FILE", help="encrypt connections with the secret in this file")
+@option("--link", metavar="RATE", help="each worker behind a line of this rate, e.g. 20mbit; as root")
 @option("--max-restarts", default=3, metavar="N", help="restarts of each task that a signal ended")
 @option("--view", is_flag=True, help="show a live table of the workers below the output")
 @option("--quiet", is_flag=True, help="do not print the tasks' output")
@@ -109,6 +110,8 @@ def _cluster(on: str, place: dict[str, Any], options: LaunchOptions, output: Tas
         from torchquorum.launcher.on_ray import RayCluster
         from torchquorum.launcher.ray_cluster import Ray
 
+        if options.link is not None:
+            raise ConfigError(f"--link {options.link}: makes lines between tasks of this machine; leave out --on ray")
         return RayCluster(options, Ray(**chosen), output, note)
     for key, name in PLACE.items():
         if name in chosen:

@@ -82,6 +82,7 @@ HAND = "One task of a cluster started by hand"
     section=TRAINING,
     help="decay of moving averages, e.g. 0.99; 0: none",
 )
+@option("--compress", metavar="NAME", section=TRAINING, help="fewer bytes: int8, int4, bfloat16, topk:64/4096+2bit")
 @option("--seed", default=DEFAULTS.seed, metavar="N", section=TRAINING, help="seed of weights and data order")
 @option("--ps", default=1, metavar="N", section=CLUSTER, help="number of ps tasks")
 @option("--workers", type=Workers(), default=2, section=CLUSTER, help="number of workers, or a range MIN:MAX")
@@ -97,6 +98,7 @@ HAND = "One task of a cluster started by hand"
     "--gpu-memory-fraction", type=float, metavar="X", section=CLUSTER, help="share of GPU memory per worker, e.g. 0.4"
 )
 @option("--transport", type=Named(*TRANSPORTS), default="auto", section=CLUSTER, help="auto, shm or tcp")
+@option("--link", metavar="RATE", section=CLUSTER, help="each worker behind a line of this rate, e.g. 20mbit; as root")
 @option("--secret-file", metavar="FILE", section=CLUSTER, help="encrypt connections with the secret in this file")
 @option("--insecure", is_flag=True, section=HAND, help="let a ps listen for other hosts without a secret")
 @option("--logdir", metavar="DIR", section=CLUSTER, help="run folder; default: runs/mnist-DATE")
@@ -130,7 +132,7 @@ def train(**given: Any) -> int:
     place = {k: given.pop(k) for k in ("job_name", "task_id", "ps_hosts", "worker_hosts", "min_workers")}
     secret_file, insecure = given.pop("secret_file"), given.pop("insecure")
     transport, report, quiet = given.pop("transport"), given.pop("report"), given.pop("quiet")
-    ps, workers = given.pop("ps"), given.pop("workers")
+    ps, workers, link = given.pop("ps"), given.pop("workers"), given.pop("link")
     if given["steps"] is None and given["seconds"] is None and given["epochs"] is None:
         given["steps"] = DEFAULTS.steps
     options = MnistOptions(**given)
@@ -142,8 +144,12 @@ def train(**given: Any) -> int:
         place |= {"secret_file": secret_file, "insecure": "true" if insecure else None}
         return _one_task(options, place, transport, report)
     check_workers(options, workers)
+    if options.compress is not None:
+        from torchquorum.compress.compressor import read_compressor
+
+        read_compressor(options.compress)
     options.logdir = options.logdir or new_run_folder("mnist")
-    cluster = LaunchOptions(command=[], ps=ps, workers=workers, transport=transport, secret_file=secret_file)
+    cluster = LaunchOptions(command=[], ps=ps, workers=workers, transport=transport, secret_file=secret_file, link=link)
     cluster.record = options.record
     return _cluster(options, cluster, report, quiet)
 

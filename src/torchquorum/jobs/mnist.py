@@ -40,6 +40,7 @@ class MnistOptions:
         staircase: Whether it decays in steps.
         l2: Weight decay as in the seeds: l2 * sum(w^2) / 2 in the loss.
         average: Decay of moving averages kept on the ps; 0 for none.
+        compress: How gradients leave the workers in fewer bytes, such as int8; None as they are.
         seed: Seed of the weights and of the order of the images.
         data: A folder with idx files; None for the packaged ones.
         placement: round_robin or greedy.
@@ -70,6 +71,7 @@ class MnistOptions:
     staircase: bool = False
     l2: float = 0.0
     average: float = 0.0
+    compress: str | None = None
     seed: int = 0
     data: str | None = None
     placement: str = "round_robin"
@@ -165,6 +167,7 @@ def train(options: MnistOptions, argv: list[str] | None = None, report: str | No
         placement=options.placement,
         slice_bytes=options.slice_bytes,
         average=tq.ExponentialMovingAverage(options.average) if options.average else None,
+        compress=options.compress,
     )
     slowness = Slowness(options.slow, task.index, task.num_workers)
     regularize = tq.tensorflow.l2_regularizer(options.l2)

@@ -62,6 +62,7 @@ class LaunchOptions:
         durable: How updates are journalled: write or fsync; None leaves it to the program.
         start_afresh: Whether a run that cannot be restored begins again at step 0.
         accept_loss: Whether a durable run goes on without updates that are lost.
+        link: The rate of each worker's line, such as 20mbit: then every worker is on a host of its own on this machine.
         record: Whether the run is recorded, so that it can be replayed.
         range: `workers`, parsed.
     """
@@ -79,6 +80,7 @@ class LaunchOptions:
     start_afresh: bool = False
     accept_loss: bool = False
     record: bool = False
+    link: str | None = None
     range: WorkerRange = field(init=False)
 
     def __post_init__(self) -> None:

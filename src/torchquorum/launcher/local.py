@@ -21,7 +21,10 @@ from torchquorum.clock import SYSTEM, Clock
 from torchquorum.cluster import ClusterSpec, TaskId, launcher_task
 from torchquorum.errors import ConfigError
 from torchquorum.launcher.launched import LaunchedCluster, LaunchOptions, Note, Running, TaskOutput, ignore
+from torchquorum.launcher.links import LinkedHosts, LinkRate
 from torchquorum.launcher.process import Process, die_with_parent
+
+LOOPBACK = "127.0.0.1"
 
 
 class LocalCluster(LaunchedCluster):
@@ -31,11 +34,19 @@ class LocalCluster(LaunchedCluster):
         self, options: LaunchOptions, output: TaskOutput, note: Note = ignore, *, clock: Clock = SYSTEM
     ) -> None:
         super().__init__(options, output, note, clock=clock)
-        self._sockets = [_listening_socket() for _ in range(options.ps)]
+        self._hosts: LinkedHosts | None = None
+        if options.link is not None:
+            self._hosts = LinkedHosts(LinkRate.read(options.link), options.range.most)
+        here = self._hosts.ps_host if self._hosts is not None else LOOPBACK
+        self._sockets = [_listening_socket(here) for _ in range(options.ps)]
         ports = [s.getsockname()[1] for s in self._sockets]
         names = _unused_ports(options.range.most, set(ports))
+        workers = [self._hosts.worker_host(i) if self._hosts is not None else LOOPBACK for i in range(len(names))]
         self.cluster = ClusterSpec(
-            {"ps": [f"127.0.0.1:{p}" for p in ports], "worker": [f"127.0.0.1:{p}" for p in names]},
+            {
+                "ps": [f"{here}:{port}" for port in ports],
+                "worker": [f"{host}:{port}" for host, port in zip(workers, names, strict=True)],
+            },
             min_workers=options.range.least,
         )
 
@@ -52,6 +63,8 @@ class LocalCluster(LaunchedCluster):
             env.TF_CONFIG: None,
             "PYTHONUNBUFFERED": "1",
         }
+        if self._hosts is not None:  # on this machine, whatever their addresses
+            extra[env.INSECURE] = "1"
         if self.options.secret_file is not None:
             extra[env.SECRET_FILE], extra[env.SECRET] = os.path.abspath(self.options.secret_file), None
         if not env.has_omp_num_threads():
@@ -67,8 +80,9 @@ class LocalCluster(LaunchedCluster):
 
     def _spawn(self, task: TaskId, extra: dict[str, str | None], fds: list[int]) -> Process:
         """Starts the process of a task; `extra` changes its environment, `fds` are the file descriptors it inherits."""
+        command = list(self.options.command)
         return subprocess.Popen(
-            list(self.options.command),
+            self._hosts.command(task.job, task.index, command) if self._hosts is not None else command,
             env=env.child_environment(**extra),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -88,6 +102,11 @@ class LocalCluster(LaunchedCluster):
         super().stop(first)
         for held in self._sockets:
             held.close()
+        if self._hosts is not None:
+            hosts, self._hosts = self._hosts, None
+            for i, (up, down) in enumerate(hosts.bytes()):
+                self.say(f"link of /job:worker/task:{i}: {up / 1e6:,.1f} MB up, {down / 1e6:,.1f} MB down")
+            hosts.close()
 
 
 def python_command(script: str, arguments: Sequence[str]) -> list[str]:
@@ -97,9 +116,9 @@ def python_command(script: str, arguments: Sequence[str]) -> list[str]:
     return [sys.executable, script, *arguments]
 
 
-def _listening_socket() -> socket.socket:
+def _listening_socket(host: str) -> socket.socket:
     held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    held.bind(("127.0.0.1", 0))
+    held.bind((host, 0))
     held.listen(128)
     return held
 

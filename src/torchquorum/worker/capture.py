@@ -75,7 +75,7 @@ class CapturedStep:
         """
         flat = self._optimizer.flat
         device = flat.cuda_device if flat is not None else None
-        if flat is None or device is None:
+        if flat is None or device is None or self._optimizer.local is not None:
             return self._eager(inputs)
         inputs = tuple(x.to(device, non_blocking=True) for x in inputs)
         signature = tuple((tuple(x.shape), x.dtype) for x in inputs)

@@ -41,11 +41,11 @@ INTERRUPTED = 130
 @option("--batch-size", default=DEFAULTS.batch_size, metavar="N", help="images per batch and worker")
 @option("--optimizer", default=DEFAULTS.optimizer, metavar="NAME", help="a class of torch.optim")
 @option("--lr", default=DEFAULTS.lr, metavar="X", help="learning rate")
-@option("--compress", metavar="NAME", help="fewer bytes: int8, int4, bfloat16, topk:64/4096+2bit")
+@option("--compress", metavar="NAME", help="fewer bytes: int8, int4, topk:64/4096+2bit")
 @option("--seed", default=DEFAULTS.seed, metavar="N", help="seed of weights and data order")
 @option("--data", metavar="DIR", help="folder with MNIST's idx files; default: packaged")
 @option("--transport", type=Named(*TRANSPORTS), default="auto", help="auto, shm or tcp")
-@option("--link", metavar="RATE", help="each worker behind a line of this rate, e.g. 20mbit; as root")
+@option("--link", metavar="RATE", help="each worker behind a line, e.g. 20mbit (root)")
 @option("--output", "-o", metavar="DIR", help="output folder; default: runs/compare-DATE")
 @option("--quiet", is_flag=True, help="print only the result")
 def compare(runs: tuple[str, ...], **given: Any) -> int:

@@ -82,7 +82,7 @@ HAND = "One task of a cluster started by hand"
     section=TRAINING,
     help="decay of moving averages, e.g. 0.99; 0: none",
 )
-@option("--compress", metavar="NAME", section=TRAINING, help="fewer bytes: int8, int4, bfloat16, topk:64/4096+2bit")
+@option("--compress", metavar="NAME", section=TRAINING, hidden=True, help="fewer bytes: int8, int4, topk:64/4096+2bit")
 @option("--seed", default=DEFAULTS.seed, metavar="N", section=TRAINING, help="seed of weights and data order")
 @option("--ps", default=1, metavar="N", section=CLUSTER, help="number of ps tasks")
 @option("--workers", type=Workers(), default=2, section=CLUSTER, help="number of workers, or a range MIN:MAX")
@@ -98,7 +98,7 @@ HAND = "One task of a cluster started by hand"
     "--gpu-memory-fraction", type=float, metavar="X", section=CLUSTER, help="share of GPU memory per worker, e.g. 0.4"
 )
 @option("--transport", type=Named(*TRANSPORTS), default="auto", section=CLUSTER, help="auto, shm or tcp")
-@option("--link", metavar="RATE", section=CLUSTER, help="each worker behind a line of this rate, e.g. 20mbit; as root")
+@option("--link", metavar="RATE", section=CLUSTER, hidden=True, help="each worker behind a line, e.g. 20mbit (root)")
 @option("--secret-file", metavar="FILE", section=CLUSTER, help="encrypt connections with the secret in this file")
 @option("--insecure", is_flag=True, section=HAND, help="let a ps listen for other hosts without a secret")
 @option("--logdir", metavar="DIR", section=CLUSTER, help="run folder; default: runs/mnist-DATE")

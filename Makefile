@@ -87,7 +87,11 @@ mutate: $(DEV_STAMP) ## Change the rules in one place at a time: do the tests no
 
 .PHONY: chaos
 chaos: $(DEV_STAMP) ## Run the fault matrix: every fault, task, rule and moment (CHAOS_ARGS="-k 'ps and sync'")
-	$(BIN)/python -m tests.chaos $(CHAOS_ARGS)
+	$(BIN)/python -m tests.chaos --part matrix $(CHAOS_ARGS)
+
+.PHONY: chaos-beside
+chaos-beside: $(DEV_STAMP) ## Run what is beside it: pauses, slow transfers, exceptions and exits, disks, folders, files
+	$(BIN)/python -m tests.chaos --part beside $(CHAOS_ARGS)
 
 .PHONY: ray
 ray: $(DEV_STAMP) ## Run the tests on a real Ray of several machines on this one

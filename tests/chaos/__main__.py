@@ -2,6 +2,7 @@
 
 python -m tests.chaos -k "ps and Sync"        only cells whose name has all these words
 python -m tests.chaos -k disk                 only faults of disks, folders and files
+python -m tests.chaos --part beside           only what is beside the matrix: pauses, slow transfers, exits, disks
 python -m tests.chaos --jobs 8                so many cells at a time; they mostly wait
 python -m tests.chaos --markdown FILE         also as a table for docs/faults.md
 """
@@ -16,9 +17,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from tests.chaos.cells import CELLS, DIAGONAL, MOMENTS, NAMESPACES, RULES, TABLE, Cell
+from tests.chaos.cells import CELLS, DIAGONAL, MOMENTS, NAMESPACES, PAUSES, RULES, TABLE, Cell
 from tests.chaos.disks import CELLS as DISK_CELLS
 from tests.chaos.disks import NEED_MOUNTS, can_mount, run_disk_cell
+from tests.chaos.exits import CELLS as EXIT_CELLS
+from tests.chaos.exits import ExitCell, run_exit_cell
 from tests.chaos.links import CASES, SMALLEST, LinkCase, measure
 from tests.chaos.network import missing
 from tests.chaos.runner import Result, run_cell
@@ -31,12 +34,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="make chaos", description="Run the fault matrix.")
     parser.add_argument("-k", default="", help="words that a cell's name must have, joined by 'and'; 'not' before one")
     parser.add_argument("--jobs", type=int, default=3 * (os.cpu_count() or 2), help="cells at a time [%(default)s]")
+    parser.add_argument("--part", choices=["matrix", "beside", "all"], default="all", help="[%(default)s]")
     parser.add_argument("--diagonal", action="store_true", help="only the part that `make test` runs")
     parser.add_argument("--markdown", type=Path, help="write the table here")
     parser.add_argument("--keep", type=Path, help="keep every cell's folder in here")
     args = parser.parse_args()
-    cells = [cell for cell in (DIAGONAL if args.diagonal else CELLS) if matches(str(cell), args.k)]
-    links = [case for case in ([SMALLEST] if args.diagonal else CASES) if matches(str(case), args.k)]
+    matrix, beside = args.part in ("matrix", "all"), args.part in ("beside", "all") and not args.diagonal
+    cells = [*(CELLS[: -len(PAUSES)] if matrix else []), *(PAUSES if beside else [])]
+    cells = [cell for cell in (DIAGONAL if args.diagonal else cells) if matches(str(cell), args.k)]
+    links = [case for case in ([SMALLEST] if args.diagonal else CASES if beside else []) if matches(str(case), args.k)]
     if reason := missing():
         skipped = [cell for cell in cells if cell.fault in NAMESPACES]
         print(f"{len(skipped) + len(links)} cells between hosts are left out: {reason}")
@@ -60,9 +66,11 @@ def main() -> int:
         print_table(results)
         if args.markdown is not None:
             args.markdown.write_text(markdown(results))
-    disks = [] if args.diagonal else [name for name in DISK_CELLS if matches(f"disk, {name}", args.k)]
-    failed = sum(bool(r.problem) for r in results.values()) + run_disks(disks, args.jobs, args.keep)
-    print(f"{len(results) + len(disks)} cells in {time.monotonic() - began:.0f} s, {failed} failed")
+    exits = [cell for cell in EXIT_CELLS if beside and matches(str(cell), args.k)]
+    disks = [name for name in DISK_CELLS if beside and matches(f"disk, {name}", args.k)]
+    failed = sum(bool(r.problem) for r in results.values())
+    failed += run_exits(exits, args.jobs, args.keep) + run_disks(disks, args.jobs, args.keep)
+    print(f"{len(results) + len(exits) + len(disks)} cells in {time.monotonic() - began:.0f} s, {failed} failed")
     return 1 if failed or len(results) < len(cells) + len(links) else 0
 
 
@@ -71,6 +79,19 @@ def run_link(case: LinkCase, number: int) -> Result:
     began = time.monotonic()
     found = measure(case, number)
     return Result(case, time.monotonic() - began, found.problem)
+
+
+def run_exits(cells: list[ExitCell], jobs: int, keep: Path | None) -> int:
+    """Runs exceptions and exits; returns how many failed."""
+    failed = 0
+    with ThreadPoolExecutor(jobs) as pool:
+        for done in as_completed([pool.submit(run_exit_cell, cell, keep) for cell in cells]):
+            result = done.result()
+            failed += bool(result.problem)
+            print(f"{'ok' if not result.problem else 'FAILED':6} {result.seconds:5.1f} s  {result.cell}", flush=True)
+            if result.problem:
+                print("    " + result.problem.replace("\n", "\n    "), flush=True)
+    return failed
 
 
 def run_disks(names: list[str], jobs: int, keep: Path | None) -> int:

@@ -43,14 +43,17 @@ def gate(folder: Path, name: str) -> None:
         time.sleep(POLL_S)
 
 
-def gate_checkpoints(folder: Path) -> None:
+def gate_checkpoints(folder: Path, last_step: int) -> None:
     """A ps task stops, with its part of a checkpoint written and before it says so, until the gate is open."""
     write = saver.write_part
 
     def gated(partial: Path, shard: int, *rest: Any) -> Any:
         info = write(partial, shard, *rest)
-        if int(partial.name.split(".")[2].removeprefix("ckpt-")) < GATED_FROM:
+        step = int(partial.name.split(".")[2].removeprefix("ckpt-"))
+        if step < GATED_FROM:
             return info
+        if step == last_step:  # a periodic one may be of the last step, too
+            gate(folder, "last checkpoint")
         print(f"checkpoint begun: {partial.name}", flush=True)
         gate(folder, "checkpoint")
         return info
@@ -80,7 +83,7 @@ def main() -> None:
         serve.LEADER_SILENCE_S, ending.LATE_S, ending.IDLE_S = 5.0, 1.0, 12.0
         serve.WAIT_FOR_CHIEF_S, serve.SAY_EVERY_S = 20.0, 1.0
         followers.SILENCE_S = 5.0
-    gate_checkpoints(known.gates)
+    gate_checkpoints(known.gates, known.steps)
     task = tq.join()
     args = parse().parse_args()
     if args.user_deadlines:

@@ -284,7 +284,7 @@ class Run:
 
     def open_all(self) -> None:
         """From now on nothing but the fault holds anybody up."""
-        self.open("checkpoint", "begin", "middle", "end")
+        self.open("checkpoint", "last checkpoint", "begin", "middle", "end")
 
     def wait_until_noticed(self) -> None:
         """Waits until the others take the victim for lost."""

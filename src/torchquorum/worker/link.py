@@ -315,5 +315,9 @@ class Link(RunView):
 
 def _in_a_line(error: BaseException) -> str:
     """Returns an error in one line, for the others of the run."""
-    text = " ".join(str(error).split())
+    lines = str(error).split("\n")
+    inner = next((i for i, line in enumerate(lines) if line.startswith("Original Traceback")), None)
+    if inner is not None:  # of a child of torch's DataLoader: where it was raised is in the task's own output
+        lines = [*lines[:inner], *[line for line in lines if line.strip()][-1:]]
+    text = " ".join(" ".join(lines).split())
     return f"{type(error).__name__}: {text}"[:MOST_OF_AN_ERROR] if text else type(error).__name__

@@ -42,7 +42,7 @@ class PlannedOptimizer(Optimizer):
         self._planned = plan.optimizer
         self._program = None  # the client's program sets what is set, not this one
 
-    def spec(self) -> OptimizerSpec:
+    def spec(self, num_workers: int = 1) -> OptimizerSpec:
         """Returns the client's optimizer."""
         return self._planned
 

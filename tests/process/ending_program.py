@@ -14,13 +14,14 @@ parser.add_argument("--logdir")
 parser.add_argument("--raises", type=int, default=-1, help="the worker that raises")
 parser.add_argument("--error", default="ValueError")
 parser.add_argument("--schedule-ends", type=int, help="the update after which the schedule fails")
+parser.add_argument("--last-step", type=int, default=60)
 args = parser.parse_args()
 
 model = nn.Linear(4, 2)
 ends = args.schedule_ends
 schedule = tq.schedule("OneCycleLR", max_lr=0.1, total_steps=ends) if ends else None
 optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), rule=tq.Async(), schedule=schedule)
-with tq.Session(task, model, optimizer, logdir=args.logdir, last_step=60, save_every_steps=10) as session:
+with tq.Session(task, model, optimizer, logdir=args.logdir, last_step=args.last_step, save_every_steps=10) as session:
     while not session.should_stop():
         optimizer.zero_grad()
         model(torch.randn(8, 4)).square().mean().backward()

@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,9 @@ from tests.ports import free_ports
 from tests.process import slurm
 from tests.process.tasks import Started
 from torchquorum.cluster.slurm import expand_hosts
-from torchquorum.formats.checkpoint import newest_good
+from torchquorum.formats.checkpoint import list_checkpoints, newest_good
 
+ENDING = Path(__file__).parent / "ending_program.py"
 EXAMPLE = Path(__file__).parents[2] / "examples/mnist/train_quorum.py"
 
 
@@ -60,3 +62,66 @@ def test_srun_of_three_tasks_trains_with_one_ps_and_two_workers(tmp_path: Path) 
                 show, env={**os.environ, **variables}, capture_output=True, text=True, check=True, timeout=60
             )
             assert expand_hosts(hosts, label="X") == theirs.stdout.split()
+
+
+# -- exit codes: the table of docs/exit_codes.md ------------------------------------------------------------------------
+
+
+def begin(command: list[str], env: dict[str, str], folder: Path, *flags: str) -> Started:
+    return Started([*command, str(ENDING), f"--logdir={folder}", *flags], env)
+
+
+STOPPED = r"SIGTERM: the run was stopped at global step \d+, which is saved; the next start goes on from there"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--raises=1"], [r"task:1 counts as dead \(its program failed: ValueError: boom\)", STOPPED]),
+        (["--schedule-ends=30"], [r"the update to version 31 failed \(ValueError: ", "The last good checkpoint is "]),
+        ([], [STOPPED]),
+    ],
+    ids=str,
+)
+def test_under_torchrun_what_fails_is_1_and_the_rest_is_stopped_and_saved(
+    flags: list[str], said: list[str], tmp_path: Path
+) -> None:
+    (port,) = free_ports(1)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=3", f"--master-port={port}"]
+    started = begin(launcher, {"TMPDIR": str(tmp_path)}, tmp_path / "run", "--last-step=100000", *flags)
+    try:
+        if not flags:
+            started.until("model.ckpt-")
+            started.process.send_signal(signal.SIGTERM)  # torchrun hands it on, and ends with 1 itself
+        assert started.wait() == 1, started.tail()
+        text = "\n".join(started.lines)
+        assert all(re.search(line, text) for line in said), text
+        assert list_checkpoints(tmp_path / "run")
+    finally:
+        started.end()
+
+
+@pytest.mark.skipif(slurm.why_not() is not None, reason=f"Slurm {slurm.why_not()}")
+def test_under_slurm_every_task_has_its_own_code_and_srun_the_highest(tmp_path: Path) -> None:
+    with slurm.slurm(tmp_path / "slurm") as variables:
+        launcher = ["srun", "--ntasks=3", "--overcommit", sys.executable]
+        raises = begin(launcher, variables, tmp_path / "raises", "--raises=1")
+        try:
+            assert raises.wait() == 1, raises.tail()
+            text = "\n".join(raises.lines)
+            assert re.search(r"task 2: Exited with exit code 1", text) and "finished at 60" in text, text
+            assert not re.search(r"task 1: Exited", text), "the chief has finished and saved"
+            assert list_checkpoints(tmp_path / "raises")[-1].step == 60
+        finally:
+            raises.end()
+        stopped = begin(launcher, variables, tmp_path / "stopped", "--last-step=100000")
+        try:
+            stopped.until("task:1 joined")  # before that a signal ends a task as any program
+            stopped.until("model.ckpt-")
+            cancel = ["scancel", "--signal=TERM", f"--user={os.environ.get('USER', 'root')}"]
+            subprocess.run(cancel, env={**os.environ, **variables}, check=True, timeout=60)
+            assert stopped.wait() == 130, stopped.tail()
+            text = "\n".join(stopped.lines)
+            assert "which is saved; the next start goes on from there" in text, text
+        finally:
+            stopped.end()

@@ -33,7 +33,7 @@ _WHERE: Any = WeakTensorKeyDictionary()  # the same of all parameters in this pr
 
 
 def describe(
-    module: nn.Module, optimizer: torch.optim.Optimizer, tables: RowTables
+    module: nn.Module, optimizer: torch.optim.Optimizer, tables: RowTables | None = None
 ) -> tuple[list[Variable], list[nn.Parameter]]:
     """Returns the variables of a module in creation order, and the parameters that they stand for; without those that are tables.
 
@@ -42,7 +42,7 @@ def describe(
     """
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     variables, parameters, plain = [], [], plain_names(module)
-    rows = {id(each.parameter) for each in tables.all}
+    rows = {id(each.parameter) for each in tables.all} if tables is not None else set[int]()
     for own_name, parameter in module.named_parameters():
         name = plain(own_name)
         if id(parameter) in rows:
@@ -141,6 +141,10 @@ class FlatParameters:
                 mine, theirs = self._place[i][0], self.gradients.place[i][0]
                 self._trained.append((mine[start:stop], theirs[start:stop], group))
         return self._trained
+
+    def addresses(self) -> tuple[list[nn.Parameter], list[int]]:
+        """Returns the parameters that lie in the buffers, and where each lies: other addresses are for `replaced` to look at."""
+        return [p for p, _, _ in self._addresses], [address for _, address, _ in self._addresses]
 
     def replaced(self) -> list[int]:
         """Returns the parameters that the program has given other memory, as `p.data = ...` does.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,8 +25,9 @@ SAMPLES = 4  # elements of each parameter at one step, fewer where that would be
 MOST_SAMPLES = 256
 TABLES = 32  # choices of elements, used in turn
 FULL_AT_FIRST = 3  # steps at which everything is compared, however long that takes
-SHARE = 100  # what is not done at every step waits until this many times its own duration has passed
+SHARE = 200  # what is not done at every step waits until this many times its own duration has passed
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_VERSION, _ADDRESS = attrgetter("_version"), torch.Tensor.data_ptr
 Member = tuple[int, int, int]  # a variable, where it begins, how many elements it has
 
 
@@ -142,6 +144,7 @@ class WriteWatch:
         variables = flat.layout.variables
         self._trained = [(i, p) for i, p in enumerate(flat.parameters) if variables[i].group != CONSTANT]
         self._parameters = [p for _, p in self._trained]
+        self._placed, self._addresses = flat.addresses()
         self._areas = [_area(memory, members) for memory, members in flat.memory()]
         self._on_gpu = any(isinstance(area, _CudaArea) for area in self._areas)
         self._counters: list[int] = []
@@ -154,7 +157,7 @@ class WriteWatch:
     def note(self) -> None:
         """The parameters hold a version: what is written from now on is the program's."""
         if not self._counted:
-            self._counters = [p._version for p in self._parameters]
+            self._counters = list(map(_VERSION, self._parameters))
         self._counted = False
         self._table = (self._table + 1) % TABLES
         self._pending = False
@@ -180,8 +183,9 @@ class WriteWatch:
             ConfigError: A parameter has been moved to another device, dtype or shape.
         """
         self._steps += 1
-        found = self._flat.replaced()
-        counters = [p._version for p in self._parameters]
+        # This is done at every step, so no line of Python is run for each parameter unless something has changed.
+        found = self._flat.replaced() if list(map(_ADDRESS, self._placed)) != self._addresses else []
+        counters = list(map(_VERSION, self._parameters))
         if counters != self._counters:
             pairs = zip(self._trained, counters, self._counters, strict=True)
             found += [i for (i, _), now, noted in pairs if now != noted]

@@ -6,6 +6,7 @@ import argparse
 import os
 import signal
 import sys
+import tempfile
 import time
 from typing import Any
 
@@ -73,9 +74,11 @@ def main() -> None:
     ending.LATE_S = 1.0
     task = tq.join()
     args = parser.parse_args()
+    tempfile.tempdir = os.path.dirname(args.logdir)  # where multiprocessing keeps what a forked task does not clear
     mine = task.index == args.victim
     at = {"before the first step": 0, "in the middle": MIDDLE, "at the end": 1 << 30}[args.moment]
-    data = DataLoader(Numbers(at if mine and args.way == "a DataLoader" else -1), None, num_workers=1)
+    bad = at if mine and args.way == "a DataLoader" else -1
+    data = DataLoader(Numbers(bad), None, num_workers=1 if bad >= 0 else 0)
     model = nn.Linear(4, 1)
     optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.001), rule=parse_rule(args.rule))
     hooks = [RaisingHook(max(at, 1))] if mine and args.way == "a hook" else []

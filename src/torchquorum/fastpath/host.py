@@ -41,8 +41,11 @@ HARMLESS = (
 )
 
 
-class _Workers(Protocol):
+class _Known(Protocol):
     def knows(self, worker: int, incarnation: int, /) -> bool: ...
+
+
+class _Workers(_Known, Protocol):
     def on_fastpath(self, worker: int, incarnation: int, /) -> bool: ...
     def gradients_of(self, worker: int, /) -> m.MemoryRef | None: ...
 
@@ -88,14 +91,20 @@ class _Leader(Protocol):
     @property
     def lead(self) -> int: ...
     @property
-    def changes_settings(self) -> bool: ...
-    @property
     def awaits_assignment(self) -> bool: ...
+    def changes_settings(self, track: int, /) -> bool: ...
     def refuses_next(self, worker: int, /) -> bool: ...
-    def arrived_by_fastpath(self, record: GradientRecord, /) -> None: ...
+    def arrived_by_fastpath(self, record: GradientRecord, track: int, /) -> None: ...
 
 
-def may_change(message: m.AnyMessage, shard: _Shard | None) -> bool:
+class _Joined(Protocol):
+    @property
+    def plan(self) -> m.Plan: ...
+    @property
+    def workers(self) -> _Known: ...
+
+
+def may_change(message: m.AnyMessage, shard: _Joined | None) -> bool:
     """Whether a message may change what the fast path relies on; not if its worker is unknown, since it is refused then."""
     if shard is not None and isinstance(message, m.Push | m.Pull | m.Assign | m.Leave | m.Save | m.Stop):
         return shard.workers.knows(message.worker, message.incarnation)
@@ -105,17 +114,20 @@ def may_change(message: m.AnyMessage, shard: _Shard | None) -> bool:
 
 
 class FastPathHost:
-    """Opens, closes and reads the page of one shard.
+    """Opens, closes and reads the page of one optimizer of a shard.
 
     Args:
         page: The page.
         shard: The shard whose variables the workers update.
         leader: Decides about gradients.
         saves: Says whether a checkpoint is being made.
+        track: Which optimizer's page it is.
     """
 
-    def __init__(self, page: FastPage, shard: _Shard, leader: _Leader, saves: Callable[[], bool]) -> None:
-        self._page, self._shard, self._leader, self._saves = page, shard, leader, saves
+    def __init__(
+        self, page: FastPage, shard: _Shard, leader: _Leader, saves: Callable[[], bool], *, track: int = 0
+    ) -> None:
+        self._page, self._shard, self._leader, self._saves, self.track = page, shard, leader, saves, track
         self._rounds = mode_of(shard.plan) == "rounds"
         last = shard.plan.last_step
         self._limit = NO_LIMIT if last is None else last - 1  # the ps makes the last update, with all that ends a run
@@ -128,11 +140,12 @@ class FastPathHost:
     def may_open(self) -> bool:
         """Whether there is nothing to decide."""
         quorum, shard = self._leader.quorum, self._shard
-        if self._page.words.state != CLOSED or quorum.stopped or not quorum.live or quorum.version >= self._limit:
+        track = quorum.tracks[self.track]
+        if self._page.words.state != CLOSED or quorum.stopped or not quorum.live or track.version >= self._limit:
             return False
-        if quorum.round or quorum.held or shard.busy or self._saves() or self._leader.awaits_assignment:
+        if track.round or track.held or shard.busy or self._saves() or self._leader.awaits_assignment:
             return False
-        if self._leader.changes_settings or shard.variables.update.steps_by_group is None:
+        if self._leader.changes_settings(self.track) or shard.variables.update.steps_by_group is None:
             return False
         if self._rounds and quorum.live < shard.plan.num_workers:
             return False
@@ -227,7 +240,7 @@ class FastPathHost:
                 self._shard.variables.versions.expect(r.version, r.slot)
             else:
                 self._shard.store_shared(r.key, r.request)
-            self._leader.arrived_by_fastpath(r)
+            self._leader.arrived_by_fastpath(r, self.track)
 
     def _publish_rates(self) -> None:
         """Writes a schedule's rates of the next updates, some at a time; workers read none before it is counted."""

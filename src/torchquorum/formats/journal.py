@@ -94,6 +94,8 @@ class Record(msgspec.Struct, array_like=True):
         state: What there is of the optimizer's state, where that was assigned; its bytes follow, after those of the values if any.
         rows: Of each table that it touches, the table's number and how many rows: their keys, mean gradients and sightings follow.
         evicted_at: The time at which rows went after it, if some could.
+        track: Which optimizer's it is.
+        place: How many updates there were of all optimizers, where there are several.
     """
 
     version: int
@@ -106,6 +108,8 @@ class Record(msgspec.Struct, array_like=True):
     state: dict[str, Any] | None = None
     rows: list[tuple[int, int]] = []
     evicted_at: float = 0.0
+    track: int = 0
+    place: int = 0
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -37,6 +37,7 @@ class Entry(msgspec.Struct, frozen=True):
             time since its previous gradient.
         batches: The batches of shared data that it was computed from, by share.
         lr: If it made a round full: the learning rate of each parameter group in that update.
+        optimizer: Whose gradient it is, where there are several optimizers; versions are that one's.
         norm: Its norm (L2, over all variables); None if it is not finite, not set if it is not known.
     """
 
@@ -54,6 +55,7 @@ class Entry(msgspec.Struct, frozen=True):
     batches: dict[str, list[int]] | msgspec.UnsetType = msgspec.UNSET
     lr: list[float] | msgspec.UnsetType = msgspec.UNSET
     norm: float | msgspec.UnsetType | None = msgspec.UNSET
+    optimizer: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):

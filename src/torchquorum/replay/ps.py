@@ -192,7 +192,7 @@ class ReplayService(Service):
         if not run.shard.workers.is_current(message.worker, got.peer, message.request):
             return []
         before = self._asked.get(life.key)
-        if answer := run.shard.answers.again(message.worker, message.incarnation, message.request):
+        if answer := run.shard.answer(message.worker, message.incarnation, message.request):
             return answer
         if isinstance(message, m.Push):
             if before is None or before.message.request != message.request:
@@ -226,9 +226,7 @@ class ReplayService(Service):
         if asked is not None and asked.message.request == probe.request:
             asked.peer = got.peer
             return [got.reply(self._wait(probe.request))]
-        if self.run is not None and (
-            answer := self.run.shard.answers.again(probe.worker, probe.incarnation, probe.request)
-        ):
+        if self.run is not None and (answer := self.run.shard.answer(probe.worker, probe.incarnation, probe.request)):
             return answer
         return [got.reply(m.Unknown(probe.request, self.generation))]
 
@@ -343,7 +341,7 @@ class ReplayService(Service):
                 run.shard.follow(item)
             case m.Assigned():
                 key = (item.worker, item.incarnation, item.number)
-                if not run.shard.given.has(key, item.variables, state=item.state):
+                if not run.shard.tracks[item.track].given.has(key, item.variables, state=item.state):
                     replies += self._ask_for_values(run, (item.worker, item.incarnation))
                     return False
                 run.shard.follow(item)
@@ -361,7 +359,9 @@ class ReplayService(Service):
         if asked is None or not isinstance(asked.message, m.Assign) or asked.message.has_values:
             return []
         del self._asked[key]
-        return run.shard.answers.renumber(*key, asked.message.request, m.Outcome(False, m.STANDS_IN, run.shard.version))
+        return run.shard.tracks[0].answers.renumber(
+            *key, asked.message.request, m.Outcome(False, m.STANDS_IN, run.shard.version)
+        )
 
     def _give(self, run: Run, item: Answer, replies: list[Reply]) -> bool:
         """Answers a worker, once it has asked."""
@@ -375,7 +375,7 @@ class ReplayService(Service):
             return True  # what it looked at then it need not look at now
         if kind == PULL and item.kind != PULL:
             del self._asked[key]
-            replies += run.shard.answers.renumber(*key, asked.message.request)
+            replies += run.shard.tracks[0].answers.renumber(*key, asked.message.request)
             return False
         if kind != item.kind or (kind != JOIN and number != item.number):
             raise TorchQuorumError(
@@ -412,7 +412,7 @@ class ReplayService(Service):
                     continue  # it is what told the worker of the loss
                 del self._asked[key]
                 run.shard.gradients.copy_borrowed(life.worker)
-                replies += run.shard.answers.renumber(*key, asks.request)
+                replies += run.shard.tracks[0].answers.renumber(*key, asks.request)
         return replies
 
     def _ahead(self, key: LifeKey) -> list[int]:

@@ -1,4 +1,4 @@
-"""The answers of one shard to the requests of workers: the last one of each is kept, to be given again when asked.
+"""A shard's answers to workers, with one optimizer's variables: the last one of each is kept, to be given again when asked.
 
 Owned by the shard, which follows the log and says when a request is answered. What always holds: an answer that is given again
 is of the same version, or, where its worker counted as dead meanwhile, of the current one; while a large one is on its way it
@@ -13,7 +13,7 @@ from torchquorum.fastpath.page import FastPage
 from torchquorum.server.reply import Delivery, Reply
 from torchquorum.server.shard_variables import ShardVariables
 from torchquorum.server.snapshot import state_frame
-from torchquorum.server.worker_table import JoinedWorker, WorkerTable
+from torchquorum.server.worker_table import JoinedWorker, TrackWorkers
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import tensor_frame
 from torchquorum.wire.messages import Held, Outcome, Release, StateRef, Variables
@@ -44,16 +44,16 @@ class Answers:
     """
 
     def __init__(
-        self, index: int, generation: int, variables: ShardVariables, workers: WorkerTable, page: FastPage | None
+        self, index: int, generation: int, variables: ShardVariables, workers: TrackWorkers, page: FastPage | None
     ) -> None:
         self._index, self._generation = index, generation
         self._variables, self._workers, self._page = variables, workers, page
         self._last: dict[int, Answer] = {}
 
-    def release(self, entry: Release, outcome: Outcome | None, *, silent: bool) -> list[Reply]:
+    def release(self, entry: Release, outcome: Outcome | None, version: int, *, silent: bool) -> list[Reply]:
         """The log says that a request is answered now; `silent` if its worker has seen that on the fast path."""
         variables, worker = self._variables, entry.worker
-        answer = Answer(entry.incarnation, entry.request, entry.version, entry.stop, outcome)
+        answer = Answer(entry.incarnation, entry.request, version, entry.stop, outcome)
         self._last[worker] = answer
         if entry.state:
             answer.state = state_frame(variables.update)
@@ -93,7 +93,7 @@ class Answers:
     def _variables_in(self, slot: int, answer: Answer, joined: JoinedWorker) -> Reply:
         """Returns the reply with what a slot holds: by its number where memory is shared, as bytes elsewhere."""
         variables, versions, page = self._variables, self._variables.versions, self._page
-        joining, shared = answer.request == joined.join_request, joined.memory is not None
+        joining, shared = answer.request == joined.join_request, bool(joined.memory)
         frames: list[Frame] = []
         uncopied = None
         if not shared:
@@ -102,7 +102,8 @@ class Answers:
             frames.append(frame if uncopied is not None else bytes(frame))
         if joining:
             frames.append(variables.constants)
-        fastpath = page if joined.fastpath and joining else None
+        track = self._workers.track
+        fastpath = page if track in joined.fastpath and joining else None
         message = Variables(
             request=answer.request,
             version=answer.version,
@@ -115,11 +116,12 @@ class Answers:
             lr=variables.update.lr,
             generation=self._generation,
             used=variables.update.used,
+            track=track,
         )
         if answer.state is not None:
             message.optimizer = answer.state[0]
             frames.append(answer.state[1])
-        if self._index == 0 and (joining or joined.revision != variables.revision):
+        if self._index == 0 and (joining or joined.revisions[track] != variables.revision):
             message.settings, message.revision = variables.update.settings, variables.revision
         answer.delivery = Delivery(joined.peer) if not shared else None
-        return Reply(joined.peer, message, frames, uncopied, answer.delivery)
+        return Reply(joined.peer, message, frames, uncopied, answer.delivery, track)

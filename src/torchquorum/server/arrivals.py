@@ -23,6 +23,7 @@ class Arrival:
     finite: bool = True
     settings: Settings = field(default_factory=list)
     norm: float | None = None
+    track: int = 0
     shards: set[int] = field(default_factory=set)
 
 
@@ -41,7 +42,7 @@ class Arrivals:
         arrival.shards.add(shard)
         if push is not None:
             arrival.version, arrival.loss, arrival.finite = push.version, push.loss, push.finite
-            arrival.settings, arrival.norm = push.settings, push.norm
+            arrival.settings, arrival.norm, arrival.track = push.settings, push.norm, push.track
         while len(self._open) > REMEMBERED_ARRIVALS:
             self._open.popitem(last=False)
         if len(arrival.shards) < self._num_shards or arrival.version is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torchquorum.server.decisions import Decisions
 from torchquorum.server.value_assignments import ValueAssignments
-from torchquorum.wire.messages import STANDS_IN, Assign, Assigned, Held, Outcome
+from torchquorum.wire.messages import STANDS_IN, Assign, Assigned, Held, Outcome, TrackValues
 from torchquorum.wire.recorded import ASSIGN
 
 
@@ -25,27 +25,31 @@ class Assigning:
         assignments.wait(assign)
         if not quorum.stopped and assignments.is_due(assign, quorum):
             assignments.make(assign)
-            if assign.variables or assign.state:
-                self._make(assign, wall)
+            first = TrackValues(assign.version, assign.variables, assign.state, assign.settings)
+            for track, values in enumerate([first, *assign.more]):
+                if values.variables or values.state:
+                    self._make(assign, track, values, wall)
         self.release()
 
-    def _make(self, assign: Assign, wall: float) -> None:
-        """Given values become the next version; with the optimizer's state, its settings hold from the next update on."""
-        decisions, met = self._decisions, self._quorum.version
-        names = [self._plan.variables[v].name for v in assign.variables]
-        actions = self._quorum.assign()
-        version = self._quorum.version
-        if assign.state and assign.settings:
-            decisions.settings.offer(assign.settings)
-        change = decisions.settings.take() if assign.state else []
+    def _make(self, assign: Assign, track: int, values: TrackValues, wall: float) -> None:
+        """Given values become an optimizer's next version; with its state, its settings hold from the next update on."""
+        decisions, of = self._decisions, self._quorum.tracks[track]
+        met, settings = of.version, decisions.settings[track]
+        names = [decisions.plans[track].variables[v].name for v in values.variables]
+        actions = self._quorum.assign(track)
+        version = of.version
+        if values.state and values.settings:
+            settings.offer(values.settings)
+        change = settings.take() if values.state else []
         who = (assign.worker, assign.incarnation, assign.number)
-        decisions.log.append(Assigned(*who, version, assign.variables, assign.state, change))
+        decisions.log.append(Assigned(*who, version, values.variables, values.state, change, track))
         decisions.follow(actions, wall)
-        lost = met - assign.version
-        since = f"; in these, {lost} updates since version {assign.version} are overwritten" if lost else ""
-        names = ["the optimizer's state", *names] if assign.state else names
+        lost = met - values.version
+        since = f"; in these, {lost} updates since version {values.version} are overwritten" if lost else ""
+        names = ["the optimizer's state", *names] if values.state else names
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-        text = f"{shown} became version {version}{since}"
+        name = f" of {self._plan.names[track]}" if self._plan.names[track] else ""
+        text = f"{shown} became version {version}{name}{since}"
         decisions.history.wall = wall
         decisions.history.note("assigned", assign.worker, text)
         decisions.note(f"/job:worker/task:{assign.worker} assigned values: {text}")

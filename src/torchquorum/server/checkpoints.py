@@ -34,7 +34,10 @@ FIRST = -2
 
 @dataclass(slots=True)
 class Saving:
-    """A checkpoint in the making."""
+    """A checkpoint in the making.
+
+    `version` is the first optimizer's; `versions` are all, at this `place` of the log, where workers stand at `position`.
+    """
 
     number: int
     version: int
@@ -43,7 +46,10 @@ class Saving:
     keep: int
     begun_at: float
     data: dict[str, dict[str, Any]] = field(default_factory=dict)
-    settings: Settings = field(default_factory=list)
+    settings: list[Settings] = field(default_factory=list)
+    place: int = 0
+    position: int = 0
+    versions: list[int] = field(default_factory=list)
     parts: dict[int, Part] = field(default_factory=dict)
     publishing: bool = False
     waits_for_positions: bool = True
@@ -108,6 +114,8 @@ class Checkpoints:
         self.saving: Saving | None = None
         self.last = SaveState(-1, "none", -1, "", "")
         self.saved_version = leader.quorum.version  # of this there is a checkpoint, or nothing worth one
+        self._saved_place = leader.quorum.place
+        self._exact = any(rule.once_per_round for rule in self._plan.rules)
         self.lost = ""
         self._closed = False
         self._next: tuple[int, str, int] | None = None
@@ -149,7 +157,10 @@ class Checkpoints:
             keep,
             now,
             {**self._leader.data.state(), **self._leader.meeting.state()},
-            self._leader.settings.now,
+            [settings.now for settings in self._leader.settings],
+            place=self._leader.quorum.place,
+            position=self._leader.position,
+            versions=[track.version for track in self._leader.quorum.tracks],
         )
         self._leader.snapshot(number, str(partial))
 
@@ -171,34 +182,34 @@ class Checkpoints:
             self.stand_in.saved(now)
             self.save_unasked(now)
 
-    def restored_from(self, step: int) -> None:
-        """The checkpoint that the run goes on from is of this step; the journal led on from there."""
-        self.saved_version = step
+    def restored_from(self, step: int, first: int) -> None:
+        """The checkpoint that the run goes on from is of this step; the journal led on from there, its first update to this place."""
+        self.saved_version, self._saved_place = step, first - 1
 
     def save_again(self, now: float, *, due: bool) -> None:
         """With `due`, what was saved was removed: saves the current version. A durable run goes on only if that succeeds."""
         if due and not self.busy and self._plan.logdir is not None:
             self.first_is_due = bool(self._plan.durable)
             self.last, self.last_good, self.saved_version = SaveState(-1, "none", -1, "", ""), "", -1
-            self.save(UNASKED - self._leader.quorum.version, self._plan.logdir, self._plan.keep, now)
+            self._saved_place = -1
+            self.save(UNASKED - self._leader.quorum.place, self._plan.logdir, self._plan.keep, now)
 
     def save_unasked(self, now: float) -> None:
         """Saves the current version if it is not saved and the run has a folder; `busy` says while that goes on."""
         if not self.busy and not self.lost and not self._closed and self.unsaved:
-            version = self._leader.quorum.version
-            self.save(UNASKED - version, str(self._plan.logdir), self._plan.keep, now)
+            self.save(UNASKED - self._leader.quorum.place, str(self._plan.logdir), self._plan.keep, now)
 
     @property
     def unsaved(self) -> bool:
         """Whether the run has a folder, and no checkpoint of its current version."""
-        return self._plan.logdir is not None and self._leader.quorum.version != self.saved_version
+        return self._plan.logdir is not None and self._leader.quorum.place != self._saved_place
 
     def wants_position(self, worker: int) -> int:
         """Returns the version for which a worker's position is wanted, or -1."""
         saving = self.saving
         return (
-            saving.version
-            if saving is not None and not saving.publishing and self.positions.is_missing(worker, saving.version)
+            saving.position
+            if saving is not None and not saving.publishing and self.positions.is_missing(worker, saving.position)
             else -1
         )
 
@@ -224,7 +235,7 @@ class Checkpoints:
         if len(saving.parts) < self._plan.num_shards:
             return
         if (
-            self.positions.somebody_is_missing(saving.version)
+            self.positions.somebody_is_missing(saving.position)
             and saving.waits_for_positions
             and now - saving.begun_at < POSITIONS_S
         ):
@@ -233,8 +244,8 @@ class Checkpoints:
         self._leader.history.check()  # a checkpoint never holds updates that the ledger does not know after a crash
         manifest, buffers = self._manifest(saving, wall), {}
         if self._buffers is not None:
-            exact = self._plan.rule.once_per_round
-            manifest.buffers, buffers = self._buffers.save(saving.version, self._leader.quorum.alive, exact=exact)
+            alive = self._leader.quorum.alive
+            manifest.buffers, buffers = self._buffers.save(saving.position, alive, exact=self._exact)
         self._saver.publish(saving.number, saving.partial, manifest, saving.keep, buffers)
 
     def save_first(self, now: float) -> None:
@@ -256,9 +267,9 @@ class Checkpoints:
             Whether nothing is in the making: no checkpoint appears after that, unless it is asked for.
         """
         saving, self._next, self._failures.retry = self.saving, None, None
-        exact = self._plan.rule.once_per_round
+        exact = self._exact
         if saving is not None and (
-            len(saving.parts) < self._plan.num_shards or (exact and self.positions.somebody_is_missing(saving.version))
+            len(saving.parts) < self._plan.num_shards or (exact and self.positions.somebody_is_missing(saving.position))
         ):
             self.fail("a ps task was lost before its part, or the place of every worker in its data, was here", None)
         elif saving is not None:
@@ -279,6 +290,7 @@ class Checkpoints:
             self._fail(saving, result.error, now)
             return
         self.saving, self.first_is_due, self.saved_version, self.lost = None, False, saving.version, ""
+        self._saved_place = saving.place
         self._failures.succeeded()
         self.last_good = str(result.path)
         self.last = SaveState(saving.number, "done", saving.version, self.last_good, "")
@@ -326,6 +338,12 @@ class Checkpoints:
         if self.first_is_due:
             raise JournalError(f"the run cannot be durable: its first checkpoint failed: {error}")
 
+    def _of_others(self, saving: Saving) -> dict[str, Any]:
+        """Returns what a manifest has of the optimizers after the first."""
+        more = zip(self._plan.names[1:], saving.versions[1:], saving.settings[1:], strict=True)
+        found = [{"name": name, "version": version, "settings": settings} for name, version, settings in more]
+        return {"more": found} if found else {}
+
     def _manifest(self, saving: Saving, wall: float) -> Manifest:
         files, pieces, scalars, tables = {}, [], {}, list[StoredTable]()
         for shard, part in sorted(saving.parts.items()):
@@ -341,10 +359,10 @@ class Checkpoints:
             num_ps=self._plan.num_shards,
             generation=self._generation,
             plan=msgspec.to_builtins(self._plan),
-            scalars={"optimizer": scalars, "settings": saving.settings},
+            scalars={"optimizer": scalars, "settings": saving.settings[0], **self._of_others(saving)},
             pieces=pieces,
             tables=tables,
-            workers=self.positions.at(saving.version, self._plan.num_workers),
+            workers=self.positions.at(saving.position, self._plan.num_workers),
             data=saving.data,
             files=files,
         )

@@ -18,7 +18,7 @@ from torchquorum.server.identity import Identity
 from torchquorum.server.journaling import take_up_journal
 from torchquorum.server.leading import Leading
 from torchquorum.server.recorder import describe_beginning
-from torchquorum.server.shard import Shard
+from torchquorum.server.shard import Shard, states_of
 from torchquorum.server.snapshot import check_same_model
 from torchquorum.server.task_life import TaskLife
 from torchquorum.wire.codec import Frame
@@ -40,8 +40,9 @@ def check_creation(me: Identity, create: Create, frames: Sequence[Frame]) -> Non
         raise LostCreationError("it was restarted, and its variables are not here any more")
     plan = create.plan
     buffers = me.index == 0 and bool(plan.buffers)
-    state = create.optimizer is not None and create.restore is None
-    if len(frames) != (expected := (2 + _fixed_tables(plan) if create.restore is None else 0) + buffers + state):
+    plans, states = plan.tracks(), states_of(create)
+    values = 2 * len(plans) + _fixed_tables(plan) if create.restore is None else 0
+    if len(frames) != (expected := values + buffers + len(states)):
         raise ValueError(f"{len(frames)} tensor frames, expected {expected}")
     num_ps = me.cluster.num_tasks("ps")
     if plan.num_shards != num_ps or plan.num_workers < 1:
@@ -49,6 +50,8 @@ def check_creation(me: Identity, create: Create, frames: Sequence[Frame]) -> Non
             f"the chief's cluster has {plan.num_shards} ps tasks and {plan.num_workers} workers, that of "
             f"{me.task} has {num_ps} ps tasks. Give every task the same --ps_hosts and --worker_hosts."
         )
+    if not all(0 <= track < len(plans) for track in states):
+        raise ValueError(f"state of optimizers {list(states)[:8]}, the run has {len(plans)}")
     if plan.durable and plan.logdir is None:
         raise RefusedError("a durable run needs a folder for its journal: give the session a logdir")
     if buffers:
@@ -56,12 +59,13 @@ def check_creation(me: Identity, create: Create, frames: Sequence[Frame]) -> Non
             raise ValueError(f"buffers_mode {plan.buffers_mode!r}: allowed are {', '.join(MODES)}")
         frame_tensor(_buffers_of(create, frames), Packing(plan.buffers).size_bytes)
     if create.restore is None:
-        layout = plan.layout()
-        for frame, regions in zip(frames, (layout.trained, layout.constants), strict=False):
-            frame_tensor(frame, regions[me.index].size_bytes)
-        if create.optimizer is not None:
-            region = layout.trained[me.index]
-            GivenState(create.optimizer, frames[-1], region, plan.variables, plan.optimizer.name)
+        layouts = [of.layout() for of in plans]
+        regions = [of[me.index] for layout in layouts for of in (layout.trained, layout.constants)]
+        for frame, region in zip(frames, regions, strict=False):
+            frame_tensor(frame, region.size_bytes)
+        for (track, ref), frame in zip(states.items(), frames[len(frames) - len(states) :], strict=True):
+            of, region = plans[track], layouts[track].trained[me.index]
+            GivenState(ref, frame, region, of.variables, of.optimizer.name)
         return
     path = locate(create.restore)
     manifest = load_manifest(path)
@@ -71,7 +75,7 @@ def check_creation(me: Identity, create: Create, frames: Sequence[Frame]) -> Non
 
 def _buffers_of(create: Create, frames: Sequence[Frame]) -> Frame:
     """Returns the frame with the model's buffers, which comes after the values, if they are there."""
-    return frames[2 + _fixed_tables(create.plan) if create.restore is None else 0]
+    return frames[2 * len(create.plan.rules) + _fixed_tables(create.plan) if create.restore is None else 0]
 
 
 def _fixed_tables(plan: Plan) -> int:
@@ -111,7 +115,8 @@ def create_run(life: TaskLife, create: Create, frames: Sequence[Frame], now: flo
             run.recorder.began(describe_beginning(plan, create.generation, shard.version, base, frames, wall))
         run.checkpoints.last_good = create.restore or ""
         run.requests.kept = create.journal.kept if create.journal is not None else []
-        run.begin(data, replayed, now, wall, save=bool(plan.durable) and manifest is None)
+        step = manifest.step if manifest is not None else 0
+        run.begin(data, replayed, now, wall, step=step, save=bool(plan.durable) and manifest is None)
         return run
     except BaseException:
         (run or shard).close()

@@ -6,8 +6,10 @@ version that the quorum says; nothing is decided in here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from torchquorum.errors import UpdateError
 from torchquorum.formats.ledger_write import LedgerWriter
 from torchquorum.rules import quorum
 from torchquorum.rules.gates import Gates
@@ -21,7 +23,7 @@ from torchquorum.server.run_history import RunHistory
 from torchquorum.server.run_settings import RunSettings
 from torchquorum.server.shared_data import SharedData
 from torchquorum.server.tally import Tally
-from torchquorum.wire.messages import Apply, Drop, Outcome, Plan, Release, RowsOut
+from torchquorum.wire.messages import ALL, Apply, Drop, Outcome, Plan, Release, RowsOut
 from torchquorum.wire.recorded import DIED, PUSH
 from torchquorum.wire.settings import Settings
 
@@ -32,26 +34,33 @@ class Decisions:
     Attributes:
         log: What every shard follows.
         evictions: When rows of tables go.
-        settings: The options of the optimizer's parameter groups.
-        scheduled_rates: Returns the rates with which a schedule makes a version.
+        settings: The options of each optimizer's parameter groups.
+        scheduled_rates: Returns the rates with which an optimizer's schedule makes a version.
         requests: Of each worker, its incarnation and its newest request.
+        about: Of each worker, which track that request is about.
         outcomes: What became of each worker's last gradient, until it asks for something else.
         notes: Lines for people, printed and cleared by the owner.
         recorder: Hears of every decision, where the run is recorded.
     """
 
     def __init__(
-        self, plan: Plan, quorum: Quorum, tally: Tally, ledger: LedgerWriter | None, settings: Settings | None
+        self,
+        plan: Plan,
+        quorum: Quorum,
+        tally: Tally,
+        ledger: LedgerWriter | None,
+        settings: Sequence[Settings] | None,
     ) -> None:
-        self.plan, self.quorum = plan, quorum
+        self.plan, self.plans, self.quorum = plan, plan.tracks(), quorum
         self.log = DecisionLog(plan.num_shards)
         self.evictions = Evictions(plan)
         self.history = RunHistory(quorum, tally, ledger)
-        self.scheduled_rates: Callable[[int], list[float]] = lambda _version: []
-        self.settings = RunSettings(plan.optimizer.groups if settings is None else settings)
+        self.scheduled_rates: Callable[[int, int], list[float]] = lambda _track, _version: []
+        self.settings = [RunSettings(s) for s in settings or [of.optimizer.groups for of in self.plans]]
         self.membership = Membership(plan, quorum)
         self.data, self.gates = SharedData(), Gates()
         self.requests: dict[int, tuple[int, int]] = {}
+        self.about: dict[int, int] = {}
         self.outcomes: dict[int, Outcome] = {}
         self.notes: list[str] = []
         self.recorder: Recorder | None = None
@@ -67,9 +76,9 @@ class Decisions:
         if line is not None:
             self.notes.append(line)
 
-    def pushes(self, worker: int, incarnation: int, request: int, local_step: int) -> None:
-        """A worker asks what becomes of a gradient."""
-        self.requests[worker] = (incarnation, request)
+    def pushes(self, worker: int, incarnation: int, request: int, local_step: int, track: int) -> None:
+        """A worker asks what becomes of a gradient of an optimizer."""
+        self.requests[worker], self.about[worker] = (incarnation, request), track
         if self.recorder is not None:
             self.recorder.asks(worker, PUSH, local_step)
 
@@ -77,45 +86,72 @@ class Decisions:
         """A worker asks for something else than what became of its last gradient."""
         if self.recorder is not None:
             self.recorder.asks(worker, what, number)
-        self.requests[worker] = (incarnation, request)
+        self.requests[worker], self.about[worker] = (incarnation, request), ALL
         self.outcomes.pop(worker, None)
 
     def release(
         self, worker: int, incarnation: int, request: int, *, averaged: bool = False, state: bool = False
     ) -> None:
         """A worker may go on, with the version that there is."""
-        quorum = self.quorum
-        self.log.append(Release(worker, incarnation, request, quorum.version, quorum.stopped, averaged, state))
+        quorum, track = self.quorum, self.about.get(worker, ALL)
+        version = quorum.tracks[max(track, 0)].version
+        self.log.append(Release(worker, incarnation, request, version, quorum.stopped, averaged, state, track))
 
     def follow(self, actions: list[quorum.Action], wall: float, push: Arrival | None = None) -> None:
-        """Does what follows from what the quorum has decided; `push` is the gradient that it decided on."""
-        counts = self.history.tally
-        made = next((action.version for action in actions if isinstance(action, quorum.Applied)), None)
+        """Does what follows from what the quorum has decided; `push` is the gradient that it decided on.
+
+        Raises:
+            UpdateError: The workers wait for each other, and would for ever.
+        """
+        counts, track = self.history.tally, push.track if push is not None else 0
+        made = next((a.version for a in actions if isinstance(a, quorum.Applied) and a.track == track), None)
         for action in actions:
             match action:
                 case quorum.Accepted() | quorum.Refused():
-                    self._decided(action, wall, push or Arrival(), self._rates(made) if made is not None else [])
-                case quorum.Applied(keys, version):
+                    rates = self._rates(track, made) if made is not None else []
+                    self._decided(action, wall, push or Arrival(), rates)
+                case quorum.Applied(keys, version, of):
                     batches = self.data.applied(keys) if self.data else {}
                     self.gates.applied(keys)
                     named = [(k.worker, k.incarnation, k.local_step) for k in keys]
                     gone_at = self.evictions.at(version, wall)
-                    self.log.append(Apply(named, version, batches, self.settings.take(), gone_at))
-                    counts.updated(wall)
+                    self.log.append(Apply(named, version, batches, self.settings[of].take(), gone_at, of))
+                    if of == 0:
+                        counts.updated(wall)
                 case quorum.Released(worker, incarnation, _, version, stop):
                     counts.worker(worker).release(wall)
-                    self.log.append(Release(worker, incarnation, self.requests[worker][1], version, stop))
+                    request, of = self.requests[worker][1], self.about[worker]
+                    self.log.append(Release(worker, incarnation, request, version, stop, track=of))
                 case quorum.Chose():
                     self._chose(action, wall)
                 case quorum.Died(worker, incarnation, why):
                     counts.worker(worker).release(wall)
                     self.died(worker, incarnation, why, wall)
+                case quorum.Stuck():
+                    raise UpdateError(self._explain_stuck(action))
                 case _:
                     pass
 
-    def _rates(self, version: int) -> list[float]:
+    def _explain_stuck(self, action: quorum.Stuck) -> str:
+        """Returns in words that all workers wait, in rounds of different optimizers, and what to do."""
+        names, waits = self.plan.names, list[str]()
+        for track, workers in action.waits:
+            who = ", ".join(f"/job:worker/task:{i}" for i in workers[:4])
+            more = f" and {len(workers) - 4} more" if len(workers) > 4 else ""
+            of = self.quorum.tracks[track]
+            waits.append(f"{who}{more} for the round of {names[track]} ({len(of.round)} of {of.needed} gradients)")
+        return (
+            f"all live workers wait for each other, in rounds of different optimizers: {'; '.join(waits)}. The run ends. Under "
+            "rules with rounds every worker has to step the same optimizers in the same order: start all of them with the same "
+            "program, and let nothing that differs between workers, such as its index or its data, decide which optimizer is "
+            "stepped; or give one of the optimizers rule=tq.Async()."
+        )
+
+    def _rates(self, track: int, version: int) -> list[float]:
         """Returns the learning rates with which a version is about to be made."""
-        return self.settings.rates if self.plan.schedule is None else self.scheduled_rates(version)
+        if self.plans[track].schedule is None:
+            return self.settings[track].rates
+        return self.scheduled_rates(track, version)
 
     def _decided(
         self, action: quorum.Accepted | quorum.Refused, wall: float, push: Arrival, rates: list[float]
@@ -125,7 +161,8 @@ class Decisions:
             self.outcomes[key.worker] = Outcome(accepted, action.reason.value, action.met)
         batches = self.data.decided(key, action.reason, accepted=accepted) if self.data else {}
         self.gates.decided(key, accepted=accepted)
-        self.history.decided(action, push.loss, wall, batches, rates, norm=push.norm)
+        name = self.plan.names[push.track]
+        self.history.decided(action, push.loss, wall, batches, rates, norm=push.norm, optimizer=name)
         if self.recorder is not None:
             self.recorder.decided(action, push.loss)
         if action.reason is quorum.Reason.NOT_FINITE:
@@ -135,10 +172,14 @@ class Decisions:
 
     def _chose(self, action: quorum.Chose, wall: float) -> None:
         """The rule waits for another number of gradients: in the ledger, so that the run can be followed."""
-        chosen = {"aggregate": action.aggregate, "live": action.live, "round_s": round(action.round_s, 6)}
+        chosen: dict[str, Any] = {"aggregate": action.aggregate, "live": action.live}
+        chosen["round_s"], name = round(action.round_s, 6), self.plan.names[action.track]
+        if name:
+            chosen["optimizer"] = name
         self.history.wall = wall
         self.history.note("chose", values=chosen)
-        self.notes.append(f"an update takes {action.aggregate} gradients of {action.live} workers from now on")
+        of = f" of {name}" if name else ""
+        self.notes.append(f"an update{of} takes {action.aggregate} gradients of {action.live} workers from now on")
 
     def died(self, worker: int, incarnation: int, why: str, wall: float) -> None:
         """A worker counts as dead from now on."""

@@ -18,7 +18,17 @@ from torchquorum.server.shard import Shard
 from torchquorum.wire.messages import Create, Plan
 
 # What an update depends on: with any of these changed the same gradients would make other variables.
-DECISIVE = ("variables", "optimizer", "schedule", "average", "after_update", "placement", "slice_bytes", "tables")
+DECISIVE = (
+    "variables",
+    "optimizer",
+    "schedule",
+    "average",
+    "after_update",
+    "placement",
+    "slice_bytes",
+    "tables",
+    "more",
+)
 
 
 def plan_of_updates(plan: Plan) -> dict[str, Any]:
@@ -55,7 +65,9 @@ def take_up_journal(shard: Shard, create: Create, say: Callable[[str], None]) ->
     except JournalError as error:
         raise RefusedError(str(error)) from None
     if made:
-        say(f"updates {made[0].version} to {made[-1].version} are back from the journal")
+        say(
+            f"updates {made[0].place or made[0].version} to {made[-1].place or made[-1].version} are back from the journal"
+        )
     return made
 
 
@@ -66,9 +78,9 @@ def restore_journal(shard: Shard, create: Create) -> list[Record]:
         JournalError: The journal does not lead there, or was made with another plan.
     """
     ref = create.journal
-    if ref is None or create.restore is None or ref.version <= shard.version:
+    if ref is None or create.restore is None or ref.version <= shard.place:
         return []
-    folder, step = Path(create.restore).parent, shard.version
+    folder, step = Path(create.restore).parent, shard.place
     line = find_lineage(folder, shard.index, create.plan.num_shards, ref.generation, step)
     if line.plan is not None:
         check_plan(line.plan, create.plan, folder)
@@ -86,5 +98,5 @@ def begin_journal(shard: Shard, create: Create) -> JournalWriter | None:
         return None
     assert plan.logdir is not None, "a durable run was checked to have a folder"
     after, at = (create.journal.after, create.journal.at) if create.journal is not None else (0, 0)
-    head = Head(shard.index, plan.num_shards, create.generation, after, shard.version, at, plan_of_updates(plan))
+    head = Head(shard.index, plan.num_shards, create.generation, after, shard.place, at, plan_of_updates(plan))
     return JournalWriter(Path(plan.logdir), head, plan.durable)

@@ -9,6 +9,7 @@ same version.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torchquorum.errors import NanLossError
 from torchquorum.fastpath.records import GradientRecord
@@ -43,13 +44,19 @@ class Leader:
         plan: Plan,
         tally: Tally,
         ledger: LedgerWriter | None,
-        version: int = 0,
-        settings: Settings | None = None,
+        versions: Sequence[int] = (),
+        settings: Sequence[Settings] | None = None,
     ) -> None:
+        at = versions or [0] * len(plan.rules)
         self.quorum = Quorum(
-            plan.rule, plan.num_workers, version=version, last_step=plan.last_step, liveness_s=plan.liveness_s
+            plan.rule,
+            plan.num_workers,
+            version=at[0],
+            last_step=plan.last_step,
+            liveness_s=plan.liveness_s,
+            more=list(zip(plan.rules[1:], at[1:], strict=True)),
         )
-        self.plan = plan
+        self.plan, self._in_step = plan, plan.in_step
         self.decisions = decisions = Decisions(plan, self.quorum, tally, ledger, settings)
         self.log, self.history, self.notes = decisions.log, decisions.history, decisions.notes
         self.settings, self.membership, self.data = decisions.settings, decisions.membership, decisions.data
@@ -113,13 +120,13 @@ class Leader:
         """A shard holds its part of a gradient; `push` comes with shard 0's own part."""
         known = self.quorum.workers.get(key.worker)
         current = known is not None and known.incarnation == key.incarnation
-        if known is not None and current and key.local_step <= known.local_step:
+        if known is not None and current and self._is_decided(known, key, push):
             if push is not None:
-                self.asked_again(key, request)
+                self.asked_again(key, request, push.track)
             return  # it has been decided on: its worker has its answer, or waits for it
         arrival = self.arrivals.add(shard, key, push)
         if push is not None and current:
-            self.decisions.pushes(key.worker, key.incarnation, request, key.local_step)
+            self.decisions.pushes(key.worker, key.incarnation, request, key.local_step, push.track)
         if arrival is None:
             return
         # The gradient is on every shard: the quorum decides.
@@ -127,16 +134,23 @@ class Leader:
         self.decisions.outcomes.pop(key.worker, None)
         self.history.tally.worker(key.worker).hold(wall)
         if arrival.settings and key.worker == self.lead and current:
-            self.settings.offer(arrival.settings)
+            self.settings[arrival.track].offer(arrival.settings)
         if self.data and not self.data.counts(key):
             self.quorum.fence(key.worker, key.incarnation)
-        self.decisions.follow(self.quorum.push(key, arrival.version, now, finite=arrival.finite), wall, arrival)
+        actions = self.quorum.push(key, arrival.version, now, finite=arrival.finite, track=arrival.track)
+        self.decisions.follow(actions, wall, arrival)
 
-    def arrived_by_fastpath(self, record: GradientRecord) -> None:
+    def _is_decided(self, known: quorum.Worker, key: Key, push: Arrival | None) -> bool:
+        """Whether a gradient was decided on. One of another track may be ahead: on the fast path each track is looked at by itself."""
+        return key.local_step <= (known.places[push.track].local_step if push is not None else known.local_step)
+
+    def arrived_by_fastpath(self, record: GradientRecord, track: int = 0) -> None:
         """A worker has applied a gradient itself, or given it to a round of the fast path."""
         if record.rates:
-            self.settings.offer_rates(record.rates)
-        push = Arrival(record.computed_at, record.loss, norm=None if math.isnan(record.norm) else record.norm)
+            self.settings[track].offer_rates(record.rates)
+        push = Arrival(
+            record.computed_at, record.loss, track=track, norm=None if math.isnan(record.norm) else record.norm
+        )
         self.arrived(0, record.key, record.request, record.now, record.wall, push=push)
 
     def rows_asked(self, shard: int, worker: int, incarnation: int, request: int) -> None:
@@ -150,7 +164,7 @@ class Leader:
         known = self.quorum.workers[worker]
         return known.fenced or bool(self.data and self.data.is_void(worker, known.incarnation, known.local_step))
 
-    def asked_again(self, key: Key, request: int) -> None:
+    def asked_again(self, key: Key, request: int, track: int) -> None:
         """A gradient that was decided on is pushed again, under a later request: its worker had lost the connection.
 
         It is answered under that request: when its wait is over, or now.
@@ -162,7 +176,7 @@ class Leader:
             or request <= self.decisions.requests.get(key.worker, (0, 0))[1]
         ):
             return
-        self.decisions.pushes(key.worker, key.incarnation, request, key.local_step)
+        self.decisions.pushes(key.worker, key.incarnation, request, key.local_step, track)
         if not known.held:
             self.decisions.release(key.worker, key.incarnation, request)
 
@@ -225,6 +239,10 @@ class Leader:
         self.decisions.follow(self.quorum.stop(), wall)
         self.assigning.release()
 
+    def conclude(self, wall: float) -> None:
+        """The chief's loop is over: if the last step was made, nothing else of it is waited for."""
+        self.decisions.follow(self.quorum.conclude(), wall)
+
     def snapshot(self, number: int, partial: str) -> None:
         """Every shard writes itself, as it is now."""
         self.log.append(Snapshot(number, self.quorum.version, partial))
@@ -251,10 +269,14 @@ class Leader:
         is_away = chief is not None and not chief.alive and (chief.gone or not self.quorum.stopped)
         return min(alive) if is_away and alive else 0
 
-    @property
-    def changes_settings(self) -> bool:
+    def changes_settings(self, track: int = 0) -> bool:
         """Whether the next update has other settings than the last: the gradient that brought them was refused."""
-        return self.settings.pending
+        return self.settings[track].pending
+
+    @property
+    def position(self) -> int:
+        """Returns where workers that are in step stand now, as `wire.plan.Plan.in_step` counts."""
+        return sum(self.quorum.tracks[k].version for k in self._in_step)
 
     def wait_of(self, worker: int, incarnation: int, request: int) -> Held | None:
         """Returns what a worker's request waits for, if it is known and waits."""
@@ -263,7 +285,11 @@ class Leader:
         if (held := self.assigning.wait_of(worker, request)) is not None:
             return held
         wait = self.quorum.waits_for(worker)
-        return Held(request, wait.what, wait.have, wait.need, list(wait.missing)) if wait else None
+        if wait is None:
+            return None
+        name = self.plan.names[wait.track]
+        what = f"{wait.what} of {name}" if name else wait.what
+        return Held(request, what, wait.have, wait.need, list(wait.missing))
 
     def fate(self, key: Key) -> Fate:
         """Returns what became of a gradient; never, if it was not decided on and its worker can no longer push it."""

@@ -51,11 +51,11 @@ class Leading(Run):
             plan,
             life.tally,
             open_ledger(plan.logdir, life.announce, life.clock),
-            shard.version,
-            shard.variables.update.settings,
+            [track.version for track in shard.tracks],
+            [track.variables.update.settings for track in shard.tracks],
         )
-        self.leader.decisions.scheduled_rates = lambda version: (
-            shard.variables.update.rates_ahead(version - 1 - shard.version) or []
+        self.leader.decisions.scheduled_rates = lambda k, version: (
+            shard.tracks[k].variables.update.rates_ahead(version - 1 - shard.tracks[k].version) or []
         )
         self.buffers = buffers
         self.recorder = self.leader.decisions.recorder = open_recorder(plan, life.announce)
@@ -65,9 +65,15 @@ class Leading(Run):
             self.leader, life.saver, life.announce, buffers=buffers, positions=positions, generation=shard.generation
         )
         super().__init__(life, shard, LeadingRequests(life, shard, self.leader, self.checkpoints, buffers))
-        self.fastpath: FastPathHost | None = None
-        if shard.page is not None:
-            self.fastpath = FastPathHost(shard.page, shard, self.leader, lambda: self.checkpoints.busy)
+        self.fastpaths = [
+            FastPathHost(track.page, track, self.leader, self._has_to_decide, track=track.index)
+            for track in shard.tracks
+            if track.page is not None
+        ]
+
+    def _has_to_decide(self) -> bool:
+        """Whether workers have to come to the ps for every step now: something is saved, or the job ends."""
+        return self.checkpoints.busy or self.shard.ended is not None
 
     def status(self) -> dict[str, Any]:
         """Returns the state of the run for people and reports, and for those who wait for its last checkpoint."""
@@ -75,10 +81,13 @@ class Leading(Run):
         saved = {"saved_step": checkpoints.saved_version, "saved": checkpoints.last_good, "not_saved": checkpoints.lost}
         return {**describe_run(self.leader), **saved}
 
-    def begin(self, data: dict[str, Any], replayed: list[Record], now: float, wall: float, *, save: bool) -> None:
+    def begin(
+        self, data: dict[str, Any], replayed: list[Record], now: float, wall: float, *, step: int, save: bool
+    ) -> None:
         """Starts the run.
 
         Args:
+            step: The global step of the checkpoint that the run goes on from; 0 without one.
             data: Which batches of shared data are in the checkpoint that the run goes on from.
             replayed: The updates that were made again from the journal.
             now: The time.
@@ -87,7 +96,7 @@ class Leading(Run):
         """
         self.leader.history.restore(replayed)
         if replayed:
-            self.checkpoints.restored_from(replayed[0].version - 1)
+            self.checkpoints.restored_from(step, replayed[0].place or replayed[0].version)
         self.leader.meeting.gates.restore(data.get(SAVED_AS, {}))
         data = {name: body for name, body in data.items() if name != SAVED_AS}
         self.leader.data.restore(data, (record.batches for record in replayed))
@@ -107,7 +116,7 @@ class Leading(Run):
     @property
     def fastpath_is_open(self) -> bool:
         """Whether workers may be making updates by themselves now."""
-        return self.fastpath is not None and self.fastpath.is_open
+        return any(fastpath.is_open for fastpath in self.fastpaths)
 
     def leave(self, got: Incoming[m.Leave]) -> list[Reply]:
         """A worker leaves for good, with its results."""
@@ -123,6 +132,8 @@ class Leading(Run):
             if leave.worker == 0 and leave.finished:
                 self.checkpoints.stand_in.saved(got.now)
         self.leader.leave(leave.worker, leave.incarnation, got.wall, failed=failed)
+        if leave.worker == 0:
+            self.leader.conclude(got.wall)
         self._check_end(got.now)
         return super().leave(got)
 
@@ -158,25 +169,32 @@ class Leading(Run):
         return [got.reply(m.Alive(leader.quorum.version, leader.quorum.stopped))]
 
     def before(self, message: m.AnyMessage) -> list[Reply]:
-        """Closes the fast path before a message that it cannot stand beside."""
-        return self.look_at_fastpath(close=may_change(message, self.shard)) if self.fastpath_is_open else []
-
-    def look_at_fastpath(self, *, close: bool) -> list[Reply]:
-        """Takes over what workers have done on the fast path, and closes it with `close`."""
-        if self.fastpath is None or not self.fastpath.is_open:
+        """Closes the fast path before a message that it cannot stand beside; for a gradient, that of its optimizer."""
+        if not self.fastpath_is_open:
             return []
-        made, unfinished = self.fastpath.close() if close else (self.fastpath.look(), [])
-        self.fastpath.take_up(made, made=True)
-        replies = self._follow_log(silent=True) if made else []
-        # A round that was full and not published: the ps makes the update. What closed the fast path is still to come.
-        self.fastpath.take_up(unfinished, made=False)
-        return replies + (self._follow_log() if unfinished else [])
+        changes = may_change(message, self.shard)
+        return self.look_at_fastpath(close=changes, track=message.track if isinstance(message, m.Push) else None)
+
+    def look_at_fastpath(self, *, close: bool, track: int | None = None) -> list[Reply]:
+        """Takes over what workers have done on the fast path, and closes it with `close`, or only that of one track."""
+        replies: list[Reply] = []
+        for fastpath in self.fastpaths:
+            if fastpath.is_open:
+                closes = close and track in (None, fastpath.track)
+                made, unfinished = fastpath.close() if closes else (fastpath.look(), [])
+                fastpath.take_up(made, made=True)
+                replies += self._follow_log(silent=True) if made else []
+                # A round that was full and not published: the ps makes the update. What closed the fast path is still to come.
+                fastpath.take_up(unfinished, made=False)
+                replies += self._follow_log() if unfinished else []
+        return replies
 
     def advance(self) -> list[Reply]:
         """Follows the log, sends it to the other shards, and opens the fast path when there is nothing to decide."""
         replies = self._follow_log()
-        if self.fastpath is not None and self.fastpath.may_open():
-            self.fastpath.open()
+        for fastpath in self.fastpaths:
+            if fastpath.may_open():
+                fastpath.open()
         if self.recorder is not None:
             self.recorder.flush()  # before any reply leaves
         return replies

@@ -43,7 +43,9 @@ class LeadingRequests(WorkerRequests):
 
     def push(self, got: Incoming[m.Push]) -> list[Reply]:
         """A joined worker sends a gradient, and with it, if it leads, the settings of its program."""
-        self._leader.settings.check(got.message.settings)
+        push = got.message
+        if 0 <= push.track < len(self._leader.settings):
+            self._leader.settings[push.track].check(push.settings)
         return super().push(got)
 
     def _joined(self, got: Incoming[m.Join]) -> list[Reply]:
@@ -60,12 +62,12 @@ class LeadingRequests(WorkerRequests):
             self._say(f"/job:worker/task:{join.worker} has last_step={theirs}, which does not count: the run {ends}")
         return []
 
-    def _pushed_again(self, key: Key, request: int) -> None:
-        self._leader.asked_again(key, request)
+    def _pushed_again(self, key: Key, push: m.Push) -> None:
+        self._leader.asked_again(key, push.request, push.track)
 
     def _arrived(self, got: Incoming[m.Push], key: Key) -> list[Reply]:
         push = got.message
-        arrival = Arrival(push.version, push.loss, push.finite, push.settings, push.norm)
+        arrival = Arrival(push.version, push.loss, push.finite, push.settings, push.norm, push.track)
         self._leader.arrived(0, key, push.request, got.now, got.wall, push=arrival)
         return []
 
@@ -80,10 +82,19 @@ class LeadingRequests(WorkerRequests):
     def _assigning(self, got: Incoming[m.Assign]) -> list[Reply]:
         assign = got.message
         key = (assign.worker, assign.incarnation, assign.number)
-        gives = assign.has_values and (assign.variables or assign.state)
-        if gives and not self.shard.given.has(key, assign.variables, state=assign.state):
-            raise ValueError(f"no values were given for assignment {assign.number} of variables {assign.variables[:8]}")
-        self._leader.settings.check(assign.settings)
+        tracks, first = (
+            self.shard.tracks,
+            m.TrackValues(assign.version, assign.variables, assign.state, assign.settings),
+        )
+        if len(assign.more) >= len(tracks):
+            raise ValueError(f"an assignment to {len(assign.more) + 1} optimizers, the run has {len(tracks)}")
+        for track, values in zip(tracks, [first, *assign.more], strict=False):
+            gives = assign.has_values and (values.variables or values.state)
+            if gives and not track.given.has(key, values.variables, state=values.state):
+                raise ValueError(
+                    f"no values were given for assignment {assign.number} of variables {values.variables[:8]}"
+                )
+            self._leader.settings[track.index].check(values.settings)
         self._leader.assigning.ask(assign, got.wall)
         return []
 

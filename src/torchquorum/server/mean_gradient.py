@@ -51,7 +51,16 @@ class MeanGradient:
         self._numbers = torch.cat(samples) if samples else torch.empty(0)
         self._version = version
 
-    def answer(self, request: int = -1) -> tuple[Mean, list[Frame]]:
-        """Returns what was kept last, as the answer to a request, and asks for the next."""
-        self.wanted = True
-        return Mean(self._version, self._pieces, request), [bytes(tensor_frame(self._numbers.view(torch.uint8)))]
+    def answer(self, request: int = -1, others: Sequence[MeanGradient] = ()) -> tuple[Mean, list[Frame]]:
+        """Returns what was kept last, as the answer to a request, and asks for the next.
+
+        With `others`, those of the other optimizers of the shard, theirs too; the version is of this one.
+        """
+        pieces, numbers = list(self._pieces), [self._numbers]
+        for other in others:
+            pieces += other._pieces
+            numbers.append(other._numbers)
+        for each in (self, *others):
+            each.wanted = True
+        frame = bytes(tensor_frame(torch.cat(numbers).view(torch.uint8)))
+        return Mean(self._version, pieces, request), [frame]

@@ -75,4 +75,4 @@ class Outbox:
                 reply.delivery.waits, reply.delivery.sent = False, sent
             run = self._service.run
             if sent is not None and reply.slot is not None and run is not None:
-                run.shard.variables.versions.sending(reply.slot, sent)
+                run.shard.tracks[reply.track].variables.versions.sending(reply.slot, sent)

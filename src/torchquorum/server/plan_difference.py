@@ -32,6 +32,20 @@ _SHOWN = 8
 
 def check_same_plan(ours: Plan, theirs: Plan, who: str) -> None:
     """Raises RefusedError, naming every difference, if a task comes with another model, optimizer, rule or placement."""
+    if ours.names != theirs.names:
+        raise RefusedError(
+            f"{who} has other optimizers than the chief: {_list(theirs.names)}, the chief's are {_list(ours.names)}.\n"
+            "Start every task with the same program and the same arguments."
+        )
+    for here, there in zip(ours.tracks(), theirs.tracks(), strict=True):
+        _check_same_track(here, there, who)
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names) if len(names) > 1 else "one"
+
+
+def _check_same_track(ours: Plan, theirs: Plan, who: str) -> None:
     check_same_variables(ours.variables, theirs.variables, who)
     unequal = [what for what in _COMPARED if getattr(ours, what) != getattr(theirs, what)]
     if not unequal:
@@ -42,7 +56,7 @@ def check_same_plan(ours: Plan, theirs: Plan, who: str) -> None:
         lines += _differences(what, getattr(ours, what), getattr(theirs, what))
     more = [f"  and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     raise RefusedError(
-        f"{who} has another {named} than the chief:\n"
+        f"{who} has another {named}{f' of {ours.name}' if ours.name else ''} than the chief:\n"
         + "\n".join([*lines[:_SHOWN], *more])
         + "\nStart every task with the same program and the same arguments."
     )

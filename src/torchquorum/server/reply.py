@@ -48,6 +48,7 @@ class Reply:
         frames: What follows it.
         slot: The version slot whose bytes are among the frames, uncopied.
         delivery: Is told how a large answer is sent.
+        track: Whose slot it is.
     """
 
     peer: Peer
@@ -55,6 +56,7 @@ class Reply:
     frames: list[Frame] = field(default_factory=list)
     slot: int | None = None
     delivery: Delivery | None = None
+    track: int = 0
 
 
 @dataclass(slots=True)

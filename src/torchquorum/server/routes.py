@@ -76,6 +76,7 @@ def _not_decided(got: Incoming[m.FateOf]) -> list[Reply]:
 
 
 def _save(run: Leading, got: Incoming[m.Save]) -> list[Reply]:
+    run.leader.conclude(got.wall)
     return [got.reply(run.checkpoints.save(got.message.number, got.message.folder, got.message.keep, got.now))]
 
 
@@ -102,7 +103,9 @@ def _stop(run: Leading, got: Incoming[m.Stop]) -> list[Reply]:
 
 
 def _mean(run: Run, got: Incoming[m.MeanRequest]) -> list[Reply]:
-    return [Reply(got.peer, *run.shard.variables.mean.answer(got.message.request))]
+    first, *others = run.shard.tracks
+    mean = first.variables.mean
+    return [Reply(got.peer, *mean.answer(got.message.request, [track.variables.mean for track in others]))]
 
 
 def _evicted(run: Run, got: Incoming[m.TakeEvicted]) -> list[Reply]:

@@ -86,7 +86,7 @@ class Run:
         """Yields what the saver has finished: parts of this shard, and on shard 0 whole checkpoints."""
         for result in self.life.saver.results():
             if isinstance(result, Written):
-                self.shard.variables.snapshot_written()
+                self.shard.snapshot_written()
             yield part_of(self.shard.index, result) if isinstance(result, Written) else result
 
     def commit(self) -> None:

@@ -63,8 +63,12 @@ class RunHistory:
         rates: Sequence[float] = (),
         *,
         norm: float | None = None,
+        optimizer: str = "",
     ) -> None:
-        """A gradient was accepted or refused; `batches` are those it was computed from, `rates` those of an update that it made full."""
+        """A gradient was accepted or refused; `batches` are those it was computed from, `rates` those of an update that it made full.
+
+        `optimizer` is the name of that whose it is, where there are several.
+        """
         accepted = isinstance(action, Accepted)
         key, reason, staleness = action.key, action.reason.value, action.met - action.version
         counts = self.tally.worker(key.worker)
@@ -90,6 +94,7 @@ class RunHistory:
                 took_s=round(wall - counts.released_at, 6) if counts.released_at is not None else None,
                 batches=batches or msgspec.UNSET,
                 lr=list(rates) or msgspec.UNSET,
+                optimizer=optimizer or msgspec.UNSET,
                 norm=msgspec.UNSET if norm is None else float(f"{norm:.6g}") if finite else None,
             )
         )

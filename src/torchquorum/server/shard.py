@@ -1,40 +1,35 @@
 """The variables of one ps task: it holds gradients as they arrive and follows the log that shard 0 writes.
 
 Owned by the run. No sockets and no clock in here; replies come back as data. What always holds: entries of the log are
-followed in order, each once; a request is answered with the version reached at its place in the log, all of it.
+followed in order, each once; a request is answered with the version reached at its place in the log, all of it. What belongs to
+one optimizer is in its track (`torchquorum.server.shard_track`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-
-import msgspec
-import torch
+from contextlib import ExitStack
 
 from torchquorum.errors import UpdateError
 from torchquorum.fastpath.page import FastPage
-from torchquorum.fastpath.policy import may_have_fastpath
 from torchquorum.formats.checkpoint import CheckpointReader, load_manifest
 from torchquorum.formats.checkpoint_manifest import Manifest
-from torchquorum.formats.journal import JournalError, JournalWriter, Record
+from torchquorum.formats.journal import JournalError, JournalWriter, Payload, Record
 from torchquorum.formats.storage import Location
-from torchquorum.memory.slots import region_bytes, section_views
 from torchquorum.rules.quorum import Key
-from torchquorum.server.answers import Answers
 from torchquorum.server.decision_log import LogEntry
-from torchquorum.server.given_state import GivenState
-from torchquorum.server.given_values import Given, GivenValues
 from torchquorum.server.pending_gradients import PendingGradients
 from torchquorum.server.reply import Reply
 from torchquorum.server.row_requests import RowRequests
-from torchquorum.server.shard_tables import RowUpdate, ShardTables, with_rows
+from torchquorum.server.shard_tables import ShardTables
+from torchquorum.server.shard_track import ShardTrack
 from torchquorum.server.shard_variables import ShardVariables
-from torchquorum.server.snapshot import ShardSnapshot, StateReader, check_same_model, frames_of
-from torchquorum.server.worker_table import WorkerTable
+from torchquorum.server.snapshot import SavedTrack, ShardSnapshot, StateReader, check_same_model, frames_of
+from torchquorum.server.worker_table import TrackWorkers, WorkerTable
 from torchquorum.wire.channel import Peer
 from torchquorum.wire.codec import Frame
-from torchquorum.wire.frames import frame_tensor
 from torchquorum.wire.messages import (
+    ALL,
     Apply,
     Assigned,
     Create,
@@ -43,27 +38,27 @@ from torchquorum.wire.messages import (
     Join,
     Outcome,
     Plan,
-    Push,
     Release,
     RowsOut,
     Snapshot,
     StateRef,
-    Values,
 )
 
 
 class Shard:
     """The variables, the workers and the undecided gradients of one ps task.
 
+    Args:
+        index: Which ps task.
+        plan: The run's plan.
+        frames: Of each optimizer, the first values of its trained variables and of the others.
+        versions: Of each optimizer, the version that these are; 0 by default.
+        generation: Which creation of the variables this is.
+
     Attributes:
-        variables: Their values, and what changes them.
+        tracks: What there is for each optimizer.
         workers: The workers that have joined here.
-        gradients: What they have pushed and the log has not decided on.
-        tables: Their rows.
-        row_requests: Who has asked for some of them.
-        given: What is about to be assigned.
-        answers: The answers to their requests.
-        page: The fast path's page, where the plan allows it.
+        row_requests: Who has asked for rows of tables.
         followed: How many entries of the log were followed.
         snapshots: Those that the log has asked for and the saver has not been given.
         ended: The end of the job, once the log has it.
@@ -72,27 +67,34 @@ class Shard:
     """
 
     def __init__(
-        self, index: int, plan: Plan, values: Frame, constants: Frame, version: int = 0, generation: int = 0
+        self,
+        index: int,
+        plan: Plan,
+        frames: Sequence[Frame],
+        *,
+        versions: Sequence[int] = (),
+        generation: int = 0,
     ) -> None:
         self.index, self.plan, self.generation = index, plan, generation
-        self.page = FastPage.create(plan.num_workers, len(plan.optimizer.groups)) if may_have_fastpath(plan) else None
-        state_slots = plan.num_workers + 2 if self.page is not None else None
-        try:
-            self.variables = ShardVariables(index, plan, values, constants, version=version, state_slots=state_slots)
-        except Exception:
-            if self.page is not None:
-                self.page.close()
-            raise
-        self.region = self.variables.region
-        self.tables = ShardTables(plan, index)
+        plans = plan.tracks()
+        self.workers = WorkerTable(plan.num_workers, [of.layout().trained[index] for of in plans])
+        self.tracks: list[ShardTrack] = []
+        with ExitStack() as made:
+            for k, of in enumerate(plans):
+                track = ShardTrack(
+                    k,
+                    index,
+                    of,
+                    frames[2 * k],
+                    frames[2 * k + 1],
+                    TrackWorkers(self.workers, k),
+                    version=versions[k] if versions else 0,
+                    generation=generation,
+                )
+                made.callback(track.close)
+                self.tracks.append(track)
+            made.pop_all()  # all are there
         self.row_requests = RowRequests(self.tables)
-        if self.page is not None:
-            self.variables.versions.also_busy = self.page.workers.busy_slots
-            self.variables.update.state.also_busy = self.page.workers.busy_states
-        self.workers = WorkerTable(plan.num_workers, self.region)
-        self.gradients = PendingGradients(self.region, plan.compress)
-        self.given = GivenValues()
-        self.answers = Answers(index, generation, self.variables, self.workers, self.page)
         self.followed = 0
         self.snapshots: list[tuple[Snapshot, ShardSnapshot]] = []
         self.ended: End | None = None
@@ -102,14 +104,15 @@ class Shard:
 
     @classmethod
     def created(cls, index: int, create: Create, frames: Sequence[Frame]) -> Shard:
-        """Makes a shard from what the chief's variables, and its optimizer, begin with."""
-        shard = cls(index, create.plan, frames[0], frames[1], generation=create.generation)
-        if create.optimizer is not None:
-            try:
-                shard.variables.load(shard.read_state(create.optimizer, frames[-1]))
-            except BaseException:
-                shard.close()
-                raise
+        """Makes a shard from what the chief's variables, and its optimizers, begin with."""
+        shard, states = cls(index, create.plan, frames, generation=create.generation), states_of(create)
+        try:
+            for (track, ref), frame in zip(states.items(), frames[len(frames) - len(states) :], strict=True):
+                of = shard.tracks[track]
+                of.variables.load(of.read_state(ref, frame))
+        except BaseException:
+            shard.close()
+            raise
         return shard
 
     @classmethod
@@ -129,67 +132,103 @@ class Shard:
     @classmethod
     def made_of(cls, index: int, plan: Plan, reader: StateReader, manifest: Manifest, generation: int = 0) -> Shard:
         """Makes a shard of a saved state of the whole run."""
-        shard = cls(index, plan, *frames_of(reader, plan, index), manifest.step, generation)
+        saved = [SavedTrack.of(manifest, k) for k in range(len(plan.rules))]
+        frames = [frame for of in plan.tracks() for frame in frames_of(reader, of, index)]
+        shard = cls(index, plan, frames, versions=[s.version for s in saved], generation=generation)
         try:
-            shard.variables.restore(reader, manifest)
+            for track, at in zip(shard.tracks, saved, strict=True):
+                track.variables.restore(reader, at)
         except BaseException:
             shard.close()
             raise
         return shard
 
+    # -- the first optimizer ------------------------------------------------------------------------------------------
+
     @property
     def version(self) -> int:
-        """Returns how many updates this shard has applied."""
-        return self.variables.versions.version
+        """Returns how many updates of the first optimizer this shard has applied."""
+        return self.tracks[0].version
+
+    @property
+    def variables(self) -> ShardVariables:
+        """Returns the variables of the first optimizer."""
+        return self.tracks[0].variables
+
+    @property
+    def gradients(self) -> PendingGradients:
+        """Returns the undecided gradients for these."""
+        return self.tracks[0].gradients
+
+    @property
+    def page(self) -> FastPage | None:
+        """Returns the page of the fast path for these, if there is one."""
+        return self.tracks[0].page
+
+    @property
+    def tables(self) -> ShardTables:
+        """Returns its tables; only a run of one optimizer has some."""
+        return self.tracks[0].tables
+
+    @property
+    def evicted(self) -> int:
+        """Returns how many rows of tables have gone here since this was last set to 0."""
+        return self.tracks[0].evicted
+
+    @evicted.setter
+    def evicted(self, count: int) -> None:
+        self.tracks[0].evicted = count
+
+    # -- all of them --------------------------------------------------------------------------------------------------
+
+    @property
+    def place(self) -> int:
+        """Returns how many updates this shard has applied, of all optimizers: where it is in the log."""
+        return sum(track.version for track in self.tracks)
 
     @property
     def uncommitted(self) -> bool:
         """Whether the journal has updates that the disk may not have yet."""
         return self.journal is not None and self.journal.uncommitted
 
-    @property
-    def busy(self) -> bool:
-        """Whether there is something to apply, to measure or to end before workers may make updates by themselves."""
-        return len(self.gradients) > 0 or self.variables.mean.wanted or self.ended is not None
-
     # -- workers ------------------------------------------------------------------------------------------------------
 
     def admit(self, peer: Peer, join: Join) -> None:
         """Notes a worker that joins and opens its gradient memory."""
-        self.gradients.forget(self.workers.admit(peer, join))
-        if self.page is not None:
-            self.page.workers.release_slots(join.worker)
+        forgotten = self.workers.admit(peer, join)
+        for track in self.tracks:
+            track.gradients.forget(forgotten)
+            if track.page is not None:
+                track.page.workers.release_slots(join.worker)
 
     def forget(self, worker: int, incarnation: int) -> None:
-        """Ends the lease of a worker that is gone; it may come back."""
+        """Ends the leases of a worker that is gone; it may come back."""
         if self.workers.knows(worker, incarnation):
-            self.variables.versions.forget(worker)
+            for track in self.tracks:
+                track.variables.versions.forget(worker)
 
-    def store(self, push: Push, frames: Sequence[Frame]) -> Key:
-        """Keeps this shard's part of a gradient until the log says what becomes of it.
+    def answer(self, worker: int, incarnation: int, request: int) -> list[Reply]:
+        """Returns the answer to a request again, if it has been answered: one for each track that it was about."""
+        return [reply for track in self.tracks for reply in track.answers.again(worker, incarnation, request)]
 
-        Raises:
-            ValueError: The gradient does not fit the variables.
-        """
-        key = Key(push.worker, push.incarnation, push.local_step)
-        memory = self.workers[push.worker].memory if push.slot >= 0 else None
-        dense = 0 if memory is not None else 1
-        if self.tables:
-            self.tables.store(key, push.rows, frames[dense:])
-        self.gradients.store(key, push, memory, frames[:dense] if self.tables else frames)
-        return key
+    def gradient_of(self, worker: int, incarnation: int, request: int) -> Key | None:
+        """Returns the gradient that a request pushed, if it is here and undecided."""
+        found = (track.gradients.of_request(worker, incarnation, request) for track in self.tracks)
+        return next((key for key in found if key is not None), None)
 
-    def store_shared(self, key: Key, request: int) -> None:
-        """Keeps a gradient of the fast path, which lies in its worker's memory.
+    # -- checkpoints --------------------------------------------------------------------------------------------------
 
-        It may be decided on: its worker died between recording and publishing the round.
-        """
-        if self.gradients.is_decided(key):
-            return
-        memory = self.workers[key.worker].memory
-        assert memory is not None, "only a worker that shares memory is on the fast path"
-        self.gradients.store_shared(key, memory)
-        self.gradients.note_request(request, key)
+    def snapshot(self) -> ShardSnapshot:
+        """Returns all of it as it is now; the current versions' slots are kept until `snapshot_written`."""
+        whole, *others = [track.variables.snapshot() for track in self.tracks]
+        for other in others:
+            whole.add(other)
+        return whole
+
+    def snapshot_written(self) -> None:
+        """The snapshot is on disk: its slots are free again."""
+        for track in self.tracks:
+            track.variables.snapshot_written()
 
     # -- the log ------------------------------------------------------------------------------------------------------
 
@@ -206,127 +245,60 @@ class Shard:
             return []
         match entry:
             case Apply() | Assigned():
+                track = self.tracks[entry.track]
                 try:
-                    self._apply(entry) if isinstance(entry, Apply) else self._assign(entry)
+                    keep = self._keep if self.journal is not None else None
+                    track.apply(entry, keep) if isinstance(entry, Apply) else track.assign(entry, keep)
                 except AssertionError:
                     raise
                 except Exception as error:  # a shard that cannot follow its log must not go on as if it had
                     self.broken = True
                     raise UpdateError(explain_failed_update(self.index, entry.version, error)) from error
             case Drop(keys):
-                self.gradients.drop(Key(*key) for key in keys)
+                for track in self.tracks:
+                    track.gradients.drop(Key(*key) for key in keys)
                 self.tables.drop(Key(*key) for key in keys)
-            case Release(worker, version=version):
-                assert version == self.version, f"release at {version} while the shard is at {self.version}"
-                self.gradients.copy_borrowed(worker)
-                self.tables.copy_borrowed(worker)
-                return self.answers.release(entry, outcome, silent=silent)
+            case Release(version=version, track=of):
+                track = self.tracks[max(of, 0)]
+                assert version == track.version, f"release at {version} while the shard is at {track.version}"
+                those = self.tracks if of == ALL else [track]
+                return [reply for t in those for reply in t.release(entry, outcome, silent=silent)]
             case RowsOut():
                 return self.row_requests.answer(entry, self.version)
             case Snapshot():
-                snapshot = self.variables.snapshot()
+                snapshot = self.snapshot()
                 snapshot.rows, snapshot.tables = self.tables.snapshot()
                 self.snapshots.append((entry, snapshot))
                 if self.journal is not None:
-                    self.journal.rotate(self.version)
+                    self.journal.rotate(self.place)
             case End():
                 self.ended = entry
         return []
 
-    def _apply(self, entry: Apply) -> None:
-        keys, version = [Key(*k) for k in entry.keys], entry.version
-        self.variables.change(entry.settings)
-        if self.variables.versions.adopt(version):
-            self.gradients.drop(keys)  # some are here if the round was recorded in part when its last worker died
-            self.variables.update.made_elsewhere()
-            return
-        parts = self.gradients.take(keys)
-        absent = frozenset.intersection(*(p.absent for p in parts))
-        updates = self.tables.mean(keys)
-        mean, slot = self.variables.make([p.sections for p in parts], absent, version)
-        self._apply_rows(updates, version, entry.evicted_at)
-        if self.journal is not None:  # before any worker gets this version
-            told = max(p.version for p in parts)
-            record = Record(version, sorted(absent), entry.keys, entry.batches, entry.settings, told=told)
-            record.rows, record.evicted_at = [(u.table, len(u.keys)) for u in updates], entry.evicted_at
-            self.journal.append(record, with_rows(region_bytes(self.region, mean), updates))
-        self.variables.publish(slot, version)
-
-    def _apply_rows(self, updates: Sequence[RowUpdate], version: int, evicted_at: float) -> None:
-        if self.tables:
-            update = self.variables.update
-            self.tables.apply(updates, version, update.settings, update.used)
-            self.evicted += self.tables.evict(version, evicted_at) if evicted_at else 0
-
-    def keep_values(self, values: Values, frames: Sequence[Frame]) -> None:
-        """Keeps what a worker gives for an assignment; what was kept before is dropped.
-
-        Raises:
-            ValueError: It does not fit the variables.
-        """
-        memory = frame_tensor(frames[0], self.region.size_bytes).clone() if values.variables else torch.empty(0)
-        state = self.read_state(values.optimizer, frames[-1]) if values.optimizer is not None else None
-        self.given.keep((values.worker, values.incarnation, values.number), Given(values.variables, memory, state))
-
-    def read_state(self, ref: StateRef, frame: Frame) -> GivenState:
-        """Returns an optimizer's state that came from a worker or stands in the journal.
-
-        Raises:
-            ValueError: It does not fit the variables.
-        """
-        return GivenState(ref, frame, self.region, self.plan.variables, self.plan.optimizer.name)
-
-    def _assign(self, entry: Assigned) -> None:
-        given = self.given.take((entry.worker, entry.incarnation, entry.number))
-        self.variables.change(entry.settings)
-        slot = self.variables.put(given.values, entry.variables)
-        if given.state is not None:
-            self.variables.load(given.state)
-        if self.journal is not None:  # before any worker gets this version
-            self._write_assigned(self.journal, entry, given, slot)
-        self.variables.publish(slot, entry.version)
-
-    def _write_assigned(self, journal: JournalWriter, entry: Assigned, given: Given, slot: int) -> None:
-        values = region_bytes(self.region, self.variables.versions.slots.sections[slot]) if entry.variables else b""
-        record = Record(entry.version, [], [], settings=entry.settings, assigned=entry.variables)
-        if given.state is None:
-            journal.append(record, values)
-            return
-        record.state = msgspec.to_builtins(given.state.ref)
-        journal.append(record, bytes(values) + bytes(given.state.frame))
-
-    def _replay_assigned(self, record: Record, payload: memoryview) -> int:
-        size_bytes = self.region.size_bytes if record.assigned else 0
-        slot = self.variables.put(frame_tensor(payload[:size_bytes], size_bytes), record.assigned)
-        if record.state is not None:
-            self.variables.load(self.read_state(msgspec.convert(record.state, StateRef), payload[size_bytes:]))
-        return slot
+    def _keep(self, record: Record, payload: Payload) -> None:
+        """Writes an update to the journal."""
+        assert self.journal is not None
+        if len(self.tracks) > 1:
+            record.place = self.place + 1
+        self.journal.append(record, payload)
 
     def replay(self, record: Record, payload: Frame) -> None:
-        """Makes an update again as the journal has it: the same mean through the same optimizer, so the same bits."""
-        assert record.version == self.version + 1, (record.version, self.version)
-        self.variables.change(record.settings)
-        if record.assigned or record.state is not None:
-            slot = self._replay_assigned(record, memoryview(payload))
-        else:
-            size_bytes = self.region.size_bytes
-            memory = frame_tensor(memoryview(payload)[:size_bytes], size_bytes)
-            updates = self.tables.read_updates(record.rows, memoryview(payload)[size_bytes:])
-            _, slot = self.variables.make(
-                [section_views(self.region, memory)], frozenset(record.absent), record.version
-            )
-            self._apply_rows(updates, record.version, record.evicted_at)
-        self.variables.publish(slot, record.version)
-        self.gradients.drop(Key(*key) for key in record.keys)
+        """Makes an update again as the journal has it."""
+        self.tracks[record.track].replay(record, payload)
 
     def close(self) -> None:
         """Releases the memory and closes the journal."""
         if self.journal is not None:
             self.journal.close()
             self.journal = None
-        if self.page is not None:
-            self.page.close()
-        self.variables.close()
+        for track in self.tracks:
+            track.close()
+
+
+def states_of(create: Create) -> dict[int, StateRef]:
+    """Returns the optimizers that begin with a state, with what there is of it; the frames at the end are in this order."""
+    first = {0: create.optimizer} if create.optimizer is not None else {}
+    return first | dict(sorted(create.states.items())) if create.restore is None else {}
 
 
 def explain_failed_update(shard: int, version: int, error: Exception) -> str:

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 
 import torch
 
-from torchquorum.formats.checkpoint_manifest import Manifest
 from torchquorum.memory.slots import section_views
 from torchquorum.server.given_state import GivenState
 from torchquorum.server.mean_gradient import MeanGradient
 from torchquorum.server.run_settings import resumed
-from torchquorum.server.snapshot import SavedState, ShardSnapshot, SnapshotBuilder, StateReader, read_region
+from torchquorum.server.snapshot import SavedState, SavedTrack, ShardSnapshot, SnapshotBuilder, StateReader, read_region
 from torchquorum.server.versions import SAVING, Versions
 from torchquorum.update.averages import Averages
 from torchquorum.update.constraints import Constraints
@@ -68,12 +67,12 @@ class ShardVariables:
         self.mean = MeanGradient(region, plan.variables)
         self.revision = 0
 
-    def restore(self, reader: StateReader, manifest: Manifest) -> None:
+    def restore(self, reader: StateReader, saved: SavedTrack) -> None:
         """Takes settings, the optimizer's state and moving averages from a checkpoint."""
-        settings = resumed(self._plan, manifest.plan, manifest.scalars.get("settings"))
+        settings = resumed(self._plan, saved.plan, saved.settings)
         self.update.change(changes(self.update.settings, settings))
-        self.update.restore(SavedState(reader), manifest.scalars.get("optimizer", {}), manifest.step)
-        if self.averages is not None and reader.averages():
+        self.update.restore(SavedState(reader), saved.scalars, saved.version)
+        if self.averages is not None and reader.averages().keys() & {v.name for v in self._plan.variables}:
             memory = read_region(reader, "average", self.region, self._layout.variables)
             self.averages.shadows = section_views(self.region, memory)
 

@@ -7,6 +7,7 @@ how many ps tasks there are, so any number of them can be made from it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,6 +24,7 @@ from torchquorum.update.updater import Updater
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import tensor_frame
 from torchquorum.wire.messages import Plan, StatePiece, StateRef
+from torchquorum.wire.settings import Settings
 
 
 @dataclass(slots=True)
@@ -35,6 +37,31 @@ class ShardSnapshot:
     scalars: dict[str, Any]
     rows: list[TableSnapshot] = field(default_factory=list)
     tables: list[StoredTable] = field(default_factory=list)
+
+    def add(self, other: ShardSnapshot) -> None:
+        """Adds what the same shard has of another optimizer: no variable is in two of them."""
+        self.tensors |= other.tensors
+        self.pieces += other.pieces
+        self.scalars |= other.scalars
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTrack:
+    """What a checkpoint says of one optimizer: its plan, version, settings, and the numbers in its state."""
+
+    plan: Mapping[str, Any]
+    version: int
+    settings: Settings | None
+    scalars: dict[str, Any]
+
+    @classmethod
+    def of(cls, manifest: Manifest, track: int) -> SavedTrack:
+        """Returns what a checkpoint says of an optimizer, which it has."""
+        scalars = manifest.scalars.get("optimizer", {})
+        if track == 0:
+            return cls(manifest.plan, manifest.step, manifest.scalars.get("settings"), scalars)
+        saved = manifest.scalars["more"][track - 1]
+        return cls(manifest.plan["more"][track - 1], saved["version"], saved["settings"], scalars)
 
 
 class SnapshotBuilder:
@@ -165,15 +192,16 @@ def check_same_tables(manifest: Manifest, plan: Plan, path: Location) -> None:
 
 
 def check_same_model(manifest: Manifest, reader: CheckpointReader, plan: Plan) -> None:
-    """Raises CheckpointError if a checkpoint is of another model, or was made with another optimizer."""
+    """Raises CheckpointError if a checkpoint is of another model, or was made with other optimizers."""
     check_same_tables(manifest, plan, reader.path)
-    here, there = {v.name for v in plan.variables}, set(reader.variables())
+    plans = plan.tracks()
+    specs = {v.name: Spec(tuple(v.shape), v.dtype) for of in plans for v in of.variables}
+    here, there = set(specs), set(reader.variables())
     if here != there:
         raise CheckpointError(
             f"{reader.path} holds another model: only there {sorted(there - here)[:5]}, only here {sorted(here - there)[:5]}; "
             "give another logdir, or the program that made it"
         )
-    specs = {v.name: Spec(tuple(v.shape), v.dtype) for v in plan.variables}
     unequal = [
         f"{name} is {spec} there and {specs[name]} here"
         for name, spec in reader.variables().items()
@@ -184,8 +212,18 @@ def check_same_model(manifest: Manifest, reader: CheckpointReader, plan: Plan) -
         raise CheckpointError(
             f"{reader.path} holds another model: {'; '.join(unequal[:5])}{more}; give another logdir, or the program that made it"
         )
-    saved = manifest.plan.get("optimizer", {}).get("name", plan.optimizer.name)
-    if saved != plan.optimizer.name:
+    saved = [manifest.plan, *manifest.plan.get("more", [])]
+    names = [of.get("optimizer", {}).get("name", "") for of in saved]
+    ours = [of.optimizer.name for of in plans]
+    if len(names) != len(ours) or any(theirs and theirs != name for theirs, name in zip(names, ours, strict=True)):
         raise CheckpointError(
-            f"{reader.path} was made with {saved}, this run uses {plan.optimizer.name}; give another logdir, or that optimizer"
+            f"{reader.path} was made with {', '.join(names)}, this run uses {', '.join(ours)}; give another logdir, or "
+            f"{'that optimizer' if len(names) == 1 else 'those optimizers, in that order'}"
+        )
+    trained = {v["name"]: k for k, of in enumerate(saved) for v in of.get("variables", []) if v.get("group", 0) >= 0}
+    moved = [v.name for k, of in enumerate(plans) for v in of.variables if trained.get(v.name, k) != k]
+    if moved:
+        raise CheckpointError(
+            f"{reader.path}: {', '.join(moved[:5])} belonged to another optimizer there; give another logdir, or the optimizers as "
+            "they were"
         )

@@ -25,7 +25,7 @@ class WorkerPositions:
 
     def __init__(self, quorum: Quorum, buffers: BufferHome | None, restored: dict[str, dict[str, Any]]) -> None:
         self._quorum, self._buffers, self._restored = quorum, buffers, restored
-        self._exact = quorum.rule.once_per_round
+        self._exact = any(track.rule.once_per_round for track in quorum.tracks)
         self._given: dict[int, dict[int, dict[str, Any]]] = {}
         self._unfinished: dict[int, int] = {}  # of each worker, the version whose position is not final
         self._since: tuple[set[int], set[int]] = (

@@ -14,6 +14,7 @@ from torchquorum.server.identity import Identity
 from torchquorum.server.plan_difference import check_same_plan
 from torchquorum.server.reply import Incoming, Reply
 from torchquorum.server.shard import Shard
+from torchquorum.server.shard_track import ShardTrack
 
 
 class WorkerRequests:
@@ -41,16 +42,18 @@ class WorkerRequests:
 
     def push(self, got: Incoming[m.Push]) -> list[Reply]:
         """A joined worker sends a gradient."""
-        push, gradients = got.message, self.shard.gradients
-        self.shard.workers[push.worker].revision = push.revision
+        push = got.message
+        track = self._track(push.track)
+        gradients = track.gradients
+        self.shard.workers[push.worker].revisions[push.track] = push.revision
         if answer := self._answer(push):
             return answer
         key = Key(push.worker, push.incarnation, push.local_step)
         if gradients.is_decided(key):
-            self._pushed_again(key, push.request)
+            self._pushed_again(key, push)
             return []
         if key not in gradients:
-            self.shard.store(push, got.frames)
+            track.store(push, got.frames)
         gradients.note_request(push.request, key)
         return self._arrived(got, key)
 
@@ -62,7 +65,7 @@ class WorkerRequests:
 
     def pull(self, got: Incoming[m.Pull]) -> list[Reply]:
         """A joined worker asks for the current version."""
-        if got.message.averaged and self.shard.variables.averages is None:
+        if got.message.averaged and all(track.variables.averages is None for track in self.shard.tracks):
             raise ConfigError(
                 "no moving averages are kept; give tq.Optimizer an average=tq.ExponentialMovingAverage(0.99)"
             )
@@ -71,10 +74,11 @@ class WorkerRequests:
     def keep_values(self, got: Incoming[m.Values]) -> list[Reply]:
         """A joined worker sends values that it is about to assign."""
         values = got.message
-        expected = bool(values.variables) + (values.optimizer is not None)
-        if len(got.frames) != max(1, expected) or not all(0 <= v < len(self.plan.variables) for v in values.variables):
+        track, expected = self._track(values.track), bool(values.variables) + (values.optimizer is not None)
+        known = all(0 <= v < len(track.plan.variables) for v in values.variables)
+        if len(got.frames) != max(1, expected) or not known:
             raise ValueError(f"values of variables {values.variables[:8]} with {len(got.frames)} frames make no sense")
-        self.shard.keep_values(values, got.frames)
+        track.keep_values(values, got.frames)
         return [got.reply(m.ValuesKept(values.number))]
 
     def assign(self, got: Incoming[m.Assign]) -> list[Reply]:
@@ -86,7 +90,7 @@ class WorkerRequests:
         probe = got.message
         if answer := self._answer(probe):
             return answer
-        return self._probed(got, self.shard.gradients.of_request(probe.worker, probe.incarnation, probe.request))
+        return self._probed(got, self.shard.gradient_of(probe.worker, probe.incarnation, probe.request))
 
     def not_joined(self, worker: int, incarnation: int, request: int = -1) -> m.Fault:
         """Returns the answer to a process that speaks as a worker and has not joined as it, or was replaced."""
@@ -99,9 +103,15 @@ class WorkerRequests:
             return m.Fault("replaced", text, request)
         return m.Fault("LostPlaceError", f"{task} does not know this process as /job:worker/task:{worker}", request)
 
+    def _track(self, index: int) -> ShardTrack:
+        """Returns what there is for an optimizer that a worker names."""
+        if not 0 <= index < len(self.shard.tracks):
+            raise ValueError(f"optimizer {index}: the run has {len(self.shard.tracks)}")
+        return self.shard.tracks[index]
+
     def _answer(self, asked: m.Join | m.Push | m.Pull | m.Assign | m.Probe) -> list[Reply]:
         """Returns the answer to a request that has been answered before."""
-        return self.shard.answers.again(asked.worker, asked.incarnation, asked.request)
+        return self.shard.answer(asked.worker, asked.incarnation, asked.request)
 
     # -- what differs between shard 0 and the others ------------------------------------------------------------------
 
@@ -117,7 +127,7 @@ class WorkerRequests:
     def _assigning(self, got: Incoming[m.Assign]) -> list[Reply]:
         return []
 
-    def _pushed_again(self, key: Key, request: int) -> None:
+    def _pushed_again(self, key: Key, push: m.Push) -> None:
         """A gradient that was decided on is pushed again."""
 
     def _arrived(self, got: Incoming[m.Push], key: Key) -> list[Reply]:

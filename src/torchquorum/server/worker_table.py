@@ -6,14 +6,14 @@ remembered.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torchquorum.memory.slots import Slots
 from torchquorum.placement.layout import Region
 from torchquorum.rules.quorum import remembered_lives
 from torchquorum.wire.channel import Peer
-from torchquorum.wire.messages import Join, MemoryRef
+from torchquorum.wire.messages import Join, MemoryRef, TrackMemory
 
 
 @dataclass(slots=True)
@@ -23,31 +23,31 @@ class JoinedWorker:
     Attributes:
         incarnation: Which of its processes.
         peer: Where its last request came from.
-        memory: Its gradient slots; None if it sends frames.
+        memory: Its gradient slots, for each optimizer; none if it sends frames.
         join_request: The request by which it joined.
         newest: Its latest request: an older one that comes now was late or doubled on its way.
-        gradients: What names its gradient memory to others.
-        fastpath: Whether it can use the fast path.
-        revision: Which of the run's settings it knows, as it last said.
+        gradients: What names its gradient memory to others, for each optimizer.
+        fastpath: On which optimizers' fast path it can be.
+        revisions: Which of each optimizer's settings it knows, as it last said.
         moved_bytes: How many bytes had come from that peer or reached it at the last look.
     """
 
     incarnation: int
     peer: Peer
-    memory: Slots | None
+    memory: list[Slots]
     join_request: int
     newest: int
-    gradients: MemoryRef | None
-    fastpath: bool
-    revision: int = -1
+    gradients: list[MemoryRef]
+    fastpath: frozenset[int]
+    revisions: list[int]
     moved_bytes: int = 0
 
 
 class WorkerTable:
     """The joined workers by index, and the incarnations that they replaced."""
 
-    def __init__(self, num_workers: int, region: Region) -> None:
-        self._region = region
+    def __init__(self, num_workers: int, regions: Sequence[Region]) -> None:
+        self._regions = regions
         self._joined: dict[int, JoinedWorker] = {}
         self._replaced: dict[tuple[int, int], None] = {}
         self._most_replaced = remembered_lives(num_workers)
@@ -60,8 +60,13 @@ class WorkerTable:
 
         Raises:
             SegmentError: Its memory cannot be opened.
+            ValueError: It has not memory for each optimizer.
         """
-        memory = Slots.open(join.gradients, self._region) if join.gradients is not None else None
+        tracks = [TrackMemory(join.gradients, join.fastpath), *join.more]
+        if join.gradients is not None and len(tracks) != len(self._regions):
+            raise ValueError(f"memory for the gradients of {len(tracks)} optimizers, the run has {len(self._regions)}")
+        refs = [track.gradients for track in tracks if track.gradients is not None]
+        memory = [Slots.open(ref, region) for ref, region in zip(refs, self._regions, strict=False)]
         before = self._joined.get(join.worker)
         forgotten = []
         if before is not None and before.incarnation != join.incarnation:
@@ -75,8 +80,9 @@ class WorkerTable:
             memory=memory,
             join_request=join.request,
             newest=join.request,
-            gradients=join.gradients,
-            fastpath=join.fastpath and memory is not None,
+            gradients=refs,
+            fastpath=frozenset(k for k, track in enumerate(tracks) if track.fastpath and memory),
+            revisions=[-1] * len(self._regions),
         )
         return forgotten
 
@@ -123,15 +129,6 @@ class WorkerTable:
         joined.peer, joined.newest = peer, request
         return True
 
-    def on_fastpath(self, worker: int, incarnation: int) -> bool:
-        """Whether a worker shares memory with this ps and knows how to use the fast path."""
-        joined = self._joined.get(worker)
-        return joined is not None and joined.incarnation == incarnation and joined.fastpath
-
-    def gradients_of(self, worker: int) -> MemoryRef | None:
-        """Returns where a joined worker's gradients lie."""
-        return self._joined[worker].gradients
-
     def heard_from(self, moved_bytes: Callable[[Peer], int]) -> list[tuple[int, int]]:
         """Returns the (worker, incarnation) pairs from which bytes have come or which some have reached since the last look."""
         heard = []
@@ -146,3 +143,33 @@ class WorkerTable:
         """Returns where a worker's last request came from."""
         joined = self._joined.get(worker)
         return joined.peer if joined is not None else None
+
+
+class TrackWorkers:
+    """The joined workers as one optimizer's part of the shard sees them."""
+
+    def __init__(self, table: WorkerTable, track: int) -> None:
+        self._table, self.track = table, track
+
+    def get(self, worker: int) -> JoinedWorker | None:
+        """Returns a worker, if it has joined."""
+        return self._table.get(worker)
+
+    def knows(self, worker: int, incarnation: int) -> bool:
+        """Whether this incarnation of a worker has joined here."""
+        return self._table.knows(worker, incarnation)
+
+    def memory_of(self, worker: int) -> Slots | None:
+        """Returns a joined worker's slots for this optimizer's gradients, if it shares memory."""
+        memory = self._table[worker].memory
+        return memory[self.track] if memory else None
+
+    def on_fastpath(self, worker: int, incarnation: int) -> bool:
+        """Whether a worker shares memory with this ps and knows how to use the fast path."""
+        joined = self._table.get(worker)
+        return joined is not None and joined.incarnation == incarnation and self.track in joined.fastpath
+
+    def gradients_of(self, worker: int) -> MemoryRef | None:
+        """Returns where a joined worker's gradients lie."""
+        refs = self._table[worker].gradients
+        return refs[self.track] if refs else None

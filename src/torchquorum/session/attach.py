@@ -115,14 +115,14 @@ class Attachment:
 
     def _try(self, link: Link, request: AttachRequest) -> AttachResult:
         before, first = request.before, request.before is None
-        plan, flat = self.initializer.plan()
+        plan, flats = self.initializer.plan()
         created = self._greet(link, first=first)
         if first and request.joins and all(created):
             link.wait_for_place()
         # Every ps task answers. The chief makes sure that all of them hold variables of one creation.
         if request.creates and (not all(created) or (first and request.confirms)):
             request.on_state(SessionState.CREATING)
-            told = before.version if before is not None else 0
+            told = before.total if before is not None else 0
             self.initializer.create(link, plan, created, recovering=not first, told=told)
         if not request.joins:
             return AttachResult(link=link, plan=plan, version=link.version)
@@ -131,7 +131,7 @@ class Attachment:
             self._begin_record(link)
         elif before is not None:
             link.lost = before.unsettled.push.local_step if before.unsettled is not None else 0
-        self.connection.join(plan, flat)
+        self.connection.join(plan, flats)
         # Joined: the model holds the current version. If the run has gone back since, the buffers are older too, and so are
         # the gradients that this worker has given, even if others have made as many versions again.
         version = link.version
@@ -190,10 +190,13 @@ class Attachment:
             position.restore(link.position, data, self._setup.say)
         self._take_local_state(link, restore=restore)
         if self._setup.logdir is not None:
-            optimizer = self._setup.optimizer
-            link.positions.begin(
-                lambda: position.capture(data, local, optimizer.look_at_settings, optimizer.local), link.version
-            )
+            steps = self._setup.optimizer.local
+            link.positions.begin(lambda: position.capture(data, local, self._look_at_settings, steps), link.place)
+
+    def _look_at_settings(self) -> Any:
+        """Returns what stands in the parameter groups; of several optimizers, of each."""
+        found = [optimizer.look_at_settings() for optimizer in self._setup.optimizers]
+        return found if len(found) > 1 else found[0]
 
     def _take_local_state(self, link: Link, *, restore: bool) -> None:
         """Under local steps every worker has state of its own, which is in no checkpoint."""
@@ -206,25 +209,29 @@ class Attachment:
 
     def _take_settings(self, link: Link) -> None:
         """Writes the run's settings into the optimizer's groups, or this worker's own, where they were saved with its schedulers."""
-        optimizer, saved = self._setup.optimizer, link.position or {}
-        if saved.get("version") != link.version:
+        optimizers, saved = self._setup.optimizers, link.position or {}
+        if saved.get("version") != link.place:
             saved = {}
         own = late_state.unpack(saved["settings"]) if "settings" in saved else None
-        optimizer.take_settings(own or link.settings)
+        owns = own if len(optimizers) > 1 else [own]
+        for k, optimizer in enumerate(optimizers):
+            optimizer.take_settings((owns[k] if owns else None) or link.tracks[k].settings)
         if self._setup.task.is_chief and link.version > 0:
             self._tell_of_schedulers(link, late_state.unpack(saved["schedulers"]) if "schedulers" in saved else {})
 
     def _tell_of_schedulers(self, link: Link, restored: Mapping[str, Any]) -> None:
         """Says that a scheduler object of a run that goes on begins anew, if one does."""
         schedulers = [name for name, source in self._setup.data.items() if late_state.is_scheduler(source)]
-        if all(name in restored for name in schedulers) and (schedulers or not self._setup.optimizer.has_scheduler):
+        if all(name in restored for name in schedulers) and (
+            schedulers or not any(optimizer.has_scheduler for optimizer in self._setup.optimizers)
+        ):
             return
         why = (
             "was not saved at this step"
             if schedulers
             else "is not in tq.Session(data=...), which saves and restores it"
         )
-        rates = ", ".join(f"{rate:g}" for rate in link.lr)
+        rates = ", ".join(f"{rate:g}" for track in link.tracks for rate in track.lr)
         self._setup.say(
             f"the run goes on at global step {link.version} with lr={rates}, and a scheduler object begins anew: it {why}"
         )

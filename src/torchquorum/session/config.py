@@ -6,7 +6,7 @@ exists makes sense, and nothing in it changes afterwards. Options of devices are
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -103,6 +103,7 @@ class Setup:
         logdir: The run's folder as every task understands it; None for none.
         patience: How long to wait for what.
         data: Sources whose position belongs to a checkpoint, by name.
+        more_optimizers: The optimizers after the first.
     """
 
     task: Task
@@ -115,12 +116,14 @@ class Setup:
     restore: RestoreOptions = field(default_factory=RestoreOptions)
     member: MemberOptions = field(default_factory=MemberOptions)
     data: Mapping[str, Resumable] = field(default_factory=dict)
+    more_optimizers: Sequence[Optimizer] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.optimizer, Optimizer):
-            raise ConfigError(
-                f"optimizer={type(self.optimizer).__name__}: wrap it first: tq.Optimizer(optimizer, rule=tq.Sync())"
-            )
+        for optimizer in self.optimizers:
+            if not isinstance(optimizer, Optimizer):
+                raise ConfigError(
+                    f"optimizer={type(optimizer).__name__}: wrap it first: tq.Optimizer(optimizer, rule=tq.Sync())"
+                )
         if not 1 <= self.wait_for_workers <= self.task.num_workers:
             raise ConfigError(
                 f"wait_for_workers={self.wait_for_workers}: the cluster has {self.task.num_workers} workers"
@@ -132,13 +135,19 @@ class Setup:
         return self.task.clock
 
     @property
+    def optimizers(self) -> list[Optimizer]:
+        """Returns all optimizers; `global_step` counts the first one's updates."""
+        return [self.optimizer, *self.more_optimizers]
+
+    @property
     def wait_for_workers(self) -> int:
         """Returns how many workers must have joined before training starts."""
         if self.member.wait_for_workers is not None:
             return self.member.wait_for_workers
         if self.task.cluster.elastic:
             return self.task.min_workers
-        return self.task.num_workers if self.task.launched and self.optimizer.rule.once_per_round else 1
+        rounds = any(optimizer.rule.once_per_round for optimizer in self.optimizers)
+        return self.task.num_workers if self.task.launched and rounds else 1
 
     def say(self, line: str) -> None:
         """Prints a line for people, with the task's name."""

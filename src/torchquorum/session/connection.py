@@ -6,7 +6,7 @@ again after a loss is of the same life, so that surviving ps tasks know the work
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.errors import ConfigError
@@ -91,7 +91,7 @@ class WorkerConnection:
         self._link = link
         return link
 
-    def join(self, plan: Plan, flat: FlatParameters) -> None:
+    def join(self, plan: Plan, flats: Sequence[FlatParameters]) -> None:
         """Joins the run, and starts the heartbeat."""
         task, link = self._task, self.known
         first = task.cluster.address(task.cluster.tasks("ps")[0])
@@ -105,7 +105,7 @@ class WorkerConnection:
             clock=self._clock,
             thread=task.thread,
         )
-        link.join(plan, flat)
+        link.join(plan, flats)
 
     def close(self) -> None:
         """Ends the heartbeat and closes the link; harmless if there is none."""

@@ -11,50 +11,68 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from torchquorum.errors import LostVariablesError
+from torchquorum.placement.layout import Variable
 from torchquorum.session.buffers import SessionBuffers
 from torchquorum.session.config import Setup
 from torchquorum.session.durable import Found, find_checkpoint, find_journal
 from torchquorum.session.folder import check_free
+from torchquorum.session.given import describe_each
 from torchquorum.session.replayed import Replayed
 from torchquorum.session.stop_condition import StopCondition
 from torchquorum.update.constraints import check_after_update
-from torchquorum.wire.messages import JournalRef, Plan
-from torchquorum.worker.flat import FlatParameters, describe
+from torchquorum.wire.messages import JournalRef, Plan, TrackSpec
+from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.link import Link
 from torchquorum.worker.local_buffers import tied_names
+from torchquorum.worker.optimizer import Optimizer
 from torchquorum.worker.polls import wait_until_settled
 from torchquorum.worker.row_tables import RowTables, find_tables
+
+
+def _spec_of(optimizer: Optimizer, variables: list[Variable], num_workers: int) -> TrackSpec:
+    """Returns an optimizer after the first as it travels."""
+    return TrackSpec(
+        name=optimizer.called,
+        variables=variables,
+        optimizer=optimizer.spec(num_workers),
+        rule=optimizer.rule,
+        schedule=optimizer.schedule,
+        average=optimizer.average,
+        after_update=optimizer.after_update,
+        compress=optimizer.compress,
+        placement=optimizer.placement,
+        slice_bytes=optimizer.slice_bytes,
+    )
 
 
 class Initializer:
     """Where the variables of one session come from.
 
     Attributes:
-        flat: The model's parameters in the plan's layout, from the first plan on.
+        flats: The parameters of each optimizer in the plan's layout, from the first plan on.
         has_saved: Whether this session has asked for a checkpoint: what is in the folder is then this run's own.
     """
 
     def __init__(self, setup: Setup, buffers: SessionBuffers, stop: StopCondition) -> None:
         self._setup, self._buffers, self._stop = setup, buffers, stop
-        self.flat: FlatParameters | None = None
+        self.flats: list[FlatParameters] = []
         self._tables = RowTables()
         self._initial: list[torch.Tensor] | None = None
         self._created = False  # by this session: others may have made steps since
         self.has_saved = False
 
-    def plan(self) -> tuple[Plan, FlatParameters]:
+    def plan(self) -> tuple[Plan, list[FlatParameters]]:
         """Describes the variables and what is done with them; the parameters move into the plan's layout once."""
-        setup, optimizer = self._setup, self._setup.optimizer
-        if self.flat is None:
+        setup, (optimizer, *more) = self._setup, self._setup.optimizers
+        if not self.flats:
             self._tables = RowTables(find_tables(setup.model, optimizer.inner, setup.say, whole=self._whole()))
             if not setup.task.is_chief:
                 self._tables.let_go()
-        variables, parameters = describe(setup.model, optimizer.inner, self._tables)
+        described = describe_each(setup.model, setup.optimizers, self._tables)
         plan = Plan(
-            variables=variables,
+            variables=described[0][0],
             optimizer=optimizer.spec(setup.task.num_workers),
             tables=self._tables.specs,
             rule=optimizer.rule,
@@ -78,14 +96,23 @@ class Initializer:
             # The ps gives up before those who wait for it do, so that all hear the same.
             save_s=min(setup.patience.save_s, setup.patience.round_s / 2) if setup.save.required else 0.0,
         )
-        layout = plan.layout()
-        check_after_update(plan.after_update, layout)
+        if more:
+            plan.name = optimizer.called
+            plan.more = [
+                _spec_of(of, variables, setup.task.num_workers)
+                for of, (variables, _) in zip(more, described[1:], strict=True)
+            ]
+        layouts = [of.layout() for of in plan.tracks()]
+        for of, layout in zip(plan.tracks(), layouts, strict=True):
+            check_after_update(of.after_update, layout)
         self._buffers.describe(plan)
-        if self.flat is None:
-            self.flat = FlatParameters(layout, parameters, self._tables)
+        if not self.flats:
+            own = [parameters for _, parameters in described]
+            tables = [self._tables, *(RowTables() for _ in more)]
+            self.flats = [FlatParameters(*each) for each in zip(layouts, own, tables, strict=True)]
             if setup.restore.start_afresh:  # now: a chief that goes on with live variables loads those
-                self._reset(self.flat.parameters)
-        return plan, self.flat
+                self._reset()
+        return plan, self.flats
 
     def _whole(self) -> str:
         """Returns why every variable is pulled and pushed whole, if so: something needs it that rows do not have."""
@@ -95,15 +122,16 @@ class Initializer:
             "compress=": bool(optimizer.compress),
             "average=": optimizer.average is not None,
             "after_update=": bool(optimizer.after_update),
+            "a session of several optimizers": len(setup.optimizers) > 1,
             "record=True": setup.member.record or setup.task.replay is not None,
         }
         return next((name for name, holds in reasons.items() if holds), "")
 
     def release(self) -> None:
         """The session is over: the parameters leave the plan's layout."""
-        if self.flat is not None:
-            self.flat.release()
-            self.flat = None
+        for flat in self.flats:
+            flat.release()
+        self.flats = []
 
     def survive_by(self, surviving: Callable[[Callable[[], Any]], Any]) -> None:
         """From now on rows that a forward pass asks for come also if a ps task is lost meanwhile; the session recovers."""
@@ -130,12 +158,12 @@ class Initializer:
             CheckpointError: All checkpoints are damaged, and starting afresh was not allowed.
             JournalError: Updates of a durable run are missing, and that was not accepted.
         """
-        assert self.flat is not None, "planned before"
+        assert self.flats, "planned before"
         if replayed := self._setup.task.replay:
             self._create_again(link, plan, replayed)
             return
         if all(created):
-            link.create(plan, self.flat, only_existing=True)
+            link.create(plan, self.flats, only_existing=True)
             self._created = True
             self._tables.let_go()
             self._setup.say("the ps tasks hold live variables already; going on with them")
@@ -150,34 +178,36 @@ class Initializer:
         if found.path is None and (any(created) or recovering) and not afresh:
             raise self._lost(created)
         if found.path is None and afresh:
-            self._reset(self.flat.parameters)
+            self._reset()
         journal = self._find_journal(found, plan, told)
         found.set_damaged_aside(self._setup.say)
         self._stop.count_from(journal.version)
         plan.last_step = self._stop.last_step
         generation = self._setup.task.random_bits(62)
-        begins = self._setup.optimizer.begun_state()
-        if begins is not None:
-            begins.check(self.flat.layout, self.flat.parameters, plan.optimizer.groups)
+        begins = [optimizer.begun_state() for optimizer in self._setup.optimizers]
+        for state, flat, of in zip(begins, self.flats, plan.tracks(), strict=True):
+            if state is None:
+                continue
+            state.check(flat.layout, flat.parameters, of.optimizer.groups)
             if found.path is not None:
                 self._setup.say(
                     "the run goes on from its checkpoint, and so does the optimizer: the state that it had before is not used"
                 )
-        link.create(plan, self.flat, found.path, generation=generation, replace=True, journal=journal, begins=begins)
+        link.create(plan, self.flats, found.path, generation=generation, replace=True, journal=journal, begins=begins)
         self._created = True
         if not afresh:
             self._tables.let_go()
 
     def _create_again(self, link: Link, plan: Plan, replayed: Replayed) -> None:
         """In a replay the ps tasks know what a creation begins from; the chief's own values count where they did."""
-        assert self.flat is not None, "planned before"
         if self._setup.restore.start_afresh:
-            self._reset(self.flat.parameters)
+            self._reset()
         plan.last_step = replayed.file.last_step
         if plan.last_step is not None and self._stop.last_step is None:
             self._stop.end_at(plan.last_step)
-        begins, generation = self._setup.optimizer.begun_state(), self._setup.task.random_bits(62)
-        link.create(plan, self.flat, generation=generation, replace=True, begins=begins)
+        begins = [optimizer.begun_state() for optimizer in self._setup.optimizers]
+        generation = self._setup.task.random_bits(62)
+        link.create(plan, self.flats, generation=generation, replace=True, begins=begins)
 
     def _find_journal(self, found: Found, plan: Plan, told: int) -> JournalRef:
         """How far the journal leads; a durable run goes back only if the options say so, or it was asked to begin anew."""
@@ -185,9 +215,10 @@ class Initializer:
         anew = found.path is None and (options.start_afresh or not options.restore)
         return find_journal(found, plan, setup.say, setup.clock, told=told, accept_loss=options.accept_loss or anew)
 
-    def _reset(self, parameters: list[nn.Parameter]) -> None:
+    def _reset(self) -> None:
         """Keeps the values that the run begins with, or returns to them; the buffers with them."""
         self._buffers.reset()
+        parameters = [parameter for flat in self.flats for parameter in flat.parameters]
         if self._initial is None:
             self._initial = [p.detach().clone() for p in parameters]
             return

@@ -117,7 +117,7 @@ class Lifecycle:
         # What the journal has beyond the checkpoint, or what others have made since, is in no checkpoint yet.
         restored = link.version > 0 and (not task.is_chief or is_saved(self._setup.logdir, link.version))
         self.saved_step = link.version if restored else -1
-        self._setup.optimizer.attach(link, self)
+        self._attach_optimizers(link)
         self._attachment.initializer.survive_by(self.surviving)
         self.signals.install()
         self._stop.start_clock()
@@ -127,6 +127,10 @@ class Lifecycle:
         except BaseException as error:
             self.end(error)
             raise
+
+    def _attach_optimizers(self, link: Link) -> None:
+        for track, optimizer in enumerate(self._setup.optimizers):
+            optimizer.attach(link, self, track)
 
     def recover(self, error: Exception) -> Step:
         """A ps task was lost: waits for it, and continues from what it holds or from a checkpoint.
@@ -157,7 +161,7 @@ class Lifecycle:
         link = found.link
         if after_loop:
             self._check_still_over(link.version)
-        self._setup.optimizer.attach(link, self)
+        self._attach_optimizers(link)
         self.states.go(SessionState.STOPPING if after_loop else SessionState.RUNNING)
         back = f", {found.steps_back} steps before where it was" if found.steps_back else ""
         if found.steps_back and found.version > self._reached - found.steps_back:
@@ -221,7 +225,8 @@ class Lifecycle:
             if not isinstance(failure, TorchQuorumError):
                 raise
         finally:
-            self._setup.optimizer.attach(None)
+            for optimizer in self._setup.optimizers:
+                optimizer.attach(None)
             self._close()
         if (explained := self._devices.explain(error)) is not None:
             raise explained from error
@@ -349,8 +354,8 @@ class Lifecycle:
         """Takes the cluster's current version into the model's parameters; returns it."""
         return self.surviving(lambda: self.running_link.pull())
 
-    def assign(self, loaded: LoadedState | None = None) -> bool:
-        """What the chief has written to its parameters, and loaded, becomes the next version, for all workers.
+    def assign(self, loaded: LoadedState | None = None, track: int = 0) -> bool:
+        """What the chief has written to its parameters, and loaded for an optimizer, becomes the next version, for all workers.
 
         Returns:
             Whether what counts came from this worker.
@@ -359,7 +364,7 @@ class Lifecycle:
         gives = self._setup.task.is_chief or self.leads
 
         def ask() -> bool:
-            return self.running_link.member.writes.assign(assignment, gives=gives, loaded=loaded)
+            return self.running_link.member.writes.assign(assignment, gives=gives, loaded=loaded, track=track)
 
         while not self.surviving(ask):
             gives = True  # the chief is dead, and this worker stands in for it
@@ -394,7 +399,7 @@ class Lifecycle:
         if folder is None:
             raise ConfigError("session.save(): the session has no logdir to save into")
         self._attachment.initializer.has_saved = True
-        self.running_link.positions.send(self.running_link.version, final=wait_s > 0)
+        self.running_link.positions.send(self.running_link.place, final=wait_s > 0)
         draw, retries = self._setup.task.random_bits, self._check_retries
         state = self.surviving(lambda: self.running_link.save(draw(48), folder, keep, wait_s=wait_s, retries=retries))
         if state is None:

@@ -28,6 +28,7 @@ from torchquorum.session.durable import read_durable, read_restore
 from torchquorum.session.epochs import EPOCHS, EpochLoop
 from torchquorum.session.evaluator import Evaluator
 from torchquorum.session.folder import check_folder
+from torchquorum.session.given import Given, read_model, read_optimizers
 from torchquorum.session.hooks.checkpoint_hook import CheckpointHook
 from torchquorum.session.hooks.device_hook import SessionDevices
 from torchquorum.session.hooks.hook import Hook, HookCalls
@@ -41,7 +42,6 @@ from torchquorum.session.states import SessionState
 from torchquorum.session.stop_condition import StopCondition
 from torchquorum.wire.rpc import Patience
 from torchquorum.worker.flat import FlatParameters
-from torchquorum.worker.optimizer import Optimizer
 
 _Answer = TypeVar("_Answer")
 
@@ -51,8 +51,9 @@ class Session:
 
     Args:
         task: What `tq.join()` returned.
-        model: The module to train.
-        optimizer: A `tq.Optimizer` over its parameters.
+        model: The module to train; or several, in a list or by name.
+        optimizer: A `tq.Optimizer` over its parameters; or several, in a list or by name, each with parameters of its own and a rule
+            of its own. `global_step` and `last_step` count the updates of the first.
         logdir: The run's folder, for checkpoints, the ledger and the report; the ps tasks write there. A path, or an address
             such as s3://bucket/run1.
         last_step: The global step at which the run is over, exactly; None trains until the loop ends.
@@ -92,8 +93,8 @@ class Session:
     def __init__(
         self,
         task: Task,
-        model: nn.Module,
-        optimizer: Optimizer,
+        model: nn.Module | Sequence[nn.Module] | Mapping[str, nn.Module],
+        optimizer: Given,
         *,
         logdir: str | Path | None = None,
         last_step: int | None = None,
@@ -120,13 +121,15 @@ class Session:
         gpu_memory_fraction: float | None = None,
         config: ConfigProto | None = None,
     ) -> None:
+        module, (first, *more) = read_model(model), read_optimizers(optimizer)
         folder = check_folder(task, logdir)
         self.epoch_loop = EpochLoop(self, wait_for_workers)
         mode = read_durable(durable, folder)
         setup = Setup(
             task=task,
-            model=model,
-            optimizer=optimizer,
+            model=module,
+            optimizer=first,
+            more_optimizers=more,
             logdir=folder,
             patience=patience or Patience(),
             stop=StopOptions(last_step=last_step, num_steps=num_steps, max_seconds=max_seconds),
@@ -149,11 +152,11 @@ class Session:
             allow_soft_placement=allow_soft_placement,
             gpu_memory_fraction=gpu_memory_fraction,
         )
-        self.task, self.model, self.optimizer = task, model, optimizer
+        self.task, self.model, self.optimizer, self.optimizers = task, module, first, [first, *more]
         self.logdir, self.patience, self.hooks = folder, setup.patience, list(hooks)
         self._stop = StopCondition(setup.stop, setup.clock)
         self._results = Results(setup, self.hooks)
-        self._part = self._choose_part(setup, SessionDevices(device_options, model, placement))
+        self._part = self._choose_part(setup, SessionDevices(device_options, module, placement))
 
     def _choose_part(self, setup: Setup, devices: SessionDevices) -> Lifecycle | Evaluator:
         """An evaluator follows the run's checkpoints, every other task trains."""

@@ -23,8 +23,12 @@ from torchquorum.wire.plan import (
     StatePiece,
     StateRef,
     TableSpec,
+    TrackMemory,
+    TrackSpec,
+    TrackValues,
 )
 from torchquorum.wire.protocol import (
+    ALL,
     CREATION,
     PACKAGE,
     PROTOCOL,

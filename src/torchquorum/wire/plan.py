@@ -98,8 +98,26 @@ class TableSpec(msgspec.Struct, kw_only=True):
     capacity: int = 0
 
 
+class TrackSpec(msgspec.Struct, kw_only=True):
+    """One more optimizer of a run, with its variables and its rule."""
+
+    name: str
+    variables: list[Variable]
+    optimizer: OptimizerSpec
+    rule: Rule
+    schedule: ScheduleSpec | None = None
+    average: AverageSpec | None = None
+    after_update: list[AfterSpec] = []
+    compress: str = ""
+    placement: str = "round_robin"
+    slice_bytes: int | None = None
+
+
 class Plan(msgspec.Struct, kw_only=True):
-    """All that the ps tasks need to know of a run; the chief makes it."""
+    """All that the ps tasks need to know of a run; the chief makes it.
+
+    `variables` to `slice_bytes` are of the first optimizer, `more` are the others: see `tracks`.
+    """
 
     variables: list[Variable]
     optimizer: OptimizerSpec
@@ -125,6 +143,31 @@ class Plan(msgspec.Struct, kw_only=True):
     save_s: float = 0.0
     tables: list[TableSpec] = []
     record: bool = False
+    name: str = ""
+    more: list[TrackSpec] = []
+
+    def tracks(self) -> list[Plan]:
+        """Returns a plan for each optimizer, as if it were the only one: the first has the constants and the last step."""
+        if not self.more:
+            return [self]
+        first = msgspec.structs.replace(self, more=[])
+        bare = msgspec.structs.replace(first, last_step=None, tables=[])
+        return [first, *(msgspec.structs.replace(bare, **msgspec.structs.asdict(spec)) for spec in self.more)]
+
+    @property
+    def names(self) -> list[str]:
+        """Returns what the optimizers are called; the only one has no name."""
+        return [self.name, *(spec.name for spec in self.more)]
+
+    @property
+    def rules(self) -> list[Rule]:
+        """Returns the rules of the optimizers."""
+        return [self.rule, *(spec.rule for spec in self.more)]
+
+    @property
+    def in_step(self) -> list[int]:
+        """Returns the optimizers whose versions say where a worker stands: those whose rule has rounds, or else the first."""
+        return [k for k, rule in enumerate(self.rules) if rule.once_per_round] or [0]
 
     @property
     def elastic(self) -> bool:
@@ -187,6 +230,22 @@ class MemoryRef(msgspec.Struct):
     fd: int
     size_bytes: int
     num_slots: int
+
+
+class TrackMemory(msgspec.Struct, array_like=True):
+    """A worker's memory for the gradients of one more optimizer, and whether it can make updates of it by itself."""
+
+    gradients: MemoryRef | None
+    fastpath: bool = False
+
+
+class TrackValues(msgspec.Struct, array_like=True):
+    """What is assigned of one more optimizer: values of these variables, at `version`, and with `state` the state and its settings."""
+
+    version: int
+    variables: list[int]
+    state: bool = False
+    settings: list[dict[str, Any]] = []
 
 
 class ShareSpec(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ from torchquorum.version import __version__
 PROTOCOL = 8
 PACKAGE = __version__
 STANDS_IN = "stands in"  # the reason of an answer to Assign that asks a worker for its own values
+ALL = -1  # of tracks: the answer to a join, a pull or an assignment has every optimizer's variables
 CREATION = "the chief to create the variables"  # what a join waits for at a ps that holds none
 
 

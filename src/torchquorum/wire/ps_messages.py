@@ -42,7 +42,7 @@ class Created(Message):
 
 
 class Outcome(Message):
-    """What became of a gradient: the version it met, and why it was accepted or refused."""
+    """What became of a gradient: the version of its optimizer that it met, and why it was accepted or refused."""
 
     accepted: bool
     reason: str
@@ -56,7 +56,8 @@ class Variables(Message):
     `position` that the checkpoint holds for this worker, and `kept`, how much of earlier generations is in this one. `lr` are the
     rates of the next update, `used` those of the last one; `settings` are the run's, with the number of their changes, where the
     worker does not know them. `fastpath` is the page on which workers make updates, `states` the memory of the optimizer's state, by
-    the kernels' names in their order.
+    the kernels' names in their order. All of it is of one `track`: where every
+    track is asked for there is an answer for each.
     """
 
     request: int
@@ -76,6 +77,7 @@ class Variables(Message):
     revision: int = -1
     optimizer: StateRef | None = None
     kept: list[tuple[int, int]] = []
+    track: int = 0
 
 
 class Rows(Message):

@@ -45,7 +45,7 @@ class HaveKeys(Message):
 
 
 class Apply(Message):
-    """Log entry: the mean of these gradients (worker, incarnation, local step) makes `version`.
+    """Log entry: the mean of these gradients (worker, incarnation, local step) makes a track's `version`.
 
     `batches` are those of shared data that they were computed from, by share; a journal keeps them. `settings` are the options of the
     optimizer that change with this update, by parameter group. With `evicted_at`, a time in seconds since the epoch, rows whose time is
@@ -57,6 +57,7 @@ class Apply(Message):
     batches: dict[str, list[int]] = {}
     settings: list[dict[str, Any]] = []
     evicted_at: float = 0.0
+    track: int = 0
 
 
 class Drop(Message):
@@ -68,7 +69,7 @@ class Drop(Message):
 class Release(Message):
     """Log entry: answer this worker's request with the version (or its averages) reached at this place of the log.
 
-    With `state` the optimizer's state goes with it.
+    With `state` the optimizer's state goes with it. The version is that of `track`, or, for `ALL`, of the first.
     """
 
     worker: int
@@ -78,10 +79,11 @@ class Release(Message):
     stop: bool
     averaged: bool = False
     state: bool = False
+    track: int = 0
 
 
 class Assigned(Message):
-    """Log entry: what this worker gave as values of these variables for its nth assignment makes `version`.
+    """Log entry: what this worker gave as values of these variables for its nth assignment makes a track's `version`.
 
     With `state` it gave the optimizer's state, too; `settings` are the options that change with it, by parameter group.
     """
@@ -93,10 +95,11 @@ class Assigned(Message):
     variables: list[int]
     state: bool = False
     settings: list[dict[str, Any]] = []
+    track: int = 0
 
 
 class Snapshot(Message):
-    """Log entry: every shard writes itself, as it is at this place of the log, into the folder `partial`."""
+    """Log entry: every shard writes itself, as it is at this place of the log, into the folder `partial`. The version is the first's."""
 
     number: int
     version: int

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from torchquorum.wire.plan import JournalRef, MemoryRef, Plan, ShareSpec, StateRef
+from torchquorum.wire.plan import JournalRef, MemoryRef, Plan, ShareSpec, StateRef, TrackMemory, TrackValues
 from torchquorum.wire.protocol import Message
 
 
@@ -26,7 +26,7 @@ class Create(Message):
 
     With `restore`, the path of a checkpoint, those are left out: the ps reads its shard from there. To shard 0 the model's
     buffers follow in a further frame, if the plan has any; with `optimizer` the state that the optimizer begins with is in the
-    last one. `generation` names this
+    last one. Of several optimizers, each has its values and constants, and those in `states` a frame at the end. `generation` names this
     creation on all shards; `replace` says to give up variables that are there, because another ps has lost its own.
     `journal` says how far the updates after that checkpoint are to be made again from the journal; nothing if there are none.
     With `only_existing` nothing is created, and there are no frames: a ps that was restarted since it said that it has variables
@@ -40,10 +40,14 @@ class Create(Message):
     journal: JournalRef | None = None
     only_existing: bool = False
     optimizer: StateRef | None = None
+    states: dict[int, StateRef] = {}
 
 
 class Join(Message):
-    """A worker is ready to compute. To shard 0 with the plan it expects, to the others without. Answered by Variables.
+    """A worker is ready to compute. To shard 0 with the plan it expects, to the others without. Answered by Variables of every track.
+
+    `gradients` is its memory for the first optimizer's gradients, and `fastpath` says whether it can make updates of that one by itself;
+    `more` says both of the others.
 
     `life` is what a record needs to run this process again, to shard 0 where the run is recorded; `lost` the local step that was being
     pushed when the connection before this one was lost, 0 if none was, -1 if the session has not begun yet.
@@ -57,6 +61,7 @@ class Join(Message):
     fastpath: bool = False
     life: bytes = b""
     lost: int = -1
+    more: list[TrackMemory] = []
 
 
 class RowPart(msgspec.Struct, array_like=True):
@@ -71,6 +76,7 @@ class Push(Message):
 
     `finite` is False if it holds NaN or infinity: it will be refused. `settings` are those of the program, from the worker that leads and
     only to shard 0, where they differ from the run's as the worker knows them, at `revision`. `norm` is that of the whole gradient.
+    `track` is the optimizer whose it is.
     """
 
     worker: int
@@ -86,6 +92,7 @@ class Push(Message):
     revision: int = -1
     norm: float | None = None
     rows: list[RowPart] = []
+    track: int = 0
 
 
 class PullRows(Message):
@@ -110,7 +117,7 @@ class TakeEvicted(Message):
 
 
 class Pull(Message):
-    """The worker asks for the current version, or for the moving averages at it. Answered by Variables.
+    """The worker asks for the current version, or for the moving averages at it. Answered by Variables of every track.
 
     With `state` the optimizer's state at that version comes with it.
     """
@@ -126,7 +133,7 @@ class Values(Message):
     """Values of these variables, in frame 0 with the rest of the shard's memory, which the worker is about to assign.
 
     `number` is its nth assignment. With `optimizer` the shard's optimizer state is assigned, too; it is in the frame that follows, or in
-    frame 0 where there are no variables. Answered by ValuesKept.
+    frame 0 where there are no variables. All of it is of one `track`. Answered by ValuesKept.
     """
 
     worker: int
@@ -134,13 +141,15 @@ class Values(Message):
     number: int
     variables: list[int]
     optimizer: StateRef | None = None
+    track: int = 0
 
 
 class Assign(Message):
     """The worker has come to its nth assignment, at `version`; `has_values` if every shard keeps its values. Answered by Variables.
 
     It is answered when n assignments have been made; or before, with an outcome that asks this worker for its values. With `state` the
-    optimizer's state is among these, and `settings` are the options of its parameter groups.
+    optimizer's state is among these, and `settings` are the options of its parameter groups. That is of the first track, `more` of the
+    others.
     """
 
     worker: int
@@ -152,6 +161,7 @@ class Assign(Message):
     variables: list[int]
     state: bool = False
     settings: list[dict[str, Any]] = []
+    more: list[TrackValues] = []
 
 
 class Probe(Message):

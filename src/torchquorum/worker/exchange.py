@@ -23,6 +23,15 @@ from torchquorum.worker.overlap import NOTHING, Overlap, is_worth_it
 from torchquorum.worker.pinned import Pinned
 
 
+def first_of(choosers: Sequence[Choose]) -> Choose:
+    """Returns what finds memory where one of these does."""
+
+    def choose(header: Frame, sizes: Sequence[int]) -> Sequence[memoryview] | None:
+        return next((room for each in choosers if (room := each(header, sizes)) is not None), None)
+
+    return choose
+
+
 class Exchange:
     """The memory of one worker for all shards.
 
@@ -166,12 +175,13 @@ class Exchange:
             self._rooms[k] = self._flat.memory_of(self._flat.layout.trained[k])
         return self._rooms[k]
 
-    def chooser(self, k: int, awaited: Callable[[], int | None]) -> Choose:
+    def chooser(self, k: int, awaited: Callable[[], int | None], track: int = 0) -> Choose:
         """Returns how a channel finds memory for shard k's variables: the parameters' own, if they answer the open request.
 
         Args:
             k: The shard.
             awaited: Returns the number of the open request, None if there is none.
+            track: Which optimizer's parameters these are.
         """
 
         def choose(header: Frame, sizes: Sequence[int]) -> Sequence[memoryview] | None:
@@ -180,8 +190,9 @@ class Exchange:
             if room is None or len(sizes) != 1 or sizes[0] != sum(map(len, room)):
                 return None
             message = codec.decode(header)
-            fits = isinstance(message, m.Variables) and message.slot < 0 and message.request == request
-            return room if fits else None
+            if not isinstance(message, m.Variables) or message.slot >= 0:
+                return None
+            return room if (message.request, message.track) == (request, track) else None
 
         return choose
 

@@ -53,9 +53,9 @@ def shares_memory(end: WorkerEnd, welcomes: Sequence[m.Welcome]) -> list[bool]:
 def create(
     channels: PsChannels,
     message: m.Create,
-    flat: FlatParameters,
+    flats: Sequence[FlatParameters],
     buffers: CapturedBuffers | None,
-    begins: LoadedState | None,
+    begins: Sequence[LoadedState | None],
 ) -> bool:
     """The chief hands its variables, or the path of a checkpoint with them, to the ps tasks, shard 0 last.
 
@@ -65,18 +65,24 @@ def create(
     existing, new = False, message.restore is None and not message.only_existing
     for k in reversed(range(len(channels.end.ps))):
         frames: list[Frame] = []
-        for region in (flat.layout.trained[k], flat.layout.constants[k]) if new else ():
-            values = torch.zeros(region.size_bytes, dtype=torch.uint8)
-            flat.store(region, section_views(region, values))
-            frames.append(tensor_frame(values))
-        if new:
-            frames += flat.tables.frames(k, message.plan.num_shards)
+        for flat in flats if new else ():
+            for region in (flat.layout.trained[k], flat.layout.constants[k]):
+                values = torch.zeros(region.size_bytes, dtype=torch.uint8)
+                flat.store(region, section_views(region, values))
+                frames.append(tensor_frame(values))
+        if new:  # only a run of one optimizer has tables
+            frames += flats[0].tables.frames(k, message.plan.num_shards)
         if k == 0 and message.plan.buffers and not message.only_existing:
             assert buffers is not None
             frames.append(tensor_frame(buffers.pack()))
-        if begins is not None and new:
-            message.optimizer, memory = begins.part(k, flat.layout, flat.parameters)
-            frames.append(memory)
+        for track, (state, flat) in enumerate(zip(begins, flats, strict=False)):
+            if state is not None and new:
+                ref, memory = state.part(k, flat.layout, flat.parameters)
+                frames.append(memory)
+                if track == 0:
+                    message.optimizer = ref
+                else:
+                    message.states[track] = ref
         answer = _ask_to_create(channels, k, message, frames)
         existing = existing or answer.existing
     return existing
@@ -85,7 +91,7 @@ def create(
 def _ask_to_create(channels: PsChannels, k: int, message: m.Create, frames: list[Frame]) -> m.Created:
     """Sends a creation to ps task k; what has arrived is not sent again, however long it takes: it is asked whether it is there."""
     what, limit_s = "the variables to be created", channels.end.patience.start_s
-    again = msgspec.structs.replace(message, only_existing=True, optimizer=None)
+    again = msgspec.structs.replace(message, only_existing=True, optimizer=None, states={})
     while True:
         try:
             return channels.ask(

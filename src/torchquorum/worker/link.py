@@ -7,7 +7,7 @@ parameters hold one whole version whenever the link is idle; what was being push
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -19,6 +19,7 @@ from torchquorum.formats.ledger import name_life
 from torchquorum.wire.settings import Settings
 from torchquorum.worker import joining
 from torchquorum.worker.buffer_exchange import BufferExchange
+from torchquorum.worker.exchange import first_of
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.link_states import LinkState, LinkStates
 from torchquorum.worker.loaded_state import LoadedState
@@ -28,9 +29,10 @@ from torchquorum.worker.positions import Positions
 from torchquorum.worker.ps_channels import PsChannels
 from torchquorum.worker.requests import Requests
 from torchquorum.worker.residuals import Residuals, make_residuals
-from torchquorum.worker.run_member import LaterLoss, RunMember
+from torchquorum.worker.run_member import RunMember
 from torchquorum.worker.run_view import RunView
 from torchquorum.worker.step import Step
+from torchquorum.worker.track_member import LaterLoss
 from torchquorum.worker.worker_end import WorkerEnd
 
 GOODBYE_S = 2.0
@@ -56,9 +58,8 @@ class Link(RunView):
         positions: Where this worker stood at its last versions.
         joined: The worker's part in the run, once it has joined.
         while_waiting: Is called while the link waits; may raise to end the wait.
-        residuals: What this worker has computed and not yet given, where something can be kept.
+        residuals: Of each optimizer, what this worker has computed and not yet given, where something can be kept.
         leads: Says whether the settings of this worker's program count: it is the chief, or stands in for it.
-        allow_nonfinite: Whether gradients with NaN or infinity are pushed as if they were whole.
         life: What a record needs to run this process again; empty where the run is not recorded.
         lost: What was being pushed when the link before this one was lost, see `Join`.
     """
@@ -76,10 +77,9 @@ class Link(RunView):
         self._shared: list[bool] = []
         self._buffers: BufferExchange | None = None
         self.joined: RunMember | None = None
-        self.residuals: Residuals | None = None
+        self.residuals: list[Residuals | None] | None = None
         self.while_waiting: Callable[[], None] = lambda: None
         self.leads: Callable[[], bool] = lambda: end.index == 0
-        self.allow_nonfinite = False
         self.life, self.lost = b"", -1
 
     def go_on_from(self, before: Link) -> None:
@@ -109,46 +109,49 @@ class Link(RunView):
     def create(
         self,
         plan: m.Plan,
-        flat: FlatParameters,
+        flats: Sequence[FlatParameters],
         restore: str | None = None,
         *,
         generation: int = 0,
         replace: bool = False,
         journal: m.JournalRef | None = None,
         only_existing: bool = False,
-        begins: LoadedState | None = None,
+        begins: Sequence[LoadedState | None] = (),
     ) -> bool:
         """The chief hands its variables, or the path of a checkpoint with them, to the ps tasks, shard 0 last.
 
         With `replace`, ps tasks that hold variables give them up, as others lost theirs; with `only_existing` all must hold some.
-        The optimizer begins with the state `begins`, if there is one.
+        The optimizers begin with the states `begins`, where there are some.
 
         Returns:
             Whether they had variables before, which then stay as they are.
         """
         message = m.Create(plan, restore, generation, replace, journal, only_existing)
         buffers = self._buffers.local.capture() if self._buffers is not None and plan.buffers else None
-        return joining.create(self.channels, message, flat, buffers, begins)
+        return joining.create(self.channels, message, flats, buffers, begins)
 
-    def join(self, plan: m.Plan, flat: FlatParameters) -> None:
-        """Joins the run, once the chief has created the variables, and takes the current version."""
+    def join(self, plan: m.Plan, flats: Sequence[FlatParameters]) -> None:
+        """Joins the run, once the chief has created the variables, and takes the current versions."""
         try:
-            self._join(plan, flat)
+            self._join(plan, flats)
         except SegmentError as error:
             if self.end.transport == "shm":
                 raise
             self.say(f"{error}; using TCP instead")
             self._shared = [False] * len(self._shared)
-            self._join(plan, flat)
+            self._join(plan, flats)
 
-    def _join(self, plan: m.Plan, flat: FlatParameters) -> None:
+    def _join(self, plan: m.Plan, flats: Sequence[FlatParameters]) -> None:
         if self.joined is not None:
             self.joined.close()
         if self.residuals is None:
-            self.residuals = make_residuals(flat.layout, plan.compress, local=plan.rule.local_steps is not None)
+            self.residuals = [
+                make_residuals(flat.layout, of.compress, local=of.rule.local_steps is not None)
+                for flat, of in zip(flats, plan.tracks(), strict=True)
+            ]
         self.joined = joined = RunMember(
             plan,
-            flat,
+            flats,
             self._shared,
             requests=self.requests,
             view=self,
@@ -157,7 +160,8 @@ class Link(RunView):
         )
         joined.on_stop = self._buffers.send_final if self._buffers is not None else joined.on_stop
         for k in range(len(self.end.ps)):
-            self.channels.asker(k).channel.receive_into(joined.exchange.chooser(k, self.requests.awaited))
+            choosers = [track.exchange.chooser(k, self.requests.awaited, track.index) for track in joined.tracks]
+            self.channels.asker(k).channel.receive_into(choosers[0] if len(choosers) == 1 else first_of(choosers))
         joined.join(self.life, self.lost)
 
     def stay(self) -> None:
@@ -170,7 +174,7 @@ class Link(RunView):
     ) -> None:
         """Says goodbye, with what the program failed with if it did; a ps that is gone is no error."""
         self.positions.send(
-            self.version, final=True
+            self.place, final=True
         )  # a checkpoint may still be made of this version, and nobody could ask any more
         why = _in_a_line(failed) if failed is not None else ""
         goodbye = m.Leave(self.end.index, self.incarnation, loss, accuracy, failed is None, why)
@@ -187,13 +191,20 @@ class Link(RunView):
 
     # -- training -----------------------------------------------------------------------------------------------------
 
-    def push(self, loss: float | LaterLoss | None = None, settings: Settings | None = None) -> Step:
+    def push(
+        self,
+        loss: float | LaterLoss | None = None,
+        settings: Settings | None = None,
+        *,
+        allow_nonfinite: bool = False,
+        track: int = 0,
+    ) -> Step:
         """Sends the gradients; waits until they count and takes the version that follows (pipelined: the one before).
 
         A loss that a GPU still computes is a function, which is called when the gradients are there. `settings` are those of the program,
-        if they count.
+        if they count. `allow_nonfinite` pushes gradients with NaN or infinity as if they were whole. `track` is whose optimizer's they are.
         """
-        return self.member.push(loss, settings, allow_nonfinite=self.allow_nonfinite)
+        return self.member.push(loss, settings, allow_nonfinite=allow_nonfinite, track=track)
 
     def pull(self, *, averaged: bool = False) -> int:
         """Takes the current version, or the moving averages at it; returns it."""
@@ -218,27 +229,32 @@ class Link(RunView):
         Returns:
             What became of it; None if nothing was being pushed, or, pipelined, if the next one waits already.
         """
-        if unsettled is None or self.pipeline:
+        if unsettled is None or self.member.tracks[unsettled.push.track].plan.rule.pipeline:
             return None
-        push = unsettled.push
+        push, view = unsettled.push, self.tracks[unsettled.push.track]
+        name = self.member.plan.names[push.track]
         question = m.FateOf(self.end.index, self.incarnation, push.local_step)
         what, limit_s = "word of a gradient", self.end.patience.round_s
         fate = self.channels.ask(0, question, kind=m.Fate, what=what, limit_s=limit_s)
         if fate.state in ("accepted", "refused"):
             staleness = max(0, fate.met - push.version)
             accepted = fate.state == "accepted"
-            return Step(self.version, self.local_step, accepted, fate.reason, staleness, self.lr[0], self.stopped)
+            return Step(view.version, self.local_step, accepted, fate.reason, staleness, view.lr[0], self.stopped, name)
         if self.stopped:
             return None  # the run has ended without it
         # The ps tasks know nothing of it: it is pushed again, as the same local step and as computed at its own version.
         self.local_step = push.local_step - 1
-        version, self.version = self.version, push.version
-        if self.residuals is not None:
-            self.residuals.undo()
+        version, view.version = view.version, push.version
+        if (residuals := self.residuals_of(push.track)) is not None:
+            residuals.undo()
         try:
-            return self.push(push.loss, push.settings)
+            return self.push(push.loss, push.settings, allow_nonfinite=push.finite, track=push.track)
         finally:
-            self.version = max(version, self.version)
+            view.version = max(version, view.version)
+
+    def residuals_of(self, track: int) -> Residuals | None:
+        """Returns what this worker has of an optimizer's gradients and not yet given, where something can be kept."""
+        return self.residuals[track] if self.residuals is not None else None
 
     @property
     def pipeline(self) -> bool:

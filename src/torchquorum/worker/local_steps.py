@@ -40,14 +40,16 @@ class LocalSteps:
         self.inner_step = self._since = 0
         self._losses: list[float] = []
         self._link: Link | None = None
+        self._track = 0
         self._flat: FlatParameters | None = None
         self._states: LocalStates | None = None
         self._areas: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # parameters, anchor, change
         self._changes: list[tuple[torch.nn.Parameter, torch.Tensor]] = []
 
-    def attach(self, link: Link | None) -> None:
+    def attach(self, link: Link | None, track: int = 0) -> None:
         """The parameters hold a version, and from now on the changes to it are looked at; None: the session is over."""
-        self._link, joined = link, link.joined if link is not None else None
+        self._link, self._track = link, track
+        joined = link.joined.tracks[track] if link is not None and link.joined is not None else None
         if joined is None:
             self._flat, self._areas, self._changes, self._states = None, [], [], None
             return
@@ -79,7 +81,8 @@ class LocalSteps:
     def capture(self) -> None:
         """Nothing has been computed yet from the version that the parameters hold: this worker's state belongs to it."""
         if self._states is not None and self._link is not None:
-            residuals = self._link.residuals.by_variable() if self._link.residuals is not None else {}
+            kept = self._link.residuals_of(self._track)
+            residuals = kept.by_variable() if kept is not None else {}
             self._states.capture(self._link.version, LocalState(self.inner.state_dict(), self.inner_step, residuals))
 
     def save(self, version: int) -> None:
@@ -100,8 +103,8 @@ class LocalSteps:
         if found is not None:
             self.inner.load_state_dict(found.inner)
             self.inner_step = found.inner_step
-        if self._link.residuals is not None:
-            self._link.residuals.load(found.residuals if found is not None else {})
+        if (kept := self._link.residuals_of(self._track)) is not None:
+            kept.load(found.residuals if found is not None else {})
 
     # -- in the place of the watch for writes -------------------------------------------------------------------------
 
@@ -121,9 +124,10 @@ class LocalSteps:
 
     def before_pull(self) -> None:
         """Another version is about to come into the parameters: what has been changed is kept for the next push."""
-        if self._since and self._link is not None and self._flat is not None and self._link.residuals is not None:
+        residuals = self._link.residuals_of(self._track) if self._link is not None else None
+        if self._since and self._flat is not None and residuals is not None:
             with self._as_gradients():
-                self._link.residuals.add_gradients(self._flat)
+                residuals.add_gradients(self._flat)
             self._since = 0
 
     # -- steps --------------------------------------------------------------------------------------------------------

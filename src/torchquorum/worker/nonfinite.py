@@ -21,8 +21,8 @@ class Nonfinite:
     def __init__(self) -> None:
         self._in_a_row = 0
 
-    def follow(self, step: Step, link: Link) -> None:
-        """Looks at what became of a gradient, while the model still has it.
+    def follow(self, step: Step, link: Link, track: int = 0) -> None:
+        """Looks at what became of a gradient of an optimizer, while the model still has it.
 
         Raises:
             NonfiniteError: A hundred in a row were refused.
@@ -34,7 +34,7 @@ class Nonfinite:
         self._in_a_row += 1
         if self._in_a_row not in (1, MOST_IN_A_ROW):
             return
-        names = link.member.exchange.nonfinite()
+        names = link.member.tracks[track].exchange.nonfinite()
         shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
         if self._in_a_row == 1:
             link.say(f"the gradient of local step {step.local_step} was refused: not finite in {shown or 'a variable'}")

@@ -31,8 +31,9 @@ from torchquorum.worker.local_steps import LocalSteps, outer_spec
 from torchquorum.worker.nonfinite import Nonfinite
 from torchquorum.worker.optimizer_state import OptimizerState
 from torchquorum.worker.program_settings import ProgramSettings
-from torchquorum.worker.run_member import LaterLoss
+from torchquorum.worker.run_view import TrackView
 from torchquorum.worker.step import Step
+from torchquorum.worker.track_member import LaterLoss, TrackMember
 
 Schedule = ScheduleSpec
 _Answer = TypeVar("_Answer")
@@ -58,8 +59,8 @@ class StepObserver(Protocol):
         """Asks the ps tasks for something; if one is lost meanwhile, recovers and asks once more."""
         ...
 
-    def assign(self, loaded: LoadedState | None = None) -> bool:
-        """Makes what the chief has loaded the next version, for all workers; returns whether it came from this one."""
+    def assign(self, loaded: LoadedState | None = None, track: int = 0) -> bool:
+        """Makes what the chief has loaded for an optimizer the next version, for all workers; returns whether it came from this one."""
         ...
 
 
@@ -139,6 +140,7 @@ class Optimizer(torch.optim.Optimizer):
             `topk:64/4096+2bit`; see docs/slow-networks.md.
         after_update: What is done to the variables after every update, where that is made: `tq.Clamp`, `tq.MaxNorm`, `tq.UnitNorm`.
         allow_nonfinite: Apply gradients with NaN or infinity, as plain PyTorch does; by default they are refused.
+        name: What it is called in a session of several, in reports and messages; opt0, opt1 and so on by default.
     """
 
     def __init__(
@@ -153,6 +155,7 @@ class Optimizer(torch.optim.Optimizer):
         after_update: Any = None,
         compress: str | None = None,
         allow_nonfinite: bool = False,
+        name: str = "",
     ) -> None:
         if isinstance(optimizer, Optimizer):
             raise ConfigError("tq.Optimizer of a tq.Optimizer: wrap the torch.optim optimizer once")
@@ -174,7 +177,10 @@ class Optimizer(torch.optim.Optimizer):
                 raise ConfigError(
                     "compress= and allow_nonfinite=True: NaN and infinity cannot be compressed; leave one of them out"
                 )
+        if not isinstance(name, str):
+            raise ConfigError(f"name={name!r}: must be a text, such as 'generator'")
         self._link: Link | None = None
+        self.track, self.name, self.called = 0, name, ""
         self._observer: StepObserver | None = None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the optimizer that is wrapped has said it
@@ -270,14 +276,19 @@ class Optimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     @property
+    def version(self) -> int:
+        """Returns the version that its parameters hold: how many updates of it were made; of the first, the global step."""
+        return self._view.version if self._view is not None else 0
+
+    @property
     def lr(self) -> list[float]:
         """Returns the learning rate of each parameter group for the next update, as the ps tasks have it."""
-        return self._link.lr if self._link is not None else self._last_lr
+        return self._view.lr if self._view is not None else self._last_lr
 
     @property
     def used_lr(self) -> list[float]:
         """Returns the learning rate of each parameter group in the last update that this worker knows of."""
-        return self._link.used_lr if self._link is not None else self._last_lr
+        return self._view.used_lr if self._view is not None else self._last_lr
 
     def spec(self, num_workers: int = 1) -> OptimizerSpec:
         """Returns the optimizer as it travels to the ps tasks, for a run of so many workers: as it was when the session began."""
@@ -311,16 +322,26 @@ class Optimizer(torch.optim.Optimizer):
                 "schedule= follows the global step, a scheduler object the chief's own calls of scheduler.step()"
             )
 
-    def attach(self, link: Link | None, observer: StepObserver | None = None) -> None:
-        """Connects the optimizer to the ps tasks, or cuts it off; the session calls this and watches every step."""
+    @property
+    def _view(self) -> TrackView | None:
+        """Returns what this worker knows of its variables, while a session runs."""
+        return self._link.tracks[self.track] if self._link is not None else None
+
+    @property
+    def _member(self) -> TrackMember | None:
+        joined = self._link.joined if self._link is not None else None
+        return joined.tracks[self.track] if joined is not None else None
+
+    def attach(self, link: Link | None, observer: StepObserver | None = None, track: int = 0) -> None:
+        """Connects the optimizer to the ps tasks, as that of a track, or cuts it off; the session calls this and watches every step."""
         if link is None:
-            self._last_lr = self._link.lr if self._link is not None else self._last_lr
+            self._last_lr = self.lr
             self._spec = self._begins = None
-        self._link, self._observer = link, observer
+        self._link, self._observer, self.track = link, observer, track
         if link is not None:
-            link.allow_nonfinite, self._had_session = self.allow_nonfinite, True
+            self._had_session = True
         if self._local is not None:
-            self._local.attach(link)
+            self._local.attach(link, track)
         elif link is not None:
             self._let_go()
 
@@ -346,8 +367,7 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def flat(self) -> FlatParameters | None:
         """Returns the parameters as they lie in memory while a session runs."""
-        joined = self._link.joined if self._link is not None else None
-        return joined.flat if joined is not None else None
+        return self._member.flat if self._member is not None else None
 
     def say(self, line: str) -> None:
         """Prints a line for people, with the worker's name."""
@@ -389,7 +409,7 @@ class Optimizer(torch.optim.Optimizer):
             if self._observer is not None:
                 self._observer.before_run()
             self._last = Step(
-                self._link.version, self._link.local_step, None, "inner", 0, self._link.lr[0], self._link.stopped
+                self.version, self._link.local_step, None, "inner", 0, self.lr[0], self._link.stopped, self.called
             )
         return found
 
@@ -447,9 +467,9 @@ class Optimizer(torch.optim.Optimizer):
         assert link is not None
         self._at_push = own or []
         leads = link.leads()
-        self._last = link.push(loss, own if leads else None)
+        self._last = link.push(loss, own if leads else None, allow_nonfinite=self.allow_nonfinite, track=self.track)
         self.inner._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # for scheduler objects of the one that is wrapped
-        self._nonfinite.follow(self.last, link)
+        self._nonfinite.follow(self.last, link, self.track)
         self._keep_unused(link)
         if own is not None and not leads and self.last.accepted and self.rule.once_per_round:
             self._compare(own, link)
@@ -457,19 +477,21 @@ class Optimizer(torch.optim.Optimizer):
 
     def _keep_unused(self, link: Link) -> None:
         """What was pushed and will not be used stays with this worker; of a plain gradient, what had been kept before."""
-        if link.residuals is not None and self.last.accepted is False and not self.last.stop:
-            link.residuals.undo()
+        residuals = link.residuals_of(self.track)
+        if residuals is not None and self.last.accepted is False and not self.last.stop:
+            residuals.undo()
             if self._local is not None and self.flat is not None and self.last.reason != "not finite":
-                link.residuals.add_gradients(self.flat)
+                residuals.add_gradients(self.flat)
                 self._local.capture()
 
     def _compare(self, own: Settings, link: Link) -> None:
         """Says once that this worker's settings differ from the run's, when they have in several rounds running."""
-        change = changes(link.settings, own) if own is not link.settings else []
+        settings = link.tracks[self.track].settings
+        change = changes(settings, own) if own is not settings else []
         self._apart = self._apart + 1 if change and self._apart >= 0 else min(self._apart, 0)
         if self._apart == MOST_APART:
             self._apart = -1
-            used = [{name: link.settings[k].get(name) for name in group} for k, group in enumerate(change)]
+            used = [{name: settings[k].get(name) for name in group} for k, group in enumerate(change)]
             link.say(
                 f"its settings differ from the chief's, which count: {describe(change)} here, {describe(used)} there. Do all "
                 "workers run the same lines?"
@@ -498,11 +520,12 @@ class Optimizer(torch.optim.Optimizer):
 
         def ask() -> tuple[Link, OptimizerState]:
             now = self._link or first  # another one, if a ps task was lost meanwhile
-            return now, now.member.pull_state()
+            return now, now.member.pull_state(self.track)
 
         link, found = self._observer.surviving(ask) if self._observer is not None else ask()
-        settings = changed(link.settings, self._written_since())
-        state_dict = found.in_torchs_layout(self.param_groups, flat.parameters, settings, link.lr)
+        view = link.tracks[self.track]
+        settings = changed(view.settings, self._written_since())
+        state_dict = found.in_torchs_layout(self.param_groups, flat.parameters, settings, view.lr)
         for hook in self._optimizer_state_dict_post_hooks.values():
             made = hook(self, state_dict)
             state_dict = state_dict if made is None else made
@@ -568,10 +591,10 @@ class Optimizer(torch.optim.Optimizer):
     def _assign(self, loaded: LoadedState) -> None:
         """The chief's state becomes the run's."""
         assert self._observer is not None
-        came_from_here = self._observer.assign(loaded)
+        came_from_here = self._observer.assign(loaded, self.track)
         link = self._link  # another one, if a ps task was lost meanwhile
         assert link is not None
-        self.take_settings(link.settings)
+        self.take_settings(link.tracks[self.track].settings)
         if not came_from_here:
             link.say(
                 f"optimizer.load_state_dict(): the chief's state and options are taken over, at global step {link.version}"

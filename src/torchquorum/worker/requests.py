@@ -27,14 +27,21 @@ FLUSH_S = 0.05
 ABOUT_REQUEST = (m.Variables, m.Held, m.Unknown, m.Fault)
 
 
+Answer = tuple[m.Variables, list[Frame]]
+
+
 @dataclass(slots=True)
 class Waiting:
-    """A wait for the answers to the open request, or until it has left: what the ps tasks have said so far, and their signs of life."""
+    """A wait for the answers to the open request, or until it has left: what the ps tasks have said so far, and their signs of life.
+
+    `found` has the answers of each ps task, by track; those of `wanted` tracks are to come.
+    """
 
     seen: SeenTime
     lives: list[Life]
+    wanted: frozenset[int]
     what: str = "its turn"
-    found: dict[int, tuple[m.Variables, list[Frame]]] = field(default_factory=dict)
+    found: dict[int, dict[int, Answer]] = field(default_factory=dict)
     started: float = field(init=False)
     asked: float = field(init=False)
     reported: float = field(init=False)
@@ -44,11 +51,19 @@ class Waiting:
 
     def missing(self) -> list[int]:
         """Returns the ps tasks that owe an answer."""
-        return [k for k in range(len(self.lives)) if k not in self.found]
+        return [k for k in range(len(self.lives)) if self._owes(k)]
 
     def next_missing(self) -> int | None:
         """Returns the first of them."""
-        return next((k for k in range(len(self.lives)) if k not in self.found), None)
+        return next((k for k in range(len(self.lives)) if self._owes(k)), None)
+
+    def _owes(self, k: int) -> bool:
+        return len(self.found.get(k, ())) < len(self.wanted)
+
+    def generations(self, k: int | None = None) -> set[int]:
+        """Returns the creations of the variables that the answers, of one ps task or of all, are of."""
+        found = self.found.values() if k is None else [self.found.get(k, {})]
+        return {answer.generation for answers in found for answer, _ in answers.values()}
 
 
 class Requests:
@@ -72,6 +87,7 @@ class Requests:
         self.number = 0
         self.open: list[tuple[m.Message, Sequence[Any]]] = []
         self.waiting_for = ""
+        self._tracks = frozenset({0})
         self._early: list[deque[Arrived]] = [deque() for _ in range(len(channels))]  # not yet looked at
         self._taking = False
         self.save_wanted: Callable[[int], None] = lambda _version: None
@@ -85,9 +101,10 @@ class Requests:
         """Returns the number of the request whose answers are being waited for now, if there is one."""
         return self.number if self._taking else None
 
-    def begin(self, number: int, messages: list[tuple[m.Message, Sequence[Any]]]) -> None:
-        """Opens a request: one message under this number, with its frames, to each ps task."""
+    def begin(self, number: int, messages: list[tuple[m.Message, Sequence[Any]]], tracks: Sequence[int] = (0,)) -> None:
+        """Opens a request: one message under this number, with its frames, to each ps task, about the variables of these tracks."""
         self._states.set(LinkState.AWAITING)
+        self._tracks = frozenset(tracks)
         self.number, self.open, self.waiting_for = number, messages, ""
         for early in self._early:
             early.clear()
@@ -122,10 +139,13 @@ class Requests:
 
     def _begin_wait(self, what: str) -> Waiting:
         seen = self._end.patience.seen_time(self._end.clock)
-        return Waiting(seen, [self.channels.life(k, seen.now()) for k in range(len(self.channels))], what)
+        lives = [self.channels.life(k, seen.now()) for k in range(len(self.channels))]
+        return Waiting(seen, lives, self._tracks, what)
 
-    def answers(self, limit_s: float) -> list[tuple[m.Variables, list[Frame]]]:
+    def answers(self, limit_s: float) -> list[list[Answer]]:
         """Waits for the answers of all ps tasks to the open request; probes those that owe one every `probe_s`.
+
+        Returns, of each ps task, its answers by track.
 
         Shard 0 is probed also when it has answered: the others wait for its decisions, and do not know that it is gone.
         """
@@ -133,7 +153,7 @@ class Requests:
         try:
             waiting = self._begin_wait("its turn")
             self._wait_for_all(waiting, limit_s)
-            return [waiting.found[k] for k in range(len(self.channels))]
+            return [[waiting.found[k][track] for track in sorted(self._tracks)] for k in range(len(self.channels))]
         finally:
             self._taking = False
 
@@ -149,7 +169,7 @@ class Requests:
             waiting.asked = now
             # Time to probe: first take what has arrived from any of them meanwhile.
             for owing in sorted({0, *waiting.missing()}):
-                while self._hear(waiting, owing, self._receive(owing, 0.0)) and owing not in waiting.found:
+                while self._hear(waiting, owing, self._receive(owing, 0.0)) and owing in waiting.missing():
                     pass
             if waiting.next_missing() is None:
                 continue
@@ -179,7 +199,7 @@ class Requests:
 
     def _owing(self, waiting: Waiting) -> int | None:
         """Returns the first ps that owes an answer. Some of before a restore and some of after it are none: all are asked again."""
-        if waiting.next_missing() is None and len({answer.generation for answer, _ in waiting.found.values()}) > 1:
+        if waiting.next_missing() is None and len(waiting.generations()) > 1:
             waiting.found.clear()
             self._send_open()
         return waiting.next_missing()
@@ -203,13 +223,13 @@ class Requests:
         match answer:
             case m.Fault() if answer.request in (-1, self.number):
                 raise error_of(answer)
-            case m.Variables() if answer.request == self.number:
-                waiting.found[k] = answer, tensors
+            case m.Variables() if answer.request == self.number and answer.track in waiting.wanted:
+                waiting.found.setdefault(k, {})[answer.track] = answer, tensors
             case m.Held() if answer.request == self.number:
                 waiting.what = self.waiting_for = self._reason(answer, k)
                 self.save_wanted(answer.save)  # the chief may be waiting for it, and this worker for the chief
             case m.Unknown() if answer.request == self.number:
-                older = [other for other, (found, _) in waiting.found.items() if found.generation != answer.generation]
+                older = [other for other in waiting.found if waiting.generations(other) - {answer.generation}]
                 for again in (k, *older):  # what others answered before a restore does not count any more
                     waiting.found.pop(again, None)
                     self.channels.post(again, *self.open[again])

@@ -1,0 +1,118 @@
+"""What a program gives to `tq.Session`: one model or several, one optimizer or several, with a name for each.
+
+Called by the session once, before anything is connected. What always holds: no parameter belongs to two optimizers; every optimizer has
+parameters of the models, and a name of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torchquorum.errors import ConfigError
+from torchquorum.placement.layout import Variable
+from torchquorum.worker.flat import describe
+from torchquorum.worker.optimizer import Optimizer
+from torchquorum.worker.row_tables import RowTables
+from torchquorum.worker.variable_names import plain_names
+
+MOST_NAMED = 3
+Given = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
+
+
+def read_model(model: Any) -> nn.Module:
+    """Returns one module with all models in it: a list's by number, a mapping's by name."""
+    if isinstance(model, nn.Module):
+        return model
+    if isinstance(model, Mapping) and model:
+        wrong = [name for name, part in model.items() if not isinstance(part, nn.Module)]
+        if not wrong:
+            try:
+                return nn.ModuleDict({str(name): part for name, part in model.items()})
+            except KeyError as error:
+                raise ConfigError(f"model={{{', '.join(map(repr, model))}}}: {error.args[0]}") from None
+        raise ConfigError(f"model[{wrong[0]!r}] is a {type(model[wrong[0]]).__name__}, not a torch.nn.Module")
+    if isinstance(model, Iterable) and not isinstance(model, str):
+        parts = list(model)
+        if parts and all(isinstance(part, nn.Module) for part in parts):
+            return nn.ModuleList(parts)
+    raise ConfigError(
+        f"model={type(model).__name__}: give a torch.nn.Module, or several, such as [generator, discriminator] or "
+        "{'G': generator, 'D': discriminator}"
+    )
+
+
+def read_optimizers(given: Any) -> list[Optimizer]:
+    """Returns the optimizers of a session; of several, each knows what it is called."""
+    named: list[tuple[str, Any]]
+    if isinstance(given, Mapping):
+        named = [(str(name), optimizer) for name, optimizer in given.items()]
+    elif isinstance(given, Iterable) and not isinstance(given, str | torch.optim.Optimizer):
+        named = [("", optimizer) for optimizer in given]
+    else:
+        named = [("", given)]
+    if not named:
+        raise ConfigError("optimizer=[]: give at least one tq.Optimizer")
+    for number, (name, optimizer) in enumerate(named):
+        if not isinstance(optimizer, Optimizer):
+            place = f"[{name or number!r}]" if len(named) > 1 or isinstance(given, Mapping) else ""
+            raise ConfigError(
+                f"optimizer{place}={type(optimizer).__name__}: wrap it first: tq.Optimizer(optimizer, rule=tq.Sync())"
+            )
+    optimizers: list[Optimizer] = [optimizer for _, optimizer in named]
+    if len(optimizers) == 1:
+        return optimizers
+    if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
+        raise ConfigError("the same optimizer is given twice: give each once")
+    for number, (name, optimizer) in enumerate(named):
+        optimizer.called = name or optimizer.name or f"opt{number}"
+    names = [optimizer.called for optimizer in optimizers]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ConfigError(f"two optimizers are called {twice[0]!r}: give each a name of its own")
+    return optimizers
+
+
+def describe_each(
+    module: nn.Module, optimizers: Sequence[Optimizer], tables: RowTables
+) -> list[tuple[list[Variable], list[nn.Parameter]]]:
+    """Returns of each optimizer the variables and the parameters that they stand for; what none has is with the first's.
+
+    Raises:
+        ConfigError: A parameter belongs to two of them, or to none of the models.
+    """
+    if len(optimizers) == 1:
+        return [describe(module, optimizers[0].inner, tables)]
+    owner: dict[int, int] = {}
+    plain = plain_names(module)
+    names = {id(parameter): plain(name) for name, parameter in module.named_parameters()}
+    for k, optimizer in enumerate(optimizers):
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            other = owner.setdefault(id(parameter), k)
+            if other != k:
+                shown = names.get(id(parameter), f"of shape {list(parameter.shape)}")
+                raise ConfigError(
+                    f"parameter {shown} is in {optimizers[other].called} and in {optimizer.called}: each update of one would overwrite "
+                    "the other's; a parameter belongs to one optimizer"
+                )
+        _check_all_there(optimizer, names)
+    found = []
+    for k, optimizer in enumerate(optimizers):
+        variables, parameters = describe(module, optimizer.inner, tables)
+        kept = [(v, p) for v, p in zip(variables, parameters, strict=True) if owner.get(id(p), 0) == k]
+        found.append(([v for v, _ in kept], [p for _, p in kept]))
+    return found
+
+
+def _check_all_there(optimizer: Optimizer, names: Mapping[int, str]) -> None:
+    """Raises ConfigError if an optimizer has parameters that no model has."""
+    strange = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
+    if strange:
+        shapes = ", ".join(str(list(p.shape)) for p in strange[:MOST_NAMED])
+        raise ConfigError(
+            f"{optimizer.called} has {len(strange)} parameters that no model of the session has (of shapes {shapes}): give all models, "
+            "tq.Session(task, [generator, discriminator], [opt_g, opt_d]), and make each optimizer from their parameters"
+        )

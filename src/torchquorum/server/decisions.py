@@ -114,7 +114,7 @@ class Decisions:
                     batches = self.data.applied(keys) if self.data else {}
                     self.gates.applied(keys)
                     named = [(k.worker, k.incarnation, k.local_step) for k in keys]
-                    gone_at = self.evictions.at(version, wall)
+                    gone_at = self.evictions.at(version, wall) if of == 0 else 0.0
                     self.log.append(Apply(named, version, batches, self.settings[of].take(), gone_at, of))
                     if of == 0:
                         counts.updated(wall)

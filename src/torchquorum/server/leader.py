@@ -164,7 +164,7 @@ class Leader:
         known = self.quorum.workers[worker]
         return known.fenced or bool(self.data and self.data.is_void(worker, known.incarnation, known.local_step))
 
-    def asked_again(self, key: Key, request: int, track: int) -> None:
+    def asked_again(self, key: Key, request: int, track: int = 0) -> None:
         """A gradient that was decided on is pushed again, under a later request: its worker had lost the connection.
 
         It is answered under that request: when its wait is over, or now.

@@ -16,6 +16,7 @@ from torchquorum.formats.checkpoint import CheckpointReader, load_manifest
 from torchquorum.formats.checkpoint_manifest import Manifest
 from torchquorum.formats.journal import JournalError, JournalWriter, Payload, Record
 from torchquorum.formats.storage import Location
+from torchquorum.placement.layout import Region
 from torchquorum.rules.quorum import Key
 from torchquorum.server.decision_log import LogEntry
 from torchquorum.server.pending_gradients import PendingGradients
@@ -149,6 +150,11 @@ class Shard:
     def version(self) -> int:
         """Returns how many updates of the first optimizer this shard has applied."""
         return self.tracks[0].version
+
+    @property
+    def region(self) -> Region:
+        """Returns where its trained variables stand."""
+        return self.tracks[0].region
 
     @property
     def variables(self) -> ShardVariables:

@@ -151,7 +151,13 @@ def find_journal(
             say(f"the journal leads on to global step {line.version}")
     if isinstance(logdir, Path):
         _check_promise(logdir, line, found, max(told if plan.durable else 0, line.told), say, accept_loss=accept_loss)
-    return JournalRef(line.version, generation, line.generations[-1] if line.generations else 0, at, line.kept())
+    kept = line.kept()
+    if (
+        found.path is not None and plan.more and not line.files
+    ):  # what is kept of several optimizers is all of their updates
+        more = load_manifest(locate(found.path)).scalars.get("more", [])
+        kept = [(generation, line.version + sum(saved["version"] for saved in more))]
+    return JournalRef(line.version, generation, line.generations[-1] if line.generations else 0, at, kept)
 
 
 def _check_promise(

@@ -9,9 +9,9 @@ holds: an evaluator changes nothing of the run, no task waits for it, and it end
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 from torchquorum.cluster.signals import Signals
 from torchquorum.cluster.spec import TaskId
@@ -25,6 +25,7 @@ from torchquorum.session.hooks.summary_asks import Asks, OverConnection
 from torchquorum.session.states import SessionState, StateMachine
 from torchquorum.session.stop_condition import StopCondition
 from torchquorum.worker.link import Link
+from torchquorum.worker.run_view import TrackView
 from torchquorum.worker.step import Step
 from torchquorum.worker.variable_names import plain_names
 
@@ -41,20 +42,25 @@ class _NoLink:
         version: The global step of the checkpoint in the model, 0 before the first.
     """
 
-    allow_nonfinite, local_step, joined = True, 0, None
-    settings: ClassVar[list[Any]] = []
+    local_step, joined = 0, None
 
-    def __init__(self, lr: list[float]) -> None:
-        self.version, self.lr, self.used_lr = 0, lr, lr
+    def __init__(self, rates: Sequence[list[float]]) -> None:
+        self.version, self.tracks = 0, [TrackView(lr=lr, used_lr=lr) for lr in rates]
         self.transports: list[str] = []
+
+    def residuals_of(self, track: int) -> None:
+        """Returns that nothing is kept of what is pushed."""
 
     def leads(self) -> bool:
         """Returns that the settings of its program do not count."""
         return False
 
-    def push(self, loss: float | None, settings: object = None) -> Step:
+    def push(
+        self, loss: float | None, settings: object = None, *, allow_nonfinite: bool = False, track: int = 0
+    ) -> Step:
         """Returns that the run is over and nothing was taken."""
-        return Step(self.version, 0, False, "evaluator", 0, self.lr[0] if self.lr else 0.0, True)
+        lr = self.tracks[track].lr
+        return Step(self.version, 0, False, "evaluator", 0, lr[0] if lr else 0.0, True)
 
 
 class Evaluator:
@@ -74,7 +80,7 @@ class Evaluator:
         self._folder = locate(setup.logdir)
         self.states = StateMachine()
         self.signals = Signals(setup.say, "leaving the run")
-        self.link: Any = _NoLink(setup.optimizer.lr)
+        self.link: Any = _NoLink([optimizer.lr for optimizer in setup.optimizers])
         self.saved_step, self._seen, self.leads = -1, (0.0, -1), True
         self._reader: CheckpointReader | None = None  # of the checkpoint that is being evaluated
         self._path: Location | None = None
@@ -92,7 +98,8 @@ class Evaluator:
         self.signals.install()
         self.states.go(SessionState.WAITING)
         self.states.go(SessionState.RUNNING)
-        self._setup.optimizer.attach(self.link)
+        for track, optimizer in enumerate(self._setup.optimizers):
+            optimizer.attach(self.link, track=track)
         try:
             self._follow()
         except BaseException as error:
@@ -108,7 +115,8 @@ class Evaluator:
             if error is None:
                 self.states.go(SessionState.CLOSED)
         finally:
-            self._setup.optimizer.attach(None)
+            for optimizer in self._setup.optimizers:
+                optimizer.attach(None)
             self.signals.remove()
         if error is None and self.signals.asked:
             raise InterruptedRunError(f"{self._setup.task}: {self.signals.name}: has left the run")

@@ -69,6 +69,11 @@ def read_optimizers(given: Any) -> list[Optimizer]:
         raise ConfigError("the same optimizer is given twice: give each once")
     for number, (name, optimizer) in enumerate(named):
         optimizer.called = name or optimizer.name or f"opt{number}"
+    local = next((optimizer for optimizer in optimizers if optimizer.rule.local_steps is not None), None)
+    if local is not None:
+        raise ConfigError(
+            f"{local.called}: tq.Local in a session of several optimizers is not there yet; give it another rule, or a session of its own"
+        )
     names = [optimizer.called for optimizer in optimizers]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:

@@ -122,9 +122,16 @@ class Session:
         config: ConfigProto | None = None,
     ) -> None:
         module, (first, *more) = read_model(model), read_optimizers(optimizer)
+        if more and (record or task.replay is not None):
+            raise ConfigError("record=True with several optimizers is not there yet: a record has one; leave it out")
         folder = check_folder(task, logdir)
         self.epoch_loop = EpochLoop(self, wait_for_workers)
         mode = read_durable(durable, folder)
+        if more and mode:
+            raise ConfigError(
+                "durable= with several optimizers is not there yet: the journal counts the updates of one; leave it out, and save "
+                "often (save_every_s, save_every_steps)"
+            )
         setup = Setup(
             task=task,
             model=module,

@@ -45,7 +45,7 @@ def push(shard: Shard, worker: int, step: int, absent: list[int]) -> tuple[int, 
         for piece in section.pieces:
             if piece.variable not in absent:
                 values[piece.offset : piece.offset + piece.numel].normal_()
-    shard.store(m.Push(worker, 9, step, step, 0, -1, absent, None), [tensor_frame(data)])
+    shard.tracks[0].store(m.Push(worker, 9, step, step, 0, -1, absent, None), [tensor_frame(data)])
     return (worker, 9, step)
 
 
@@ -63,7 +63,7 @@ def test_it_is_bit_for_bit(tmp_path: Path, name: str, arguments: dict[str, Any])
     begun = torch.zeros(region.size_bytes, dtype=torch.uint8)
     frames = tensor_frame(begun), tensor_frame(torch.zeros(plan.layout().constants[0].size_bytes, dtype=torch.uint8))
     create = Create(plan, None, 5, False, JournalRef(0, 0, 0, 1))
-    shard, again = Shard(0, plan, *frames), Shard(0, plan, *frames)
+    shard, again = Shard(0, plan, frames), Shard(0, plan, frames)
     try:
         shard.journal = begin_journal(shard, create)
         for step in range(1, 7):
@@ -103,12 +103,12 @@ def test_other_arguments_are_refused_with_the_difference(tmp_path: Path) -> None
     frames = [
         tensor_frame(torch.zeros(r.size_bytes, dtype=torch.uint8)) for r in (layout.trained[0], layout.constants[0])
     ]
-    shard = Shard(0, plan, frames[0], frames[1])
+    shard = Shard(0, plan, frames)
     shard.journal = begin_journal(shard, Create(plan, None, 5, False, JournalRef(0, 0, 0, 1)))
     shard.follow(m.Apply([push(shard, 0, 1, [])], 1))
     shard.close()
     other = make_plan(optimizer=OptimizerSpec("SGD", [{"lr": 0.5}]), logdir=str(tmp_path))
-    again = Shard(0, other, frames[0], frames[1])
+    again = Shard(0, other, frames)
     try:
         with pytest.raises(
             tq.TorchQuorumError, match=r"another optimizer.*lr.*Start once with the arguments as they were"

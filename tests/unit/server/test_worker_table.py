@@ -4,7 +4,7 @@ import pytest
 
 from torchquorum.placement.layout import Variable, place
 from torchquorum.rules.quorum import remembered_lives
-from torchquorum.server.worker_table import WorkerTable
+from torchquorum.server.worker_table import TrackWorkers, WorkerTable
 from torchquorum.wire.messages import Join
 
 REGION = place([Variable(name="a", shape=(10,), dtype="float32")], 1).trained[0]
@@ -12,14 +12,14 @@ REGION = place([Variable(name="a", shape=(10,), dtype="float32")], 1).trained[0]
 
 @pytest.fixture
 def table() -> WorkerTable:
-    table = WorkerTable(2, REGION)
+    table = WorkerTable(2, [REGION])
     assert table.admit(b"first", Join(1, 7, 3, None, None)) == []
     return table
 
 
 def test_only_the_incarnation_that_joined_is_known(table: WorkerTable) -> None:
     assert table.knows(1, 7) and not table.knows(1, 8) and not table.knows(0, 7)
-    assert not table.on_fastpath(1, 7) and table.gradients_of(1) is None
+    assert not TrackWorkers(table, 0).on_fastpath(1, 7) and TrackWorkers(table, 0).gradients_of(1) is None
 
 
 def test_a_newer_incarnation_replaces_the_older_which_stays_refused(table: WorkerTable) -> None:

@@ -247,7 +247,7 @@ def test_variables_that_are_lost_without_a_checkpoint_are_an_error_unless_the_ru
     world = World()
     attachment = make(world, start_afresh=True)
     first = attach(attachment, creates=True)
-    parameters = attachment.initializer.flat
+    parameters = attachment.initializer.flats[0]
     assert parameters is not None
     values = [p.detach().clone() for p in parameters.parameters]
     for parameter in parameters.parameters:
@@ -262,7 +262,7 @@ def test_a_chief_that_went_on_with_live_variables_starts_afresh_with_its_models_
     attachment = make(world, start_afresh=True)
     world.created = [True, True]
     first = attach(attachment, creates=True)
-    parameters = attachment.initializer.flat
+    parameters = attachment.initializer.flats[0]
     assert parameters is not None
     values = [p.detach().clone() for p in parameters.parameters]
     for parameter in parameters.parameters:

@@ -110,7 +110,7 @@ def test_a_learning_rate_changed_beside_a_schedule_is_refused(lr: Any) -> None:
     inner = sgd(lr)
     optimizer = tq.Optimizer(inner, schedule=STEP)
     optimizer.spec()
-    optimizer.attach(SimpleNamespace())  # type: ignore[arg-type]
+    optimizer.attach(SimpleNamespace(tracks=[SimpleNamespace(lr=[0.1])]))  # type: ignore[arg-type]
     if isinstance(lr, torch.Tensor):
         inner.param_groups[0]["lr"].fill_(0.2)
     else:
@@ -140,7 +140,7 @@ def test_it_is_a_torch_optimizer_with_the_groups_and_the_state_of_the_one_it_wra
 
 def test_a_group_cannot_be_added_inside_a_session() -> None:
     optimizer = tq.Optimizer(sgd())
-    optimizer.attach(SimpleNamespace(lr=[0.1]))  # type: ignore[arg-type]
+    optimizer.attach(SimpleNamespace(tracks=[SimpleNamespace(lr=[0.1])]))  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="add the group before, or end the session"):
         optimizer.add_param_group({"params": nn.Linear(1, 1).parameters()})
     optimizer.attach(None)

@@ -22,6 +22,7 @@ def describe_run(leader: Leader) -> dict[str, Any]:
         "global_step": quorum.version,
         "last_step": quorum.last_step,
         "live": quorum.alive,
+        "joined": len(quorum.workers),
         "heard": {str(i): [w.last_seen, name_life(w.incarnation)] for i, w in quorum.workers.items() if w.alive},
         "stopped": quorum.stopped,
         "transport": "+".join(transports),

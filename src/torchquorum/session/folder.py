@@ -48,6 +48,8 @@ def check_free(
     """
     where = locate(folder) if folder is not None else None
     if not isinstance(where, Path):
+        if where is not None and not is_memory(str(folder)):
+            say(f"{folder} is on an object store, which has no locks: see to it that no other run writes there")
         return
     deadline, said = clock.now() + wait_s, False
     while (user := user_of(where)) is not None:

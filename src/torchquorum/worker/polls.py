@@ -50,7 +50,8 @@ def wait_for_workers(
     def ready(body: dict[str, Any]) -> bool:
         runs = body.get("stopped") or body.get("global_step", 0) > version or (begins and body.get("updates", 0) > 0)
         late = at_most_s is not None and clock.now() - started > at_most_s
-        return len(body.get("live", [])) >= count or bool(runs) or late
+        # One that was there and has died since is not waited for: it may never come back.
+        return max(len(body.get("live", [])), body.get("joined", 0)) >= count or bool(runs) or late
 
     def reason(body: dict[str, Any], waited_s: float) -> str:
         return (

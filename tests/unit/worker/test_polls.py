@@ -35,6 +35,7 @@ def statuses(ps: PsTasks, *bodies: dict[str, Any]) -> PsChannels:
     ("elastic", "body"),
     [
         (False, {"live": [0, 1]}),
+        (False, {"live": [1], "joined": 2}),
         (False, {"live": [1], "stopped": True}),
         (False, {"live": [1], "global_step": 4}),
         (True, {"live": [1], "updates": 1}),

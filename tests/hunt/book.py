@@ -10,10 +10,11 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from tests.hunt.arithmetic import State, Values, begin, same, update
 from tests.hunt.schedule import Config
 from tests.hunt.world import World
 from torchquorum.formats.checkpoint import CheckpointReader, verify
@@ -26,7 +27,6 @@ from torchquorum.wire.messages import Apply, Create, End, Release
 
 SHAPES = {"a": 3, "b": 2, "c": 2}
 NUMEL = sum(SHAPES.values())
-Values = list[float]
 START: Values = [8.0 * i for i in range(NUMEL)]
 
 
@@ -44,6 +44,7 @@ class Generation:
         parent: The generation it goes on from; None for none.
         base: The version at which it begins.
         values: The variables at each version.
+        states: What the optimizer knows at each version.
         where: The gradients that count, each with the version that it is in.
         entries: The log, as the first shard that followed it saw it.
         version: The latest version.
@@ -56,6 +57,7 @@ class Generation:
     parent: Generation | None
     base: int
     values: dict[int, Values] = field(default_factory=dict)
+    states: dict[int, State] = field(default_factory=dict)
     where: dict[Key, int] = field(default_factory=dict)
     entries: list[Any] = field(default_factory=list)
     version: int = 0
@@ -68,6 +70,12 @@ class Generation:
         if version >= self.base or self.parent is None:
             return self.values.get(version)
         return self.parent.at(version)
+
+    def state_at(self, version: int) -> State | None:
+        """Returns what the optimizer knows at a version, of this generation or of one before it."""
+        if version >= self.base or self.parent is None:
+            return self.states.get(version)
+        return self.parent.state_at(version)
 
     def __post_init__(self) -> None:
         if self.parent is not None:
@@ -141,8 +149,9 @@ class Book:
             found = Generation(number, parent, version, version=version, given=version)
             known = START if create.restore is None else parent.at(version) if parent is not None else None
             self.check("restored as it was", known is not None, f"version {version} was never made, and is restored")
-            if known is not None:
-                found.values[version] = known
+            state = begin(START) if create.restore is None else parent.state_at(version) if parent is not None else None
+            if known is not None and state is not None:
+                found.values[version], found.states[version] = known, state
             self._check_nothing_lost(found, create)
             self.generations[number] = found
             how = f"from version {version}" if create.restore is not None else "anew"
@@ -219,14 +228,16 @@ class Book:
         self.check("no update is lost or applied twice", not twice, "{} are in version {} again", twice, entry.version)
         unknown = [key for key in keys if key not in self.gradients]
         self.check("no update is lost or applied twice", not unknown, "{} were never computed", unknown)
-        before = generation.at(generation.version)
-        if unknown or before is None:
+        before, state = generation.at(generation.version), generation.state_at(generation.version)
+        if unknown or before is None or state is None:
             return
+        if entry.settings and "lr" in entry.settings[0]:
+            state = replace(state, lr=entry.settings[0]["lr"])
         given = [self.gradients[key] for key in sorted(keys, key=lambda k: (k.worker, k.local_step))]
         generation.where.update(dict.fromkeys(keys, entry.version))
-        generation.values[entry.version] = [
-            value - sum(parts) / len(keys) for value, parts in zip(before, zip(*given, strict=True), strict=True)
-        ]
+        mean = [sum(parts) / len(keys) for parts in zip(*given, strict=True)]
+        values, generation.states[entry.version] = update(self.config.optimizer, before, mean, state)
+        generation.values[entry.version] = values
         generation.version = entry.version
 
     def _check_values(self, shard: Shard, generation: Generation, version: int, invariant: str) -> None:
@@ -236,9 +247,8 @@ class Book:
         sections = shard.variables.versions.slots.sections[shard.variables.versions.current]
         for section, offset, at, numel in self._places_of(shard):
             found, due = sections[section][offset : offset + numel].tolist(), expected[at : at + numel]
-            self.check(
-                invariant, found == due, "ps/{} holds {} at version {}, not {}", shard.index, found, version, due
-            )
+            same = self._same(found, due)
+            self.check(invariant, same, "ps/{} holds {} at version {}, not {}", shard.index, found, version, due)
 
     def _places_of(self, shard: Shard) -> list[tuple[int, int, int, int]]:
         """Returns where a shard's pieces lie in its memory and in the vector of all variables."""
@@ -263,7 +273,7 @@ class Book:
         expected = found.at(manifest.step)
         with CheckpointReader(path) as reader:
             values = [value for name in SHAPES for value in reader.read("variable", name).tolist()]
-        same = values == expected
+        same = expected is not None and self._same(values, expected)
         self.check("checkpoints and variables agree", same, f"{path.name} holds {values}, not {expected}")
         for worker, body in manifest.workers.items() if self.config.rule == "sync" else ():
             if body.get("version") != manifest.step:
@@ -324,8 +334,19 @@ class Book:
             "a version exists", expected is not None, "{} was given version {}, which was never made", who, version
         )
         if expected is not None:
-            whole = values == expected
+            whole = self._same(values, expected)
             self.check("versions are whole", whole, "{} holds {} at version {}, not {}", who, values, version, expected)
+
+    def averaged(self, who: str, values: Values, version: int, generation: int) -> None:
+        """A worker was given the moving averages at a version."""
+        found = self.generations.get(generation)
+        state = found.state_at(version) if found is not None else None
+        if state is not None:
+            same = self._same(values, state.average)
+            self.check("averages follow", same, "{} has {} at {}, not {}", who, values, version, state.average)
+
+    def _same(self, found: Values, due: Values) -> bool:
+        return same(found, due, exact=self.config.exact and not self.config.average)
 
     def stands(self, worker: int, generation: int, version: int, position: int) -> None:
         """A worker has first held a version at a place in its data; one that comes to another generation went back with its data."""
@@ -364,7 +385,7 @@ class Book:
             round_now = (
                 self.round()
             )  # its worker was asked for more, as too few are there; or ps 0 is gone, and the round too
-            waits = round_now is None or key in round_now
+            waits = found.failed or round_now is None or key in round_now
             self.check(
                 "an acknowledged update counts",
                 counts or waits,

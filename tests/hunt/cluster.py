@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import torchquorum as tq
+from tests.hunt.arithmetic import DECAY, make
 from tests.hunt.book import SHAPES, START, Book, gradient
 from tests.hunt.disk import Disk
 from tests.hunt.network import Network
@@ -31,6 +32,8 @@ from torchquorum.wire.rpc import Patience
 
 PATIENCE = Patience(start_s=90.0, round_s=120.0, silence_s=6.0, probe_s=1.0, say_s=10.0)
 MOST_STARTS = 8
+RATES = (1.0, 0.5, 2.0)
+LOOK_AT_AVERAGES = 8
 LIVENESS_S = 3.0
 
 
@@ -232,7 +235,8 @@ class Cluster:
             random_bits=self._bits(process),
             thread=partial(SimThread, process=process),
         )
-        optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=1.0), rule=config.make_rule())
+        average = tq.ExponentialMovingAverage(DECAY, num_updates=False) if config.average else None
+        optimizer = tq.Optimizer(make(config.optimizer, model.parameters()), rule=config.make_rule(), average=average)
         session = tq.Session(
             task,
             model,
@@ -274,6 +278,8 @@ class Cluster:
                 for parameter in parameters:
                     parameter.grad = torch.tensor(values[start : start + parameter.numel()], dtype=torch.float64)
                     start += parameter.numel()
+                if self.config.changes_lr:
+                    optimizer.param_groups[0]["lr"] = RATES[session.global_step // 15 % len(RATES)]
                 optimizer.step(loss=1.0)
                 step = optimizer.last
                 link = optimizer.link
@@ -282,8 +288,17 @@ class Cluster:
                 book.holds(who, held, step.version, link.generation, before)
                 book.stands(index, link.generation, step.version, source.position)
                 before = link.generation, step.version
+                if self.config.average and position % LOOK_AT_AVERAGES == 0:
+                    self._look_at_averages(who, session)
                 if not link.pipeline:
                     book.answered(who, key, step.accepted, step.reason, step.version, link.generation)
+
+    def _look_at_averages(self, who: str, session: tq.Session) -> None:
+        with session.averaged() as version:
+            held = [value for p in session.model.parameters() for value in p.detach().tolist()]
+            link = session.optimizer.link
+            assert link is not None
+            self.book.averaged(who, held, version, link.generation)
 
 
 def _state_of_ps(ps: PsTask) -> str:

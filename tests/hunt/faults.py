@@ -81,6 +81,9 @@ class Faults:
         on = self._cluster.network.conditions(fault.task, fault.other)
         on.slow_until, on.slow_s = self._world.now + fault.for_s, fault.amount
 
+    def _reset(self, fault: Fault) -> None:
+        self._cluster.network.reset(fault.task, fault.other)
+
     def _noise(self, fault: Fault) -> None:
         on = self._cluster.network.conditions(fault.task, fault.other)
         on.noisy_until, on.noise = self._world.now + fault.for_s, fault.amount

@@ -73,6 +73,14 @@ class Network:
         """Returns a channel of a process to an address, which connects again by itself until it is settled."""
         return SimChannel(self, process, address, identity)
 
+    def reset(self, client: str, server: str) -> None:
+        """What stands between two tasks closes their connections; what the client has sent may still arrive."""
+        for listener in self.listeners.values():
+            if listener.process.name == server:
+                for channel in list(listener.channels.values()):
+                    if channel.process.name == client:
+                        channel.hang_up()
+
     def refuses(self, address: str) -> bool:
         """Whether the host of an address would say that nobody listens there."""
         listener = self.listeners.get(address)

@@ -30,6 +30,9 @@ class Config:
         durable: Its journal: none, write or fsync.
         save_every: Global steps between checkpoints.
         late_s: Within which time the tasks are started.
+        optimizer: sgd, momentum or adam.
+        changes_lr: Whether the program changes its rate as it goes.
+        average: Whether moving averages are kept, and looked at now and then.
     """
 
     seed: int
@@ -43,6 +46,14 @@ class Config:
     durable: str = ""
     save_every: int = 20
     late_s: float = 0.2
+    optimizer: str = "sgd"
+    changes_lr: bool = False
+    average: bool = False
+
+    @property
+    def exact(self) -> bool:
+        """Whether all sums are exact, so that values are compared bit for bit."""
+        return self.optimizer == "sgd" and not self.changes_lr
 
     def make_rule(self) -> Rule:
         """Returns the rule."""
@@ -60,7 +71,11 @@ class Config:
     def __str__(self) -> str:
         folder = f", folder, saved every {self.save_every} steps" if self.folder else ""
         durable = f", durable={self.durable}" if self.durable else ""
-        return f"{self.ps} ps, {self.workers} workers, {self.make_rule()}, {self.steps} steps, {self.transport}{folder}{durable}"
+        more = (", rates change" if self.changes_lr else "") + (", averages" if self.average else "")
+        return (
+            f"{self.ps} ps, {self.workers} workers, {self.make_rule()}, {self.optimizer}, {self.steps} steps, "
+            f"{self.transport}{folder}{durable}{more}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +115,7 @@ TEXTS = {
     "deaf": "for {0.for_s:.1f} s {0.task} hears nothing from {0.other}, which hears it",
     "mute": "for {0.for_s:.1f} s {0.other} hears nothing from {0.task}, which hears it",
     "slow": "for {0.for_s:.1f} s every message between {0.task} and {0.other} takes {0.amount:.2f} s longer",
+    "reset": "the connections {0.task} - {0.other} are reset",
     "noise": "for {0.for_s:.1f} s messages between {0.task} and {0.other} are lost, doubled or overtaken, {0.amount:.0%} of them",
     "clock": "the wall clock of {0.task} jumps by {0.amount:+.0f} s",
     "error": "the program of {0.task} raises an exception at its next step; it is started again after {0.back_s:.1f} s",
@@ -108,7 +124,7 @@ TEXTS = {
     "power": "the power fails: all tasks die, what was not synced is lost; they are started again after {0.back_s:.1f} s",
     "flip": "a bit flips in a file that nobody has open",
 }
-WIRE = ("cut", "hold", "deaf", "mute", "slow", "noise")
+WIRE = ("cut", "hold", "deaf", "mute", "slow", "noise", "reset")
 DISK = ("full", "slow_disk", "power", "flip")
 
 
@@ -140,6 +156,9 @@ def draw(seed: int, *, steps: int = FULL_STEPS) -> Schedule:
         durable=r.choice(("", "", "write", "fsync")) if folder else "",
         save_every=r.choice((5, 20, 20, 40, 60)),
         late_s=r.choice((0.2, 0.2, 1.5)),
+        optimizer=r.choice(("sgd", "sgd", "momentum", "adam")),
+        changes_lr=r.random() < 0.25,
+        average=r.random() < 0.2,
     )
     tasks = [f"ps/{i}" for i in range(config.ps)] + [f"worker/{i}" for i in range(config.workers)]
     count = r.choice((0, 1, 2, 2, 3, 4, 6, 8))

@@ -8,7 +8,6 @@ from typing import Any
 
 from tests.hunt.observe import replaced
 from torchquorum.rules.quorum import Quorum
-from torchquorum.server.following import Following
 from torchquorum.server.leader import Leader
 from torchquorum.server.leading import Leading
 from torchquorum.server.outbox import Outbox
@@ -16,6 +15,7 @@ from torchquorum.server.pending_gradients import PendingGradients
 from torchquorum.server.reply import Delivery
 from torchquorum.server.shard_variables import ShardVariables
 from torchquorum.update.updater import Updater
+from torchquorum.wire.messages import Fate
 from torchquorum.worker.requests import Requests
 
 
@@ -30,19 +30,6 @@ def fence_of_the_dead_dropped() -> Iterator[None]:
         return died
 
     with replaced(Quorum, "_bury", forgiving):
-        yield
-
-
-@contextmanager
-def fence_of_generations_dropped() -> Iterator[None]:
-    """A shard follows the log of another generation."""
-    log = Following.log
-
-    def believing(run: Following, got: Any) -> Any:
-        got.message.generation = run.generation
-        return log(run, got)
-
-    with replaced(Following, "log", believing):
         yield
 
 
@@ -75,7 +62,11 @@ def repeated_push_counted_again() -> Iterator[None]:
             known.local_step = min(known.local_step, key.local_step - 1)
         arrived(leader, shard, key, *args, **options)
 
-    with replaced(PendingGradients, "is_decided", lambda gradients, key: False), replaced(Leader, "arrived", forgetful):
+    with (
+        replaced(PendingGradients, "is_decided", lambda gradients, key: False),
+        replaced(Leader, "arrived", forgetful),
+        replaced(Leader, "fate", lambda leader, key: Fate(*key, "open")),
+    ):
         yield
 
 
@@ -166,7 +157,6 @@ MISTAKES: dict[str, Callable[[], Any]] = {
     made.__name__: made
     for made in (
         fence_of_the_dead_dropped,
-        fence_of_generations_dropped,
         update_applied_twice,
         repeated_push_counted_again,
         answer_before_its_record,

@@ -15,6 +15,7 @@ from torchquorum.rules.presets import Rule
 COMPUTE_S = 0.02
 FULL_STEPS = 100
 FOLDERS = 0.7
+THEMES = 0.2
 RULES = ("sync", "sync", "async", "async", "pipeline", "bounded", "buffered", "backup")
 
 
@@ -161,12 +162,40 @@ def draw(seed: int, *, steps: int = FULL_STEPS) -> Schedule:
         average=r.random() < 0.2,
     )
     tasks = [f"ps/{i}" for i in range(config.ps)] + [f"worker/{i}" for i in range(config.workers)]
+    theme = r.random()
+    if theme < THEMES:  # what is rare, and where much depends on the order of things
+        return _draw_theme(r, config, tasks, rolls_back=theme < THEMES / 2)
     count = r.choice((0, 1, 2, 2, 3, 4, 6, 8))
     faults = [_draw_fault(r, config, tasks) for _ in range(count)]
     if count > 1 and r.random() < 0.5:  # misfortunes that come together: while one is dealt with, the next is there
         start, within_s = faults[0].at, r.choice((0.05, 0.3, 1.0))
         faults = [replace(fault, at=start + r.uniform(0.0, within_s)) for fault in faults]
     return Schedule(config=config, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
+
+
+def _draw_theme(r: random.Random, config: Config, tasks: list[str], *, rolls_back: bool) -> Schedule:
+    """Draws a run that goes back while workers come and go, or one whose answers are lost while gradients arrive."""
+    if rolls_back:
+        config = replace(
+            config,
+            ps=r.choice((2, 3)),
+            workers=r.choice((2, 3)),
+            rule=r.choice(("sync", "sync", "async")),
+            folder=True,
+            durable="",
+            save_every=r.choice((5, 20)),
+        )
+        at = r.uniform(0.3, config.steps * COMPUTE_S)
+        loss = Fault(at=at, kind="kill", task=f"ps/{config.ps - 1}", back_s=r.choice((0.05, 0.5, 3.0)))
+        more = Fault(at=at + r.uniform(0.0, 3.0), kind="pause", task=r.choice(tasks), for_s=r.choice((0.5, 2.0, 16.0)))
+        return Schedule(config=config, faults=(loss, more) if r.random() < 0.5 else (loss,))
+    config = replace(config, rule=r.choice(("async", "bounded", "buffered", "sync")))
+    worker = f"worker/{r.randrange(config.workers)}"
+    server = f"ps/{r.randrange(config.ps)}"
+    at, kind = r.uniform(0.3, config.steps * COMPUTE_S), r.choice(("deaf", "reset"))
+    return Schedule(
+        config=config, faults=(Fault(at=at, kind=kind, task=worker, other=server, for_s=r.choice((7.5, 9.0, 15.0))),)
+    )
 
 
 def _draw_fault(r: random.Random, config: Config, tasks: list[str]) -> Fault:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.hunt.__main__ import hunt, report
 from tests.hunt.run import play
-from tests.hunt.schedule import draw
+from tests.hunt.schedule import Config, Fault, Schedule, draw
 from tests.hunt.shrink import shrink, tell
 
 SEEDS = 40
@@ -26,7 +26,14 @@ def test_a_seed_is_always_the_same_run(seed: int) -> None:
 
 
 def test_a_durable_run_whose_journal_led_to_its_last_step_ends_with_a_checkpoint_of_it() -> None:
-    result = play(draw(55))
+    config = Config(seed=55, rule="bounded", folder=True, durable="fsync")
+    faults = (
+        Fault(at=1.3489, kind="pause", task="ps/0", for_s=0.4524),
+        Fault(at=1.3558, kind="kill_at", task="worker/0", amount=19, back_s=12.0),
+        Fault(at=1.3596, kind="power", task="disk", amount=972700991.0, back_s=3.0),
+        Fault(at=1.3767, kind="kill", task="worker/0", back_s=0.5),
+    )
+    result = play(Schedule(config=config, faults=faults))
     assert result.broken is None, tell(result)
     assert any("updates 75 to 100 are back from the journal" in line for _, line in result.lines)
     assert any("saved RUN/model.ckpt-100" in line for _, line in result.lines)

@@ -62,10 +62,13 @@ def repeated_push_counted_again() -> Iterator[None]:
             known.local_step = min(known.local_step, key.local_step - 1)
         arrived(leader, shard, key, *args, **options)
 
+    def unknowing(leader: Leader, key: Any) -> Fate:
+        return Fate(key.worker, key.incarnation, key.local_step, "open")
+
     with (
         replaced(PendingGradients, "is_decided", lambda gradients, key: False),
         replaced(Leader, "arrived", forgetful),
-        replaced(Leader, "fate", lambda leader, key: Fate(*key, "open")),
+        replaced(Leader, "fate", unknowing),
     ):
         yield
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file
 from torch import nn
 
 import torchquorum as tq
 from tests.harness import PATIENCE, Cluster
+from torchquorum.cli.tables import tables
 from torchquorum.errors import ConfigError, GraphError
 from torchquorum.formats.checkpoint_write import export
 from torchquorum.session.join import Task
@@ -319,3 +321,45 @@ def test_an_export_has_the_whole_weight_again(tmp_path: Path) -> None:
     again.load_state_dict(load_file(tmp_path / "model.safetensors"))
     for mine, other in zip(again.parameters(), ours, strict=True):
         assert torch.equal(mine.detach(), other)
+
+
+def test_a_model_may_have_many_tables() -> None:
+    def make() -> nn.ModuleList:
+        torch.manual_seed(0)
+        return nn.ModuleList(nn.EmbeddingBag(9, 3, mode="sum", sparse=True) for _ in range(40))
+
+    def backward(model: nn.ModuleList, step: int) -> None:
+        ids = torch.randint(0, 9, (5, 2), generator=torch.Generator().manual_seed(step))
+        torch.stack([each(ids) for each in model]).square().sum().backward()
+
+    def work(task: Task) -> list[torch.Tensor]:
+        model = make()
+        optimizer = tq.Optimizer(torch.optim.Adagrad(model.parameters(), lr=0.1))
+        with tq.Session(task, model, optimizer, last_step=3, patience=PATIENCE) as session:
+            while not session.should_stop():
+                optimizer.zero_grad()
+                backward(model, session.global_step)
+                optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    model = make()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    for mine, other in zip(Cluster(ps=2).run(work)[0], model.parameters(), strict=True):
+        assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize(("dtype", "close"), [("float32", 0.0), ("float16", 1e-3), ("int8", 1e-2)])
+def test_keys_and_rows_are_exported_and_shown(tmp_path: Path, dtype: str, close: float) -> None:
+    rows = grow(steps=3, ps=2, logdir=str(tmp_path / "run"))[0]
+    shown = CliRunner().invoke(tables, [str(tmp_path / "run")])
+    assert shown.exit_code == 0 and "RowwiseAdagrad" in shown.output
+    file = str(tmp_path / "rows.safetensors")
+    assert CliRunner().invoke(tables, [str(tmp_path / "run"), "--export", file, "--dtype", dtype]).exit_code == 0
+    found = load_file(file)
+    every = torch.cat([keys_of(0, step)[0].reshape(-1) for step in range(30)]).unique()
+    values = found["one/rows"].float() * (found["one/scales"].unsqueeze(1) if dtype == "int8" else 1)
+    assert torch.allclose(values, rows[torch.isin(every, found["one/keys"])], atol=close, rtol=0)

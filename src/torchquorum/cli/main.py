@@ -30,6 +30,7 @@ COMMANDS = {
     "replay": ("torchquorum.cli.replay", "Make a recorded run again, bit for bit."),
     "board": ("torchquorum.cli.tensorboard", "Show a run in TensorBoard."),
     "checkpoints": ("torchquorum.cli.checkpoints", "List the checkpoints of a run."),
+    "tables": ("torchquorum.cli.tables", "Show or export the tables of rows of a run."),
     "export": ("torchquorum.cli.checkpoints", "Export a plain state_dict from a checkpoint."),
     "data": ("torchquorum.cli.data", "Write MNIST as TFRecord files, and inspect such files."),
     "doctor": ("torchquorum.cli.doctor", "Check this machine and the connections to a cluster."),

@@ -41,7 +41,7 @@ def check_creation(me: Identity, create: Create, frames: Sequence[Frame]) -> Non
     plan = create.plan
     buffers = me.index == 0 and bool(plan.buffers)
     plans, states = plan.tracks(), states_of(create)
-    values = 2 * len(plans) + _fixed_tables(plan) if create.restore is None else 0
+    values = 2 * len(plans) + _row_frames(plan) if create.restore is None else 0
     if len(frames) != (expected := values + buffers + len(states)):
         raise ValueError(f"{len(frames)} tensor frames, expected {expected}")
     num_ps = me.cluster.num_tasks("ps")
@@ -75,12 +75,12 @@ def check_creation(me: Identity, create: Create, frames: Sequence[Frame]) -> Non
 
 def _buffers_of(create: Create, frames: Sequence[Frame]) -> Frame:
     """Returns the frame with the model's buffers, which comes after the values, if they are there."""
-    return frames[2 * len(create.plan.rules) + _fixed_tables(create.plan) if create.restore is None else 0]
+    return frames[2 * len(create.plan.rules) + _row_frames(create.plan) if create.restore is None else 0]
 
 
-def _fixed_tables(plan: Plan) -> int:
-    """Returns of how many tables the chief's module has all rows: their frames come after the values."""
-    return sum(table.is_fixed for table in plan.tables)
+def _row_frames(plan: Plan) -> int:
+    """Returns how many frames have rows: one, after the values, if the chief's module has all rows of some tables."""
+    return int(any(table.is_fixed for table in plan.tables))
 
 
 def create_run(life: TaskLife, create: Create, frames: Sequence[Frame], now: float, wall: float) -> Leading | Following:
@@ -93,7 +93,7 @@ def create_run(life: TaskLife, create: Create, frames: Sequence[Frame], now: flo
     plan, index, manifest = create.plan, life.me.index, None
     if create.restore is None:
         shard = Shard.created(index, create, frames)
-        shard.tables.begin_with(frames[2 : 2 + _fixed_tables(plan)])
+        shard.tables.begin_with(frames[2 : 2 + _row_frames(plan)])
     else:
         shard, manifest = Shard.restored(index, plan, locate(create.restore), create.generation)
     run: Leading | Following | None = None

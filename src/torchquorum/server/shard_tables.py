@@ -23,7 +23,7 @@ from torchquorum.rules.quorum import Key
 from torchquorum.update.table import Moment, Table, mean_rows, shard_of
 from torchquorum.update.table_snapshot import TableSnapshot
 from torchquorum.wire.codec import Frame
-from torchquorum.wire.frames import frame_tensor
+from torchquorum.wire.frames import cut_parts, frame_tensor
 from torchquorum.wire.messages import RowPart
 from torchquorum.wire.plan import Plan, TableSpec
 from torchquorum.wire.settings import Settings, decode
@@ -68,13 +68,14 @@ class ShardTables:
         return len(self.tables)
 
     def begin_with(self, frames: Sequence[Frame]) -> None:
-        """Takes the rows that the chief's modules hold: of each fixed table a frame with those of this shard, in the order of keys."""
+        """Takes the rows that the chief's modules hold: in one frame, of each fixed table those of this shard, in the order of keys."""
         fixed = [table for table in self.tables if table.spec.is_fixed]
-        if len(frames) != len(fixed):
+        if len(frames) != bool(fixed):
             raise ValueError(f"{len(frames)} frames for {len(fixed)} tables")
-        for table, frame in zip(fixed, frames, strict=True):
-            keys = keys_of_shard(table.spec, self._index, self._num_shards)
-            table.load(keys, {VALUES: _rows(table.spec, frame, len(keys))})
+        keys = [keys_of_shard(table.spec, self._index, self._num_shards) for table in fixed]
+        sizes = [_row_bytes(table.spec, len(own)) for table, own in zip(fixed, keys, strict=True)]
+        for table, own, part in zip(fixed, keys, cut_parts(frames[0], sizes) if frames else [], strict=True):
+            table.load(own, {VALUES: _rows(table.spec, part, len(own))})
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -84,18 +85,21 @@ class ShardTables:
         Raises:
             ValueError: It does not fit the tables.
         """
-        if len(frames) != 2 * len(parts):
+        if len(frames) != bool(parts):
             raise ValueError(f"{len(frames)} frames for {len(parts)} parts of tables")
         found: dict[int, RowGradient] = {}
-        for part, key_frame, row_frame in zip(parts, frames[::2], frames[1::2], strict=True):
-            if not 0 <= part.table < len(self.tables) or part.table in found or part.count < 0:
-                raise ValueError(f"rows of table {part.table}, which is not there, or twice")
-            table = self.tables[part.table]
-            keys = read_keys(key_frame, part.count)
-            if bool((np.diff(keys) <= 0).any()):
+        sizes = list[int]()
+        for part in parts:
+            if not 0 <= part.table < len(self.tables) or part.count < 0:
+                raise ValueError(f"rows of table {part.table}, which is not there")
+            sizes += [part.count * 8, _row_bytes(self.tables[part.table].spec, part.count)]
+        pieces = cut_parts(frames[0], sizes) if parts else []
+        for part, own, rows in zip(parts, pieces[::2], pieces[1::2], strict=True):
+            table, keys = self.tables[part.table], own.view(torch.int64).numpy()
+            if part.table in found or bool((keys[1:] <= keys[:-1]).any()):
                 raise ValueError(f"keys of table {table.spec.name} are not in order, each once")
             table.check(keys)
-            found[part.table] = RowGradient(keys, _rows(table.spec, row_frame, part.count))
+            found[part.table] = RowGradient(keys, _rows(table.spec, rows, part.count))
         self._pending[key] = found
 
     def copy_borrowed(self, worker: int) -> None:
@@ -247,6 +251,11 @@ def _take(table: Table, chunk: dict[str, torch.Tensor]) -> None:
     table.load(chunk[KEYS].numpy(), chunk, chunk[STAMPS].numpy())
 
 
-def _rows(spec: TableSpec, frame: Frame, count: int) -> torch.Tensor:
+def _row_bytes(spec: TableSpec, count: int) -> int:
     dtype: torch.dtype = getattr(torch, spec.dtype)
-    return frame_tensor(frame, count * spec.dim * dtype.itemsize).view(dtype).view(count, spec.dim)
+    return count * spec.dim * dtype.itemsize
+
+
+def _rows(spec: TableSpec, part: torch.Tensor, count: int) -> torch.Tensor:
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    return part.view(dtype).view(count, spec.dim)

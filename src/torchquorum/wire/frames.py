@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 
 import torch
 
@@ -28,3 +29,33 @@ def frame_tensor(frame: Frame, size_bytes: int) -> torch.Tensor:
         return torch.empty(0, dtype=torch.uint8)
     tensor = torch.frombuffer(frame, dtype=torch.uint8)
     return tensor if tensor.data_ptr() % 8 == 0 else tensor.clone()  # no dtype is wider
+
+
+def pack_parts(parts: Sequence[torch.Tensor]) -> Frame:
+    """Returns tensors as one frame; each begins at a multiple of eight bytes."""
+    flat = [part.contiguous().reshape(-1).view(torch.uint8) for part in parts]
+    if len(flat) == 1 and len(flat[0]) % 8 == 0:
+        return tensor_frame(flat[0])
+    whole = torch.zeros(sum(_padded(len(part)) for part in flat), dtype=torch.uint8)
+    at = 0
+    for part in flat:
+        whole[at : at + len(part)] = part
+        at += _padded(len(part))
+    return tensor_frame(whole)
+
+
+def cut_parts(frame: Frame, sizes: Sequence[int]) -> list[torch.Tensor]:
+    """Returns the parts of a frame, of so many bytes each, as flat uint8 tensors, without a copy where alignment allows.
+
+    Raises:
+        ValueError: The frame has another size than expected.
+    """
+    whole, at, found = frame_tensor(frame, sum(map(_padded, sizes))), 0, list[torch.Tensor]()
+    for size in sizes:
+        found.append(whole[at : at + size])
+        at += _padded(size)
+    return found
+
+
+def _padded(size_bytes: int) -> int:
+    return -(-size_bytes // 8) * 8

@@ -65,14 +65,14 @@ class Join(Message):
 
 
 class RowPart(msgspec.Struct, array_like=True):
-    """Rows of a table, by its number in the plan: two frames follow, their keys in order, each once, and their gradients."""
+    """Rows of a table, by its number in the plan, in the last frame: their keys in order, each once, and their gradients."""
 
     table: int
     count: int
 
 
 class Push(Message):
-    """One gradient; in frame 0, or in the worker's shared memory at `slot`; the frames of `rows` follow. Answered by Variables.
+    """One gradient; in frame 0, or in the worker's shared memory at `slot`; rows of tables follow in one more. Answered by Variables.
 
     `finite` is False if it holds NaN or infinity: it will be refused. `settings` are those of the program, from the worker that leads and
     only to shard 0, where they differ from the run's as the worker knows them, at `revision`. `norm` is that of the whole gradient.

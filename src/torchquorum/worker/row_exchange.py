@@ -20,7 +20,7 @@ from torchquorum.wire.frames import frame_tensor, tensor_frame
 from torchquorum.worker.ps_channels import PsChannels
 from torchquorum.worker.row_tables import RowTables
 
-PushedRows = list[tuple[list[m.RowPart], list[Frame]]]
+PushedRows = list[tuple[list[m.RowPart], list[torch.Tensor]]]
 
 
 class RowExchange:
@@ -111,12 +111,11 @@ class RowExchange:
             keys, rows = gradient[0], gradient[1].cpu()
             squares += float(torch.linalg.vector_norm(rows)) ** 2
             shards = shard_of(keys, self._num_shards)
-            for k, (parts, frames) in enumerate(found):
+            for k, (parts, tensors) in enumerate(found):
                 mine = np.flatnonzero(shards == k) if self._num_shards > 1 else slice(None)
                 own = np.ascontiguousarray(keys[mine])
                 values = rows[torch.from_numpy(mine)] if isinstance(mine, np.ndarray) else rows
                 parts.append(m.RowPart(number, len(own)))
-                flat = values.contiguous().reshape(-1).view(torch.uint8)
-                frames += [tensor_frame(torch.from_numpy(own).view(torch.uint8)), tensor_frame(flat)]
+                tensors += [torch.from_numpy(own), values]
         self.norm = math.sqrt(squares)
         return found

@@ -21,7 +21,7 @@ from torchquorum.memory.key_index import Keys
 from torchquorum.update.row_kernels import KERNELS
 from torchquorum.update.table import CHUNK_ROWS, shard_of
 from torchquorum.wire.codec import Frame
-from torchquorum.wire.frames import tensor_frame
+from torchquorum.wire.frames import pack_parts
 from torchquorum.wire.plan import InitSpec, TableSpec
 from torchquorum.worker.row_parameter import RowParameter
 from torchquorum.worker.table_module import Table
@@ -95,16 +95,16 @@ class RowTables:
         return self.survive(lambda: self.pull(number, keys))
 
     def frames(self, shard: int, num_shards: int) -> list[Frame]:
-        """Returns the rows that a shard begins with, of each table that the module has whole."""
-        found: list[Frame] = []
+        """Returns the rows that a shard begins with, of each table that the module has whole, in one frame; none if there is none."""
+        found: list[torch.Tensor] = []
         for each in self.all:
             if each.spec.is_fixed:
                 assert each.initial is not None, "the chief's rows are given up once they have arrived"
                 keys = np.arange(each.spec.rows, dtype=np.int64)
                 mine = torch.from_numpy(np.flatnonzero(shard_of(keys, num_shards) == shard))
                 rows = each.initial if num_shards == 1 else each.initial.index_select(0, mine)
-                found.append(tensor_frame(rows.contiguous().reshape(-1).view(torch.uint8)))
-        return found
+                found.append(rows)
+        return [pack_parts(found)] if found else []
 
     def let_go(self) -> None:
         """The ps tasks have the rows: this process needs them no more."""

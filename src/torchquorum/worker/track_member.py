@@ -18,6 +18,7 @@ from torchquorum.fastpath.records import GradientId
 from torchquorum.fastpath.steps import FastPathSteps
 from torchquorum.memory.slots import Slots
 from torchquorum.wire.codec import Frame
+from torchquorum.wire.frames import pack_parts
 from torchquorum.wire.settings import RATE, Settings, changes, only_rates, with_rates
 from torchquorum.worker.exchange import Exchange
 from torchquorum.worker.fastpath import can_use_fastpath, open_fastpath
@@ -193,7 +194,7 @@ class TrackMember:
             compressed = self.residuals.frame(k) if self.residuals is not None and slot < 0 else None
             frames = self.exchange.frames(k) if compressed is None else [compressed]
             if rows is not None:
-                message.rows, frames = rows[k][0], [*frames, *rows[k][1]]
+                message.rows, frames = rows[k][0], [*frames, *([pack_parts(rows[k][1])] if rows[k][0] else [])]
             messages.append((message, frames))
         self._requests.begin(push.request, messages, [self.index])
 

@@ -363,3 +363,26 @@ def test_keys_and_rows_are_exported_and_shown(tmp_path: Path, dtype: str, close:
     every = torch.cat([keys_of(0, step)[0].reshape(-1) for step in range(30)]).unique()
     values = found["one/rows"].float() * (found["one/scales"].unsqueeze(1) if dtype == "int8" else 1)
     assert torch.allclose(values, rows[torch.isin(every, found["one/keys"])], atol=close, rtol=0)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_ps_that_is_lost_in_a_forward_pass_costs_no_bit_of_a_durable_run(tmp_path: Path, lost: int) -> None:
+    cluster, restarted = Cluster(ps=2), []
+
+    def work(task: Task) -> list[torch.Tensor]:
+        model = Model()
+        optimizer = tq.Optimizer(OPTIMIZERS["Adagrad"](model.parameters()))
+        with tq.Session(
+            task, model, optimizer, last_step=6, patience=PATIENCE, logdir=str(tmp_path), durable=True
+        ) as session:
+            while not session.should_stop():
+                if session.global_step == 3 and not restarted:
+                    restarted.append(lost)
+                    cluster.restart(lost)
+                optimizer.zero_grad()
+                loss_of(model, 0, session.global_step).backward()
+                optimizer.step()
+        return [p.detach() for p in model.parameters()]
+
+    for mine, other in zip(cluster.run(work)[0], plain("Adagrad", steps=6), strict=True):
+        assert torch.equal(mine, other)

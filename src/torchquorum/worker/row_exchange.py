@@ -7,7 +7,7 @@ ps tasks; a gradient names each key once, and every ps task gets those that are 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torchquorum.memory.key_index import Keys
 from torchquorum.update.table import shard_of
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import frame_tensor, tensor_frame
+from torchquorum.wire.rpc import error_of
 from torchquorum.worker.ps_channels import PsChannels
 from torchquorum.worker.row_tables import RowTables
 
@@ -67,23 +68,42 @@ class RowExchange:
         mine = [np.flatnonzero(shards == k) for k in range(self._num_shards)]
         packed = [tensor_frame(torch.from_numpy(keys[those]).view(torch.uint8)) for those in mine]
 
-        def ask(k: int) -> Callable[[], None]:
-            return lambda: channels.post(k, message, [packed[k]])
+        found: dict[int, tuple[m.Rows, list[Frame]]] = {}
+        what, limit_s = f"rows of {self._specs[table].name}", end.patience.round_s
+
+        def ask_again(awaited: int) -> None:
+            """Asks those that owe an answer; one that is gone, or has lost its variables, keeps the others from answering."""
+            for k in range(self._num_shards):
+                if k not in found:
+                    channels.asker(k).check(0.0, 0.0, limit_s, what)
+                    if k != awaited:
+                        self._take(k, number, found)
+                    channels.post(k, message, [packed[k]])
 
         for k in range(self._num_shards):
-            ask(k)()
-        found = []
+            channels.post(k, message, [packed[k]])
         for k in range(self._num_shards):
-            answer, frames = channels.asker(k).wait(
-                m.Rows,
-                lambda rows: rows.request == number,
-                what=f"rows of {self._specs[table].name}",
-                limit_s=end.patience.round_s,
-                repeat=ask(k),
-                number=number,
-            )
-            found.append((answer.version, mine[k], frames[0]))
-        return found
+            if k not in found:
+                found[k] = channels.asker(k).wait(
+                    m.Rows,
+                    lambda rows: rows.request == number,
+                    what=what,
+                    limit_s=limit_s,
+                    repeat=partial(ask_again, k),
+                    number=number,
+                )
+        return [(found[k][0].version, mine[k], found[k][1][0]) for k in range(self._num_shards)]
+
+    def _take(self, k: int, number: int, found: dict[int, tuple[m.Rows, list[Frame]]]) -> None:
+        """Takes what a ps task has sent while another was waited for."""
+        while (arrived := self._channels.arrive(k, 0.0)) is not None:
+            message, frames = arrived
+            if isinstance(message, m.Rows) and message.request == number:
+                found[k] = message, frames
+            elif isinstance(message, m.Fault) and message.request in (-1, number):
+                raise error_of(message)
+            else:
+                self._channels.route(k, message, frames)
 
     def evicted(self, table: int) -> Keys:
         """Returns the keys of a table that went last, of all ps tasks."""

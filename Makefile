@@ -97,6 +97,10 @@ chaos-beside: $(DEV_STAMP) ## Run what is beside it: pauses, slow transfers, exc
 ray: $(DEV_STAMP) ## Run the tests on a real Ray of several machines on this one
 	$(BIN)/python -m pytest -m on_ray tests/process/test_ray.py
 
+.PHONY: frameworks
+frameworks: $(DEV_STAMP) ## Run Lightning, the Hugging Face Trainer and accelerate with one and two workers
+	$(BIN)/python -m pytest -m "frameworks or not frameworks" tests/process/test_frameworks.py
+
 .PHONY: soak
 soak: $(DEV_STAMP) ## A million updates while workers are killed; the ps must not grow (SOAK_ARGS=...)
 	$(BIN)/python -m benchmarks.soak $(SOAK_ARGS)

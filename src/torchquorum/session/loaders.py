@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader
 
+from torchquorum.session.accelerated import reads_ahead
 from torchquorum.session.position import Generators, decode_state, encode_state
 
 Begin = Callable[[DataLoader[Any]], Iterator[Any]]
@@ -128,7 +129,8 @@ class Batches:
 
     def place(self) -> dict[str, Any]:
         """Returns where the loop is, as JSON values; a loop that nothing was trained from begins anew."""
-        return {"taken": self.taken, **self._begun_at} if self.trained else {}
+        ahead = 0 if self._over else reads_ahead()
+        return {"taken": self.taken - ahead, **self._begun_at} if self.trained else {}
 
 
 def _own(loader: DataLoader[Any]) -> dict[str, torch.Generator]:

@@ -23,6 +23,7 @@ from torchquorum.cluster.spec import EVALUATOR
 from torchquorum.devices.model_placement import Placement
 from torchquorum.devices.options import ConfigProto, read_device_options
 from torchquorum.errors import ConfigError
+from torchquorum.session.accelerated import check_accelerate, unwrapped
 from torchquorum.session.config import MemberOptions, SaveOptions, Setup, StopOptions
 from torchquorum.session.durable import read_durable, read_restore
 from torchquorum.session.epochs import EPOCHS, EpochLoop
@@ -121,7 +122,8 @@ class Session:
         gpu_memory_fraction: float | None = None,
         config: ConfigProto | None = None,
     ) -> None:
-        module, (first, *more) = read_model(model), read_optimizers(optimizer)
+        check_accelerate()
+        module, (first, *more) = read_model(model), read_optimizers(unwrapped(optimizer))
         if more and (record or task.replay is not None):
             raise ConfigError("record=True with several optimizers is not there yet: a record has one; leave it out")
         folder = check_folder(task, logdir)

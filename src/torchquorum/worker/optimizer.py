@@ -24,6 +24,7 @@ from torchquorum.update.optimizers import check_groups, is_own, name_of
 from torchquorum.update.schedules import check_name
 from torchquorum.wire.messages import AverageSpec, OptimizerSpec, ScheduleSpec
 from torchquorum.wire.settings import RATE, Settings, changed, changes, describe, encode
+from torchquorum.worker.accumulation import check_accumulation
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.link import Link
 from torchquorum.worker.loaded_state import LoadedState, begun_state
@@ -157,6 +158,11 @@ class Optimizer(torch.optim.Optimizer):
         allow_nonfinite: bool = False,
         name: str = "",
     ) -> None:
+        if isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+            raise ConfigError(
+                f"tq.Optimizer({type(optimizer).__name__}): wrap the torch.optim optimizer before accelerator.prepare() or fabric.setup(): "
+                "optimizer = accelerator.prepare(tq.Optimizer(...))"
+            )
         if isinstance(optimizer, Optimizer):
             raise ConfigError("tq.Optimizer of a tq.Optimizer: wrap the torch.optim optimizer once")
         if not isinstance(optimizer, torch.optim.Optimizer):
@@ -431,6 +437,7 @@ class Optimizer(torch.optim.Optimizer):
             raise ConfigError(
                 "optimizer.step() outside of `with tq.Session(task, model, optimizer)`: there is no ps to push to"
             )
+        check_accumulation()
         if self.inner.state and self._local is None:
             raise ConfigError(
                 "the optimizer that tq.Optimizer wraps was given a state inside the session, by its own step() or load_state_dict(), and "

@@ -1,0 +1,165 @@
+"""Lightning: `Trainer(strategy=tq.lightning.QuorumStrategy(rule=...))` trains a LightningModule with the ps tasks.
+
+Needs the extra: `pip install torchquorum[lightning]`. The strategy wraps the module's optimizer, starts a session when training starts,
+after Lightning has restored a checkpoint, and ends it with the training. What always holds: every worker runs a Trainer of its own on one
+device; only the chief writes logs and checkpoints; `trainer.global_step` is the run's global step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from torchquorum.errors import ConfigError
+from torchquorum.rules import Rule
+from torchquorum.session.join import Task, join
+from torchquorum.session.session import Session
+from torchquorum.worker.optimizer import Optimizer
+
+try:
+    from lightning.fabric.utilities.rank_zero import rank_zero_only
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.plugins.precision import MixedPrecision
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+    from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+    from lightning.pytorch.utilities.data import _update_dataloader
+except ImportError as error:  # pragma: no cover
+    raise ImportError("tq.lightning needs Lightning 2: pip install 'torchquorum[lightning]'") from error
+
+
+class QuorumStrategy(SingleDeviceStrategy):
+    """Trains on the ps tasks of a cluster.
+
+    Args:
+        rule: When gradients become an update; `tq.Sync()` by default.
+        task: What `tq.join()` returned; by default the strategy calls it, and a ps task serves there until the job ends.
+        device: The worker's device.
+        optimizer: Further arguments of `tq.Optimizer`.
+        **session: Arguments of `tq.Session`, such as `wait_for_workers` or `hooks`. Checkpoints are Lightning's, so `logdir` is for the
+            ledger and the report of a run that is begun once.
+    """
+
+    strategy_name = "quorum"
+
+    def __init__(
+        self,
+        rule: Rule | None = None,
+        *,
+        task: Task | None = None,
+        device: str | torch.device = "cpu",
+        optimizer: dict[str, Any] | None = None,
+        **session: Any,
+    ) -> None:
+        super().__init__(device=device)
+        self.task = task if task is not None else join()
+        self._rule, self._more, self._options = rule, optimizer or {}, session
+        self.session: Session | None = None
+        self.global_rank, self.world_size = self.task.index, self.task.num_workers
+        self._behind = 0  # Lightning's global step when the session's was 0
+        setattr(rank_zero_only, "rank", self.task.index)  # noqa: B010
+
+    # -- who it is ----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is the chief, which writes logs and checkpoints."""
+        return self.task.is_chief
+
+    # -- before training ----------------------------------------------------------------------------------------------
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Wraps the optimizers that the module has configured."""
+        super().setup_optimizers(trainer)
+        given = self.optimizers
+        if len(given) != 1:
+            raise ConfigError(
+                f"configure_optimizers() returned {len(given)} optimizers: with QuorumStrategy it has to be one; a loop of your own may have several, in tq.Session(task, model, [...])"
+            )
+        if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None:
+            raise ConfigError(
+                "Trainer(precision='16-mixed'): its gradient scaler skips steps of this worker only; use 'bf16-mixed'"
+            )
+        self.optimizers = [
+            o if isinstance(o, Optimizer) else Optimizer(o, rule=self._rule, **self._more) for o in given
+        ]
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Gives every worker its part of the training data, as Lightning does where it has several processes."""
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        if trainer is None or self.world_size == 1 or not isinstance(dataloader, DataLoader):
+            return dataloader
+        evaluates = trainer.evaluating or trainer.sanity_checking or trainer.predicting
+        if (
+            trainer.state.fn is not TrainerFn.FITTING
+            or evaluates
+            or not trainer._accelerator_connector.use_distributed_sampler
+        ):
+            return dataloader
+        if isinstance(dataloader.dataset, IterableDataset) or isinstance(dataloader.sampler, DistributedSampler):
+            return dataloader
+        shuffle = not isinstance(dataloader.sampler, torch.utils.data.SequentialSampler)
+        sampler = DistributedSampler(dataloader.dataset, self.world_size, self.global_rank, shuffle=shuffle)
+        return _update_dataloader(dataloader, sampler, mode=RunningStage.TRAINING)
+
+    def on_train_start(self) -> None:
+        """Begins the session: the chief creates the variables from what Lightning has made or restored."""
+        module = self.lightning_module
+        assert module is not None
+        trainer = module.trainer
+        self._behind = trainer.global_step
+        last_step = trainer.max_steps - self._behind if trainer.max_steps >= 0 else None
+        options = {"last_step": last_step, **self._options}
+        self.session = Session(self.task, module, self.optimizers[0], **options).start()  # pyright: ignore[reportArgumentType]
+        self._behind -= self.session.global_step if options.get("logdir") is None else 0
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def optimizer_step(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        """Pushes the gradients and takes the version that follows."""
+        found = super().optimizer_step(optimizer, closure, model, **kwargs)
+        session, module = self.session, self.lightning_module
+        if session is not None and module is not None:
+            trainer = module.trainer
+            if module.automatic_optimization:
+                progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
+                progress.completed = session.global_step + self._behind - 1  # Lightning adds this step
+            if session.should_stop():
+                trainer.should_stop = True
+        return found
+
+    def on_validation_start(self) -> None:
+        """Validation sees the current version."""
+        if self.session is not None:
+            self.session.pull()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Returns the optimizer's state for a checkpoint, gathered from the ps tasks; only the chief's is written."""
+        return super().optimizer_state(optimizer) if self.session is not None and self.is_global_zero else {}
+
+    # -- after training -----------------------------------------------------------------------------------------------
+
+    def on_train_end(self) -> None:
+        """The model takes the last version of all workers."""
+        if self.session is not None:
+            if not self.session.should_stop():
+                self.session.barrier()
+            self.session.pull()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Leaves the run as a session is left by an exception."""
+        self._end()
+
+    def teardown(self) -> None:
+        """Ends the session."""
+        self._end()
+        super().teardown()
+
+    def _end(self) -> None:
+        session, self.session = self.session, None
+        if session is not None:
+            session.close()

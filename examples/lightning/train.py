@@ -1,6 +1,7 @@
 """Lightning's Trainer: torchquorum run --workers 2 examples/lightning/train.py."""
 
 import argparse
+from typing import Any
 
 import lightning as L
 import torch
@@ -24,7 +25,7 @@ class Classifier(L.LightningModule):
     def validation_step(self, batch: list[torch.Tensor], index: int) -> None:
         self.log("val_loss", torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
 
-    def configure_optimizers(self) -> dict[str, object]:
+    def configure_optimizers(self) -> Any:
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=1)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val_loss"}}

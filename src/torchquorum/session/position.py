@@ -28,7 +28,7 @@ class Resumable(Protocol):
         """Returns the position as JSON values."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> Any:
+    def load_state_dict(self, state: dict[str, Any], /) -> Any:
         """Goes to a position."""
         ...
 

@@ -76,7 +76,7 @@ class QuorumStrategy(SingleDeviceStrategy):
         given = self.optimizers
         if len(given) != 1:
             raise ConfigError(
-                f"configure_optimizers() returned {len(given)} optimizers: QuorumStrategy takes one; tq.Session(task, model, [...]) takes several"
+                f"configure_optimizers() returned {len(given)} optimizers: QuorumStrategy takes one, tq.Session several"
             )
         if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None:
             raise ConfigError(

@@ -206,6 +206,7 @@ class Lifecycle:
             if finished and self.link.pipeline:
                 self.pull()
             if finished:
+                self.surviving(self._look_for_writes)
                 self._hooks.end()
                 self._attachment.initializer.give_rows_back()
             if finished and not self._setup.task.is_chief:
@@ -232,6 +233,27 @@ class Lifecycle:
             raise explained from error
         if finished and self.signals.asked:
             raise InterruptedRunError(self._describe_interrupt())
+
+    def _look_for_writes(self) -> None:
+        """The loop is over: tells of what the program has written to its parameters since its last step, which is in no version.
+
+        Raises:
+            ConfigError: It has made no step at all, so it trains by hand, and nothing of that is in the run.
+        """
+        link = self.link
+        names = link.joined.writes.left_over() if link.joined is not None else ""
+        if not names:
+            return
+        if link.local_step == 0 and not link.stopped:
+            raise ConfigError(
+                f"{self._setup.task}: {names}: written to inside the session, and optimizer.step() was never called: nothing of it is in "
+                "the run. Where a program updates its parameters by hand, as with p.data.add_(p.grad, alpha=-lr), write "
+                "optimizer.param_groups[0]['lr'] = lr and optimizer.step() instead"
+            )
+        self._setup.say(
+            f"{names}: written to after this worker's last step, which is in its own copy only and in no checkpoint; session.assign() "
+            "would make it the run's"
+        )
 
     def _see_that_it_is_saved(self) -> None:
         """The run is over: this worker's part counts when the last step is saved, by the chief or in its place.

@@ -96,6 +96,16 @@ class OwnWrites:
             if not self._view.stopped:
                 self.judge(track, suspected.variables)
 
+    def left_over(self) -> str:
+        """Returns the names of parameters that were written to since they were given a version, if there are any; they keep that."""
+        those = [self._suspect(of) for of in self._tracks]
+        if not any(those):
+            return ""
+        kept = [self._keep(of, each, each) for of, each in zip(self._tracks, those, strict=True)]
+        found = self._find_written(kept)
+        self._put_back(kept, found)
+        return self._names(found)
+
     def judge(self, track: int, suspected: Sequence[int]) -> None:
         """Raises ConfigError, with the parameters as the program left them, unless they hold what they held before.
 
@@ -109,15 +119,19 @@ class OwnWrites:
         if not any(found):
             return
         self._put_back(kept, found)
-        names = [of.flat.layout.variables[i].name for of, those in zip(self._tracks, found, strict=True) for i in those]
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        shown, many = self._names(found), sum(map(len, found)) > 1
         raise ConfigError(
-            f"parameter{'s' if len(names) > 1 else ''} {shown}: written to inside the run, which changes this "
+            f"parameter{'s' if many else ''} {shown}: written to inside the run, which changes this "
             "worker's copy only, until the next version comes from the ps tasks. To make the values the run's, call "
             "session.assign() after the write, on all workers at the same place; for a constraint after every update give "
             "tq.Optimizer(after_update=tq.Clamp(...)), tq.MaxNorm or tq.UnitNorm. Values to begin with are written before the "
             "session begins."
         )
+
+    def _names(self, found: Sequence[Sequence[int]]) -> str:
+        """Returns the names of parameters, the first of many."""
+        names = [of.flat.layout.variables[i].name for of, those in zip(self._tracks, found, strict=True) for i in those]
+        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
     def _suspect(self, of: _Track) -> list[int]:
         """Returns which parameters of an optimizer may have been written to, the GPU waited for."""

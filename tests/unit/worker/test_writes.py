@@ -193,3 +193,45 @@ def test_inside_averaged_and_after_it_nothing_counts_as_a_write() -> None:
             assert session.global_step == 4
 
     Cluster().run(work)
+
+
+# -- the end of a session -------------------------------------------------------------------------------------------------
+
+
+def by_hand(model: nn.Linear, rate: float) -> None:
+    """As PyTorch's word_language_model does it."""
+    model.zero_grad()
+    model(torch.ones(4, 3)).square().mean().backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.data.add_(parameter.grad, alpha=-rate)
+
+
+def test_a_program_that_updates_by_hand_and_never_steps_is_told_what_to_write() -> None:
+    def work(task: Task) -> None:
+        model = nn.Linear(3, 2)
+        optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        with tq.Session(task, model, optimizer, patience=PATIENCE):
+            for _ in range(3):
+                by_hand(model, 0.1)
+
+    with pytest.raises(ConfigError, match=r"weight, bias: .*optimizer.step\(\) was never called.*param_groups\[0\]"):
+        Cluster().run(work)
+
+
+def test_what_is_written_after_the_last_step_stays_and_is_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    def work(task: Task) -> list[torch.Tensor]:
+        model = nn.Linear(3, 2)
+        optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        with tq.Session(task, model, optimizer, last_step=2, patience=PATIENCE) as session:
+            while not session.should_stop():
+                optimizer.zero_grad()
+                model(torch.ones(4, 3)).square().mean().backward()
+                optimizer.step()
+            best = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+            model.load_state_dict(best)
+        return [p.detach().clone() for p in model.parameters()]
+
+    [found] = Cluster().run(work)
+    assert all(torch.equal(p, torch.ones_like(p)) for p in found)
+    assert "weight, bias: written to after this worker's last step" in capsys.readouterr().err

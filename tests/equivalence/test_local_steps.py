@@ -231,8 +231,9 @@ def test_what_came_too_late_is_given_with_the_next_change() -> None:
                 given += optimizer.last.accepted is not None and not optimizer.last.stop
             session.pull()
             link = session.optimizer.link
-            assert link is not None and link.residuals is not None
-            kept = float(link.residuals.by_variable()["weight"].sum())
+            residuals = link.residuals_of(0) if link is not None else None
+            assert residuals is not None
+            kept = float(residuals.by_variable()["weight"].sum())
             ended.wait(20)
         return float(model.weight.detach()), kept, optimizer.last.reason
 

@@ -178,8 +178,13 @@ def quorum(
                 optimizer.step()
                 after(step, loss)
             link = optimizer.link
-            if made is not None and link is not None and link.joined is not None and link.joined.fastpath is not None:
-                made.append(link.joined.fastpath.made)
+            if (
+                made is not None
+                and link is not None
+                and link.joined is not None
+                and link.joined.tracks[0].fastpath is not None
+            ):
+                made.append(link.joined.tracks[0].fastpath.made)
         return [p.detach().clone() for p in model.parameters()]
 
     return cluster.run(*[work] * workers)[0]

@@ -21,7 +21,7 @@ with tq.Session(task, model, optimizer, last_step=400, wait_for_workers=2) as se
     while not session.should_stop():
         losses.append(step(x, y))
     assert optimizer.link is not None and optimizer.link.joined is not None
-    fastpath = optimizer.link.joined.fastpath
+    fastpath = optimizer.link.joined.tracks[0].fastpath
 print(
     "first",
     losses[0],

@@ -229,10 +229,10 @@ class Link(RunView):
         Returns:
             What became of it; None if nothing was being pushed, or, pipelined, if the next one waits already.
         """
-        if unsettled is None or self.member.tracks[unsettled.push.track].plan.rule.pipeline:
+        if unsettled is None or (self.joined is not None and self.joined.pipeline):
             return None
         push, view = unsettled.push, self.tracks[unsettled.push.track]
-        name = self.member.plan.names[push.track]
+        name = self.joined.plan.names[push.track] if self.joined is not None else ""
         question = m.FateOf(self.end.index, self.incarnation, push.local_step)
         what, limit_s = "word of a gradient", self.end.patience.round_s
         fate = self.channels.ask(0, question, kind=m.Fate, what=what, limit_s=limit_s)

@@ -78,7 +78,13 @@ def test_a_gradient_that_was_decided_on_is_not_pushed_again(state: str, accepted
 
 def test_the_next_link_continues_the_counts() -> None:
     before = greeted(PsTasks())
-    before.channels.count, before.local_step, before.version, before.generation, before.lr = 41, 5, 9, 2, [0.5]
+    before.channels.count, before.local_step, before.version, before.generation, before.tracks[0].lr = (
+        41,
+        5,
+        9,
+        2,
+        [0.5],
+    )
     link = Link(PsTasks().end)
     link.go_on_from(before)
     assert link.channels.next_number() == 42
@@ -116,6 +122,6 @@ def test_variables_are_sent_once_however_long_a_ps_takes_for_them_and_again_if_i
         return {5: [m.Fault("LostCreationError", "it is not here")], 9: [m.Created(0, False)]}.get(asked, [])
 
     ps.answer = slowly
-    assert not link.create(plan, flat, generation=5)
+    assert not link.create(plan, [flat], generation=5)
     frames = [len(f) for f in ps.channels[0].sent if isinstance(codec.split(f)[0], m.Create)]
     assert frames == [3, 1, 1, 1, 1, 3, 1, 1, 1]

@@ -34,7 +34,7 @@ def test_all_ps_tasks_are_waited_for() -> None:
     ps.answer = lambda k, message: [variables(message.request, 5 + k)] if isinstance(message, m.Pull) else []
     requests = greeted(ps)
     pull(requests, ps)
-    assert requests.is_open and [answer.version for answer, _ in requests.answers(60.0)] == [5, 6]
+    assert requests.is_open and [answer.version for [(answer, _)] in requests.answers(60.0)] == [5, 6]
     requests.settle()
     assert not requests.is_open and requests.open == []
 
@@ -87,7 +87,7 @@ def test_what_was_answered_before_a_restore_does_not_count_beside_what_was_answe
     )
     requests = greeted(ps)
     pull(requests, ps)
-    assert [answer.generation for answer, _ in requests.answers(60.0)] == [2, 2]
+    assert [answer.generation for [(answer, _)] in requests.answers(60.0)] == [2, 2]
     assert len(ps.sent(0)) == len(ps.sent(1)) == 2
 
 
@@ -99,7 +99,7 @@ def test_an_answer_to_an_older_request_is_none() -> None:
     requests = greeted(ps)
     requests.channels.count = 9
     pull(requests, ps)
-    assert requests.answers(60.0)[0][0].version == 5
+    assert requests.answers(60.0)[0][0][0].version == 5
 
 
 def test_a_wait_says_for_whom_and_gives_the_position_that_a_checkpoint_wants() -> None:
@@ -150,7 +150,7 @@ def test_a_fault_ends_the_wait_that_it_belongs_to(mine: bool) -> None:
         with pytest.raises(LostPlaceError):
             requests.answers(60.0)
     else:
-        assert requests.answers(60.0)[0][0].version == 1
+        assert requests.answers(60.0)[0][0][0].version == 1
 
 
 def test_variables_that_arrive_while_something_else_is_asked_are_kept_for_the_request() -> None:
@@ -160,7 +160,7 @@ def test_variables_that_arrive_while_something_else_is_asked_are_kept_for_the_re
     number = pull(requests, ps)
     ps.send(0, variables(number, 8))
     assert requests.channels.ask(0, m.Settle(), kind=m.Settled, what="x", limit_s=5.0).done
-    assert requests.answers(60.0)[0][0].version == 8
+    assert requests.answers(60.0)[0][0][0].version == 8
     assert ps.sent() == [m.Pull(1, 7, number), m.Settle()]  # nothing had to be asked again
 
 

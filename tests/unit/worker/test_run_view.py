@@ -2,7 +2,7 @@
 
 import pytest
 
-from torchquorum.worker.run_view import RunView
+from torchquorum.worker.run_view import RunView, TrackView
 
 
 @pytest.mark.parametrize(
@@ -22,9 +22,9 @@ from torchquorum.worker.run_view import RunView
 def test_what_is_lost_is_what_the_generations_since_did_not_go_on_from(
     generation: int, version: int, kept: list[tuple[int, int]], lost: int
 ) -> None:
-    before = RunView(version=29, generation=1)
-    assert RunView(version=version, generation=generation, kept=kept).lost_since(before) == lost
+    before = RunView([TrackView(29)], generation=1)
+    assert RunView([TrackView(version)], generation=generation, kept=kept).lost_since(before) == lost
 
 
 def test_a_view_of_nothing_has_nothing_to_lose() -> None:
-    assert RunView(version=7, generation=2).lost_since(RunView()) == 0
+    assert RunView([TrackView(7)], generation=2).lost_since(RunView()) == 0

@@ -328,6 +328,8 @@ class ReplayService(Service):
     def _can(self, step: Step, replies: list[Reply]) -> bool:
         """Follows a step, if what it needs is there."""
         item = step.item
+        if self.at in self._script.passed_over:
+            return True
         if isinstance(item, Began):
             return self._begin(item, replies)
         run = self.run
@@ -348,7 +350,7 @@ class ReplayService(Service):
             case m.Drop():
                 run.shard.follow(item)
             case Answer():
-                return self.at in self._script.passed_over or self._give(run, item, replies)
+                return self._give(run, item, replies)
             case _:
                 pass
         return True
@@ -474,11 +476,12 @@ class ReplayService(Service):
 
     def _make(self, item: Began, create: Incoming[m.Create]) -> Shard | None:
         plan = item.plan
-        if item.base < 0:
+        base = self._script.base_of(item)
+        if base is None:
             return Shard.created(
                 self.index, replace(create.message, plan=plan, generation=item.generation), create.frames
             )
-        kept = self._progress.kept.get((item.base, item.version))
+        kept = self._progress.kept.get(base)
         if kept is None or not kept.complete:
             return None
         return Shard.made_of(self.index, plan, kept, kept.manifest, item.generation)

@@ -128,7 +128,21 @@ class Script:
     @property
     def bases(self) -> set[tuple[int, int]]:
         """Returns the generations and versions from which later generations go on."""
-        return {(began.base, began.version) for began in self.began if began.base >= 0}
+        return {base for began in self.began if (base := self.base_of(began)) is not None}
+
+    def base_of(self, began: Began) -> tuple[int, int] | None:
+        """Returns the generation that made the variables from which another goes on, and their version; None for the chief's values."""
+        while began.base >= 0:
+            before = next((other for other in self.began if other.generation == began.base), None)
+            if before is None or before.version != began.version or self.is_followed(before.generation):
+                return began.base, began.version
+            began = before  # of which nothing was used
+        return None
+
+    def is_followed(self, generation: int) -> bool:
+        """Whether a creation of the variables is made again."""
+        numbers = (n for n, step in enumerate(self.steps) if isinstance(step.item, Began))
+        return any(self.steps[n].generation == generation and n not in self.passed_over for n in numbers)
 
     def lost_at(self, life: ScriptedLife, generation: int) -> tuple[int, int] | None:
         """Returns when a life lost this creation of the variables, if it did.
@@ -252,6 +266,9 @@ def make_script(items: Iterable[AnyItem], folder: Path) -> Script:
         raise RecordError(f"the record in {folder} has no beginning")
     for life in script.lives.values():
         _pass_over_early_joins(script, life)
+    for began in script.began[:-1]:
+        _pass_over_vain_creation(script, began.generation)
+    for life in script.lives.values():
         for generation in life.generations:
             _pass_over_reconnections(script, life, generation)
         _end_loop(script, life)
@@ -271,8 +288,22 @@ def _pass_over_early_joins(script: Script, life: ScriptedLife) -> None:
         script.passed_over.update(
             n for n in answers if n < number and _is_push(script, n, lost) and script.steps[n].generation != same
         )
-    if early:
-        life.generations = [g for g in life.generations if script.answers_of(life, g)]
+    life.generations = [g for g in life.generations if script.answers_of(life, g)]
+    life.first = next(iter(script.answers_of(life)), -1)
+
+
+def _pass_over_vain_creation(script: Script, generation: int) -> None:
+    """Variables that were lost before any worker had done anything with them: nobody joins them, and they are not created."""
+    lives = [life for life in script.lives.values() if generation in life.generations]
+    for life in lives:
+        answers = script.answers_of(life)
+        own = [n for n in answers if script.steps[n].generation == generation]
+        after = next((n for n in answers if n > own[-1]), None)
+        if len(own) > 1 or after is None or _answer(script, own[0]).number != _answer(script, after).number:
+            return
+    script.passed_over.update(n for n, step in enumerate(script.steps) if step.generation == generation)
+    for life in lives:
+        life.generations.remove(generation)
         life.first = script.answers_of(life)[0]
 
 

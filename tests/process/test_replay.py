@@ -5,9 +5,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from tests.process.replays import PROGRAM, record, replay
+from tests.process.replays import PROGRAM, record, replay, spawn
 from tests.process.tasks import Started, by_hand
+from torchquorum.formats.record_file import MAGIC, RecordError, RecordFile, read_record
+from torchquorum.replay.replay import ReplayOptions, make_again
 
 
 @pytest.mark.parametrize("rule", ["async", "sync", "async:pipeline"])
@@ -50,3 +54,47 @@ def test_a_run_whose_tasks_are_killed_whenever_is_made_again_bit_for_bit(
     except BaseException:
         print(f"seed {seed}")
         raise
+
+
+def test_an_update_is_written_with_the_gradients_that_made_it(tmp_path: Path) -> None:
+    record(tmp_path, "--rule=sync", "--steps=12", "--optimizer=SGD")
+    said: list[str] = []
+    options = ReplayOptions(folder=tmp_path, dump=8)
+    assert make_again(options, said.append, lambda _life, _line: None, spawn=spawn) == 0, said  # type: ignore[arg-type]
+    found = load_file(tmp_path / "dump-8.safetensors")
+    own = [found[name] for name in sorted(found) if name.startswith("gradient/") and name.endswith("/4.weight")]
+    assert len(own) == 2 and sum("norm of its gradient" in line for line in said) == 2
+    expected = found["before/4.weight"] - 0.01 * (own[0] + own[1]) / 2
+    torch.testing.assert_close(found["after/4.weight"], expected, rtol=1e-5, atol=1e-7)
+    with pytest.raises(RecordError, match="step 99: the record goes from step 0 to step 12"):
+        make_again(ReplayOptions(folder=tmp_path, to=99), said.append, lambda _life, _line: None)
+
+
+def test_what_is_no_record_or_was_made_elsewhere_is_refused_in_words(tmp_path: Path) -> None:
+    with pytest.raises(RecordError, match="only a run that was recorded can be replayed"):
+        replay(tmp_path)
+    (tmp_path / "run.record").write_bytes(b"something else entirely")
+    with pytest.raises(RecordError, match="is no record of a run"):
+        replay(tmp_path)
+    (tmp_path / "run.record").write_bytes(MAGIC)
+    with pytest.raises(RecordError, match="is empty"):
+        replay(tmp_path)
+
+
+def test_a_torn_end_is_cut_off_and_damage_is_named(tmp_path: Path) -> None:
+    file = RecordFile(tmp_path)
+    file.append(b"one")
+    file.append(b"two")
+    file.close()
+    path = tmp_path / "run.record"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1])
+    assert list(read_record(tmp_path)) == [b"one"]
+    again = RecordFile(tmp_path)
+    assert again.torn_bytes > 0
+    again.append(b"three")
+    again.close()
+    assert list(read_record(tmp_path)) == [b"one", b"three"]
+    path.write_bytes(whole.replace(b"one", b"OnE"))
+    with pytest.raises(RecordError, match="is damaged at byte"):
+        list(read_record(tmp_path))

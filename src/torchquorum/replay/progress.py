@@ -5,12 +5,17 @@ Owned by the launcher; written by the threads of the ps tasks. What always holds
 
 from __future__ import annotations
 
+import math
 import threading
 from dataclasses import dataclass, field
 
+import torch
+
 from torchquorum.replay.kept import KeptState
 from torchquorum.replay.script import LifeKey, Script
+from torchquorum.rules.quorum import Key
 from torchquorum.server.shard import Shard
+from torchquorum.wire.messages import Apply
 
 Place = tuple[int, int]  # a generation, and a version of it
 
@@ -23,7 +28,9 @@ class Progress:
         script: What is followed.
         wanted: The places at which the variables are kept.
         folder: Takes the place of the run's folder.
-        stop_at: The place at which the replay ends; None for the record's end.
+        end: How many steps are followed.
+        looked_at: The update whose gradients are kept, by generation and version.
+        gradients: Of each of its gradients, by worker, life and local step, its variables, flat.
         kept: What was kept.
         at: Of each ps task, how many steps it has followed.
         failed: Why the replay cannot go on; empty if it can.
@@ -35,6 +42,9 @@ class Progress:
     script: Script
     wanted: set[Place]
     folder: str
+    end: int = -1
+    looked_at: Place = (-1, -1)
+    gradients: dict[tuple[int, int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
     kept: dict[Place, KeptState] = field(default_factory=dict)
     at: list[int] = field(default_factory=list)
     failed: str = ""
@@ -52,6 +62,26 @@ class Progress:
             if shard.index not in kept.shards:
                 kept.add(shard)
 
+    def __post_init__(self) -> None:
+        self.end = len(self.script.steps) if self.end < 0 else self.end
+
+    def look_at(self, shard: Shard, update: Apply) -> None:
+        """Keeps a shard's part of the gradients of an update that is about to be made, if they are wanted."""
+        if (shard.generation, update.version) != self.looked_at:
+            return
+        with self.lock:
+            for name in update.keys:
+                gradient = shard.gradients.copy_of(Key(*name))
+                whole = self.gradients.setdefault(name, {})
+                for section, values in zip(shard.region.sections, gradient.sections, strict=True):
+                    for piece in section.pieces:
+                        of = shard.plan.variables[piece.variable]
+                        if piece.variable not in gradient.absent:
+                            flat = whole.setdefault(of.name, torch.zeros(math.prod(of.shape), dtype=values.dtype))
+                            flat[piece.start : piece.start + piece.numel] = values[
+                                piece.offset : piece.offset + piece.numel
+                            ]
+
     def fail(self, why: str) -> None:
         """The replay cannot go on."""
         with self.lock:
@@ -65,4 +95,4 @@ class Progress:
     @property
     def over(self) -> bool:
         """Whether every ps task has followed all steps."""
-        return bool(self.at) and min(self.at) >= len(self.script.steps)
+        return bool(self.at) and min(self.at) >= self.end

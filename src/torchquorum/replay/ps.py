@@ -289,7 +289,7 @@ class ReplayService(Service):
 
     def _loses_here(self, life: ScriptedLife) -> bool:
         """Whether a worker learns of the loss of the variables by something else than a push, and now."""
-        if self.run is None or self.at >= len(self._script.steps) or self.run.generation not in life.generations:
+        if self.run is None or self.at >= self._progress.end or self.run.generation not in life.generations:
             return False
         lost = self._script.lost_at(life, self.run.generation)
         return isinstance(self._script.steps[self.at].item, Began) and lost is not None and lost[1] == 0
@@ -313,12 +313,12 @@ class ReplayService(Service):
         replies: list[Reply] = []
         steps = self._script.steps
         try:
-            while self.at < len(steps) and not self._progress.failed and self._can(steps[self.at], replies):
+            while self.at < self._progress.end and not self._progress.failed and self._can(steps[self.at], replies):
                 self.at += 1
                 self._progress.at[self.index] = self.at
                 if self.run is not None:
                     self._progress.keep((self.run.generation, self.run.shard.version), self.run.shard)
-            if self.at < len(steps):
+            if self.at < self._progress.end:
                 self._progress.awaited[self.index] = self._name_step(steps[self.at])
             replies += self._answer_unrecorded()
         except TorchQuorumError as error:
@@ -340,6 +340,7 @@ class ReplayService(Service):
             case m.Apply():
                 if not all(Key(*key) in run.shard.gradients for key in item.keys):
                     return False
+                self._progress.look_at(run.shard, item)
                 run.shard.follow(item)
             case m.Assigned():
                 key = (item.worker, item.incarnation, item.number)

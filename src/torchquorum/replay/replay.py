@@ -11,11 +11,12 @@ from pathlib import Path
 
 from torchquorum.clock import SYSTEM
 from torchquorum.formats.record_file import RecordError
-from torchquorum.replay import checks
+from torchquorum.replay import checks, written
 from torchquorum.replay.director import Director, Output, Spawn, new_scratch
-from torchquorum.replay.progress import Progress
+from torchquorum.replay.progress import Place, Progress
 from torchquorum.replay.script import Script, read_script
 from torchquorum.wire.messages import Apply, Assigned
+from torchquorum.wire.recorded import Began
 
 SAY_EVERY_S = 5.0
 SHOWN = 5
@@ -28,10 +29,14 @@ class ReplayOptions:
     Attributes:
         folder: The run's folder.
         check: Whether the variables are compared with the run's checkpoints.
+        to: The replay ends at this global step, and writes the variables.
+        dump: The update to this global step is written with its gradients, and the replay ends.
     """
 
     folder: Path
     check: bool = False
+    to: int | None = None
+    dump: int | None = None
 
 
 def make_again(
@@ -56,6 +61,8 @@ def make_again(
     for doubt in sorted({d for life in script.lives.values() for d in life.body.doubts}):
         say(f"may differ: {doubt}")
     saved = checks.comparable(folder) if options.check else {}
+    last = options.dump if options.dump is not None else options.to
+    end, place = find_end(script, last) if last is not None else (len(script.steps), (-1, -1))
     if options.check and not saved:
         raise RecordError(
             f"{folder} has no good checkpoint to compare with; without --check the run is made again all the same"
@@ -65,7 +72,10 @@ def make_again(
     say(f"{updates} updates of {len({life.worker for life in script.lives.values()})} workers, {lives} processes")
     with new_scratch() as scratch:
         (logdir := Path(scratch) / "run").mkdir()
-        progress = Progress(script=script, wanted=script.bases | set(saved), folder=str(logdir))
+        progress = Progress(script=script, wanted=script.bases | set(saved), folder=str(logdir), end=end)
+        if last is not None:
+            progress.wanted |= {place, (place[0], last - 1)}
+            progress.looked_at = place if options.dump is not None else progress.looked_at
         director = Director(script, progress, Path(scratch), say, output, spawn=spawn)
         started = SYSTEM.now()
         try:
@@ -73,7 +83,27 @@ def make_again(
         finally:
             _tell_differences(progress, say)
         say(f"made again in {SYSTEM.now() - started:.1f} s")
+    if last is not None:
+        written.write(progress, place, folder, say, with_gradients=options.dump is not None)
     return _compare(progress, saved, say) if options.check else int(bool(progress.differences))
+
+
+def find_end(script: Script, version: int) -> tuple[int, Place]:
+    """Returns after which step the variables are at a version for the last time, and in which generation.
+
+    Raises:
+        RecordError: They never are.
+    """
+    newest = 0
+    found = None
+    for number, step in enumerate(script.steps):
+        if number not in script.passed_over and isinstance(step.item, Apply | Assigned | Began):
+            newest = max(newest, step.item.version)
+            if step.item.version == version:
+                found = number + 1, (step.generation, version)
+    if found is None:
+        raise RecordError(f"step {version}: the record goes from step {script.began[0].version} to step {newest}")
+    return found
 
 
 def _teller(script: Script, progress: Progress, say: Callable[[str], None]) -> Callable[[], None]:
@@ -84,7 +114,7 @@ def _teller(script: Script, progress: Progress, say: Callable[[str], None]) -> C
         nonlocal said
         if SYSTEM.now() - said >= SAY_EVERY_S:
             said = SYSTEM.now()
-            say(f"step {min(progress.at)} of {len(script.steps)}; next: {progress.awaited.get(0, '')}")
+            say(f"step {min(progress.at)} of {progress.end}; next: {progress.awaited.get(0, '')}")
 
     return tell
 

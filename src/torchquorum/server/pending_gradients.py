@@ -122,6 +122,13 @@ class PendingGradients:
             self._gradients.pop(key, None)
             self._decide(key)
 
+    def copy_of(self, key: Key) -> Gradient:
+        """Returns a copy of a gradient that is here and undecided."""
+        found = self._gradients[key]
+        return Gradient(
+            [section.clone() for section in found.sections], found.absent, borrowed=False, version=found.version
+        )
+
     def take(self, keys: Sequence[Key]) -> list[Gradient]:
         """Removes and returns gradients that make an update."""
         taken = [self._gradients.pop(key) for key in keys]

@@ -6,6 +6,7 @@ of the record; a worker is answered at a version that every step before has made
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -269,6 +270,8 @@ def make_script(items: Iterable[AnyItem], folder: Path) -> Script:
     for began in script.began[:-1]:
         _pass_over_vain_creation(script, began.generation)
     for life in script.lives.values():
+        if life.worker != 0:  # the chief has created them, whatever came of that
+            _pass_over_failed_recoveries(script, life)
         for generation in life.generations:
             _pass_over_reconnections(script, life, generation)
         _end_loop(script, life)
@@ -285,9 +288,11 @@ def _pass_over_early_joins(script: Script, life: ScriptedLife) -> None:
     for number in joins:  # an answer to what was being pushed then had not come
         lost = _answer(script, number).number
         same = script.steps[number].generation
-        script.passed_over.update(
-            n for n in answers if n < number and _is_push(script, n, lost) and script.steps[n].generation != same
-        )
+        firsts = {script.steps[n].generation: n for n in reversed(joins)}.values()
+        for n in answers:
+            again = _answer(script, n).kind == JOIN and _answer(script, n).number == lost > 0 and n not in firsts
+            if n < number and script.steps[n].generation != same and (again or _is_push(script, n, lost)):
+                script.passed_over.add(n)
     life.generations = [g for g in life.generations if script.answers_of(life, g)]
     life.first = next(iter(script.answers_of(life)), -1)
 
@@ -305,6 +310,21 @@ def _pass_over_vain_creation(script: Script, generation: int) -> None:
     for life in lives:
         life.generations.remove(generation)
         life.first = script.answers_of(life)[0]
+
+
+def _pass_over_failed_recoveries(script: Script, life: ScriptedLife) -> None:
+    """A worker that joined new variables and lost those, too, before it went on: it joins the last ones only."""
+    answers = script.answers_of(life)
+    for number, following in itertools.pairwise(answers):
+        item, after = _answer(script, number), _answer(script, following)
+        generation = script.steps[number].generation
+        if (
+            item.kind == after.kind == JOIN
+            and generation != script.steps[following].generation
+            and item.number == after.number > 0
+        ):
+            script.passed_over.add(number)
+            life.generations.remove(generation)
 
 
 def _pass_over_reconnections(script: Script, life: ScriptedLife, generation: int) -> None:

@@ -57,7 +57,8 @@ def describe(
         if group != CONSTANT and isinstance(optimizer, torch.optim.SparseAdam):
             raise ConfigError(
                 f"parameter {name} belongs to torch.optim.SparseAdam, which takes sparse gradients only, those of nn.Embedding and "
-                "nn.EmbeddingBag with sparse=True; give it to another optimizer"
+                "nn.EmbeddingBag with sparse=True, in a session of one optimizer and without what needs whole variables "
+                "(docs/rows.md); give it to another optimizer, such as Adam with sparse=False"
             )
         if group != CONSTANT and not parameter.is_floating_point():
             raise ConfigError(f"parameter {name} is {dtype}: {_not_trained(parameter)}")

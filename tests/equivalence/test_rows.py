@@ -386,3 +386,21 @@ def test_a_ps_that_is_lost_in_a_forward_pass_costs_no_bit_of_a_durable_run(tmp_p
 
     for mine, other in zip(cluster.run(work)[0], plain("Adagrad", steps=6), strict=True):
         assert torch.equal(mine, other)
+
+
+def test_a_module_on_meta_is_never_allocated() -> None:
+    def work(task: Task) -> torch.Tensor:
+        model = nn.Sequential(nn.Embedding(10**9, 16, sparse=True, device="meta"), nn.Flatten(), nn.Linear(48, 1))
+        optimizer = tq.Optimizer(torch.optim.Adagrad(model.parameters(), lr=0.1))
+        ids = torch.tensor([[0, 5, 10**9 - 1]])
+        with tq.Session(task, model, optimizer, last_step=2, patience=PATIENCE) as session:
+            before = model[0](ids).detach()
+            while not session.should_stop():
+                optimizer.zero_grad()
+                model(ids).square().mean().backward()
+                optimizer.step()
+            assert not torch.equal(model[0](ids), before)
+        return before
+
+    before = Cluster(ps=2).run(work)[0]
+    assert torch.equal(before, Cluster().run(work)[0]) and 0.5 < before.std() < 2

@@ -97,7 +97,8 @@ class RowParameter(nn.Parameter):
         """Makes a parameter one of rows; its memory is free afterwards."""
         shape, plain = parameter.shape, type(parameter)
         anchor = torch.zeros(1, dtype=parameter.dtype, device=_real(parameter.device))
-        parameter.data = anchor.expand(shape)
+        if not parameter.is_meta:
+            parameter.data = anchor.expand(shape)
         parameter.grad = None
         parameter.__class__ = RowParameter
         assert isinstance(parameter, RowParameter)

@@ -36,8 +36,10 @@ class SessionDevices(Hook):
 
     def begin(self, session: HookSession) -> None:
         """Sets which task this is, for names of devices."""
+        modules = self._model.modules()
+        sparse = {id(m.weight) for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse}
         for name, parameter in self._model.named_parameters():
-            if parameter.device.type == "meta":
+            if parameter.device.type == "meta" and id(parameter) not in sparse:  # whose rows are made on the ps tasks
                 raise DeviceError(
                     f"parameter {name} is on the device meta, where tensors have no data, so it cannot be trained; put it on "
                     "the CPU or a GPU"

@@ -14,6 +14,8 @@ SHARE = m.ShareSpec("data", 4, 1, 4, None, 0)
 OF_WORKERS: list[m.Message] = [
     m.Push(0, GUESSED, 2, 1, 0, -1, [], None),
     m.Pull(0, GUESSED, 2),
+    m.PullRows(0, GUESSED, 2, 0),
+    m.TakeEvicted(0, GUESSED, 2, 0),
     m.Values(0, GUESSED, 1, [0]),
     m.Assign(0, GUESSED, 2, 1, 0, False, []),
     m.Stop(0, GUESSED),

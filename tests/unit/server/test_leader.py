@@ -25,7 +25,7 @@ def test_a_full_round_is_one_update_and_releases_everyone_who_waits() -> None:
     assert held is not None and (held.have, held.need, held.missing) == (1, 2, [1])
     run.arrived(0, SECOND, 2, 1.5, WALL, push=push(0))
     applied, *released = run.log.entries
-    assert applied == Apply([(0, 1, 1), (1, 1, 1)], 1, {})
+    assert applied == Apply([(0, 1, 1), (1, 1, 1)], 1, {}, evicted_at=WALL)
     assert released == [Release(0, 1, 2, 1, False), Release(1, 1, 2, 1, False)]
     assert run.decisions.outcomes == {0: Outcome(True, "fresh", 0), 1: Outcome(True, "fresh", 0)}
     assert run.wait_of(0, 1, 2) is None
@@ -36,7 +36,7 @@ def test_a_gradient_counts_when_every_shard_has_its_part() -> None:
     run.arrived(1, FIRST, 2, 1.0, WALL)
     assert run.log.entries == []
     run.arrived(0, FIRST, 2, 1.0, WALL, push=push(0))
-    assert run.log.entries == [Apply([(0, 1, 1)], 1, {}), Release(0, 1, 2, 1, False)]
+    assert run.log.entries == [Apply([(0, 1, 1)], 1, {}, evicted_at=WALL), Release(0, 1, 2, 1, False)]
 
 
 def test_a_refused_gradient_is_dropped_by_every_shard_and_its_worker_hears_why() -> None:

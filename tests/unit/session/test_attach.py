@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -71,7 +72,7 @@ def make(
             self.positions = self
             self.while_waiting, self.unsettled, self.position, self.went_on = (
                 None,
-                f"push {len(world.links)}",
+                SimpleNamespace(push=SimpleNamespace(local_step=len(world.links))),
                 None,
                 False,
             )
@@ -99,7 +100,7 @@ def make(
             world.do(f"wait {count} {at_most_s}")
 
         def take_up(self, unsettled: Any) -> Step:
-            world.do(f"resume {unsettled}")
+            world.do(f"resume push {unsettled.push.local_step}")
             return PUSHED
 
         def begin(self, capture: Callable[[], Any], version: int) -> None:

@@ -4,7 +4,7 @@
 
 The peers need processor time of their own, which on a small machine they take from training wherever they knock. So each kind
 is run three times in turns: not at all, at a port where somebody accepts and says nothing, and at the port of the ps. The share that
-counts is the third over the second. The kinds are those of tests/strangers.py.
+counts is the third over the second. The kinds are those of tests/unknown_senders.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from train_runs import train
 
 ROOT = Path(__file__).parent.parent
-STRANGERS = ROOT / "tests" / "strangers.py"
+UNKNOWN_SENDERS = ROOT / "tests" / "unknown_senders.py"
 KINDS = (
     "garbage",
     "half_greeting",
@@ -60,7 +60,11 @@ def main() -> None:
     found: dict[str, Any] = {}
 
     def knock(kind: str, address: str) -> list[subprocess.Popen[str]]:
-        return [subprocess.Popen([sys.executable, str(STRANGERS), kind, address], stdout=subprocess.DEVNULL, text=True)]
+        return [
+            subprocess.Popen(
+                [sys.executable, str(UNKNOWN_SENDERS), kind, address], stdout=subprocess.DEVNULL, text=True
+            )
+        ]
 
     try:
         for kind in args.kinds or KINDS:

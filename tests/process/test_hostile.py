@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.process.tasks import Started, by_hand
-from tests.strangers import KINDS
+from tests.unknown_senders import KINDS
 from torchquorum.cluster.secret import write_secret
 
-STRANGERS = Path(__file__).parent.parent / "strangers.py"
+UNKNOWN_SENDERS = Path(__file__).parent.parent / "unknown_senders.py"
 MOST_GROWTH_BYTES = 300 << 20
 
 
@@ -28,7 +28,7 @@ def test_training_beside_every_kind_of_hostile_peer_ends_as_it_should(tmp_path: 
     with by_hand() as cluster:
         ps = cluster.start("ps", 0, *flags)
         ps.until("serving on")
-        peers = Started([sys.executable, str(STRANGERS), "all", cluster.ps_hosts])
+        peers = Started([sys.executable, str(UNKNOWN_SENDERS), "all", cluster.ps_hosts])
         cluster.started.append(peers)
         for _ in KINDS:
             peers.until("begun")

@@ -19,7 +19,7 @@ from torchquorum.errors import TorchQuorumError
 from torchquorum.graph import graph_messages as g
 from torchquorum.graph.assignments import GivenBatch
 from torchquorum.graph.contact import Contact
-from torchquorum.graph.graph_run import GraphRun, Question, Trouble
+from torchquorum.graph.graph_run import ContactTrouble, GraphRun, Question
 from torchquorum.memory.segments import host_id
 from torchquorum.wire import codec
 from torchquorum.wire import messages as m
@@ -210,7 +210,7 @@ class Dispatcher:
     def _note_trouble(self, contact: Contact, kind: str, text: str) -> None:
         before = self.run.troubles.get(contact.task.index)
         since = self._clock.now() if before is None else before.since
-        self.run.troubles[contact.task.index] = Trouble(kind, text, since)
+        self.run.troubles[contact.task.index] = ContactTrouble(kind, text, since)
         contact.text = f"says: {text}"
         if kind.startswith("train/"):
             contact.state = "refused"

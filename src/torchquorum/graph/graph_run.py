@@ -26,7 +26,7 @@ START_ONE = " Start one: torchquorum join --job_name=worker --task_id=0, with th
 
 
 @dataclass(slots=True)
-class Trouble:
+class ContactTrouble:
     """Why a task cannot compute for this client, and since when it says so."""
 
     kind: str
@@ -71,7 +71,7 @@ class GraphRun:
         self.changed = threading.Condition()
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.questions: list[Question] = []
-        self.troubles: dict[int, Trouble] = {}
+        self.troubles: dict[int, ContactTrouble] = {}
         self.told_all = False  # whether all tasks that are there were told that the run is over
         self.stop = False
         self.version = 0

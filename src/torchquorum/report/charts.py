@@ -261,17 +261,19 @@ class TimelineRow:
     marks: list[tuple[float, str, str]] = field(default_factory=list)
 
 
-def timeline(title: str, lanes: Sequence[TimelineRow], end_s: float, keys: Sequence[LegendEntry]) -> Scene:
+def timeline(title: str, entries: Sequence[TimelineRow], end_s: float, keys: Sequence[LegendEntry]) -> Scene:
     """Draws which workers were alive when; an event is a dot in the colour of its legend entry."""
     row, top = 22.0, 48.0
-    scene = Scene(WIDTH, max(120.0, top + row * len(lanes) + 46), f"{title}: {', '.join(lane.name for lane in lanes)}")
+    scene = Scene(
+        WIDTH, max(120.0, top + row * len(entries) + 46), f"{title}: {', '.join(entry.name for entry in entries)}"
+    )
     _title(scene, title)
-    if not lanes or end_s <= 0:
+    if not entries or end_s <= 0:
         return _nothing(scene, "the ledger has no events of workers")
     _keys(scene, keys)
-    left = 14 + max(text_width(lane.name, SIZE) for lane in lanes)
+    left = 14 + max(text_width(entry.name, SIZE) for entry in entries)
     scale = AxisScale(0.0, end_s, left, WIDTH - 16)
-    bottom = top + row * len(lanes)
+    bottom = top + row * len(entries)
     for mark in scales.ticks(scale, 5):
         at = scales.place(scale, mark)
         scene.add(
@@ -279,15 +281,15 @@ def timeline(title: str, lanes: Sequence[TimelineRow], end_s: float, keys: Seque
             Text(at, bottom + 15, scales.label(mark), SIZE, "middle", "dim"),
         )
     scene.add(Text((left + WIDTH - 16) / 2, bottom + 32, "time (s)", SIZE, "middle", "dim"))
-    for i, lane in enumerate(lanes):
+    for i, entry in enumerate(entries):
         y = top + row * i
-        scene.add(Text(left - 6, y + 15, lane.name, SIZE, "end"))
-        for start, end in lane.spans:
+        scene.add(Text(left - 6, y + 15, entry.name, SIZE, "end"))
+        for start, end in entry.spans:
             from_x, to_x = scales.place(scale, start), scales.place(scale, end)
             scene.add(
-                Rect(from_x, y + 8, max(to_x - from_x, 1), 6, "c0", 0.45, f"{lane.name}: {start:.1f} to {end:.1f} s")
+                Rect(from_x, y + 8, max(to_x - from_x, 1), 6, "c0", 0.45, f"{entry.name}: {start:.1f} to {end:.1f} s")
             )
-        for at, colour, words in lane.marks:
+        for at, colour, words in entry.marks:
             scene.add(Dot(scales.place(scale, at), y + 11, 4, colour, f"{at:.1f} s: {words}"))
     return scene
 

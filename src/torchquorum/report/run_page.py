@@ -316,17 +316,17 @@ def _timeline(history: History) -> Scene:
             for worker in list(since):
                 close(worker, at)
         elif event.worker >= 0 and event.event in marks:
-            lane = rows_by_worker.setdefault(event.worker, TimelineRow(name=f"worker {event.worker}"))
+            entry = rows_by_worker.setdefault(event.worker, TimelineRow(name=f"worker {event.worker}"))
             close(event.worker, at)
             if event.event in ("joined", "came back"):
                 since[event.worker] = at
-            lane.marks.append((min(at, end), marks[event.event], f"{event.event} {event.text}".strip()))
+            entry.marks.append((min(at, end), marks[event.event], f"{event.event} {event.text}".strip()))
     for worker in list(since):
         close(worker, end)
     shown = [rows_by_worker[i] for i in sorted(rows_by_worker)][:MOST_WORKERS]
     named = {"c2": "joined", "c1": "died", "c5": "came back", "c6": "left", "c3": "saved"}
     rows = [*shown, saved] if saved.marks else shown
-    used = {colour for lane in rows for _, colour, _ in lane.marks}
+    used = {colour for entry in rows for _, colour, _ in entry.marks}
     keys = [LegendEntry(name=name, colour=colour) for colour, name in named.items() if colour in used]
     return timeline("Who was there", rows, end, keys)
 

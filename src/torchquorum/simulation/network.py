@@ -56,7 +56,7 @@ class Network:
         return self.alone_s + self.latency_s == 0.0
 
 
-class Link:
+class SharedLink:
     """One direction of the ps tasks' links, which transfers share."""
 
     def __init__(self, network: Network) -> None:

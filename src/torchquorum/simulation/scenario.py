@@ -14,7 +14,7 @@ from torchquorum.errors import ConfigError
 from torchquorum.rules import Rule, parse_rule
 from torchquorum.rules.quorum import LIVENESS_S
 from torchquorum.simulation.network import Network
-from torchquorum.simulation.step_times import StepTimes, parse_times
+from torchquorum.simulation.step_times import DrawnTimes, parse_times
 
 UPDATES = 1000
 
@@ -53,7 +53,7 @@ class Scenario:
 
     rule: Rule | str
     workers: int
-    times: StepTimes | str | float
+    times: DrawnTimes | str | float
     updates: int | None = None
     gradients: int | None = None
     seconds: float | None = None
@@ -69,7 +69,7 @@ class Scenario:
     seed: int = 0
 
     chosen_rule: Rule = field(init=False, repr=False)
-    step_times: StepTimes = field(init=False, repr=False)
+    step_times: DrawnTimes = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.updates is None and self.gradients is None and self.seconds is None:

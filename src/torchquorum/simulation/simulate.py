@@ -11,10 +11,10 @@ from torchquorum.rules import Rule
 from torchquorum.simulation.books import Books, Simulated, figures_of
 from torchquorum.simulation.scenario import Scenario
 from torchquorum.simulation.simulator import Simulator
-from torchquorum.simulation.step_times import StepTimes
+from torchquorum.simulation.step_times import DrawnTimes
 
 
-def simulate(rule: Rule | str, workers: int, times: StepTimes | str | float = 1.0, **more: Any) -> Simulated:
+def simulate(rule: Rule | str, workers: int, times: DrawnTimes | str | float = 1.0, **more: Any) -> Simulated:
     """Tells what a rule would do with these workers: the quorum of a real run decides, in virtual time.
 
     Example:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torchquorum.rules.quorum import Action, Key, Quorum, Released
 from torchquorum.simulation.books import Books
-from torchquorum.simulation.network import Link
+from torchquorum.simulation.network import SharedLink
 from torchquorum.simulation.scenario import Scenario
 from torchquorum.simulation.step_times import random_of
 
@@ -22,7 +22,7 @@ TICK_S = 0.25  # how often a ps looks at its clock, at most
 
 
 @dataclass(slots=True)
-class Process:
+class SimulatedWorker:
     """One worker as it sees itself. `life` is its incarnation: an event of an earlier one is void."""
 
     draws: Iterator[float]
@@ -54,9 +54,9 @@ class Simulator:
         self.books = Books(s)
         self.now = 0.0
         times = s.step_times
-        self._processes = [Process(times.draws(i, s.seed)) for i in range(s.workers)]
+        self._processes = [SimulatedWorker(times.draws(i, s.seed)) for i in range(s.workers)]
         self._random = random_of(s.seed, -1)
-        self._up, self._down = Link(s.network), Link(s.network)
+        self._up, self._down = SharedLink(s.network), SharedLink(s.network)
         self._pipeline, self._instant = self.quorum.rule.pipeline, s.network.instant
         self._pushed = self._count = 0
         self._looks_at = -1.0
@@ -88,7 +88,7 @@ class Simulator:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def _begin_step(self, worker: int, process: Process, at: float) -> None:
+    def _begin_step(self, worker: int, process: SimulatedWorker, at: float) -> None:
         """A worker begins to compute on the version that it has."""
         end = at + next(process.draws) * process.factor
         self.books.computing(worker, at, end)

@@ -19,7 +19,7 @@ from torchquorum.errors import ConfigError
 _FORMS = "0.1, exponential:0.1, exponential:0.1:0.05, lognormal:0.1:0.5, pareto:0.1:2.5, trace:FILE"
 
 
-class StepTimes(Protocol):
+class DrawnTimes(Protocol):
     """Where the times of steps come from."""
 
     def draws(self, worker: int, seed: int) -> Iterator[float]:
@@ -118,7 +118,7 @@ class Recorded:
         return itertools.cycle([*own[start:], *own[:start]])
 
 
-def parse_times(text: str) -> StepTimes:
+def parse_times(text: str) -> DrawnTimes:
     """Reads a distribution of step times in the notation of the command line.
 
     Args:

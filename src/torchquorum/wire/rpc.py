@@ -96,7 +96,7 @@ class Pending:
             return None
 
 
-class Life:
+class SignsOfLife:
     """The signs of life on one channel during a wait: messages, bytes that come, a message of ours that arrives little by little, beats.
 
     What arrives at once is none: the system of the other side, or something between, takes it also for a process that is gone or frozen.
@@ -139,7 +139,7 @@ class Life:
         return self._to_leave - self.progress.leaving, self._to_leave
 
 
-def tell_bytes(lives: Sequence[Life]) -> str:
+def tell_bytes(lives: Sequence[SignsOfLife]) -> str:
     """Returns what has moved during a wait, as the end of a line for people; nothing where it is not known."""
     coming = sum(life.progress.coming for life in lives)
     if coming:
@@ -256,7 +256,7 @@ class Asker:
         """
         seen = self.patience.seen_time(self.clock)
         started = reported = asked = seen.now()
-        life = Life(self.channel, started, self.beats)
+        life = SignsOfLife(self.channel, started, self.beats)
         arrived, repeats = started, 0
         while True:
             received = self.channel.receive(self.patience.probe_s)

@@ -28,14 +28,14 @@ _STRETCH = {"n": 1 << 14, "r": 8, "p": 1}
 
 
 @dataclass(frozen=True)
-class Identity:
+class CertifiedKey:
     """A certificate, and its private key, which does not show itself."""
 
     certificate: bytes
     private_key: bytes
 
     def __repr__(self) -> str:
-        return "Identity(hidden)"
+        return "CertifiedKey(hidden)"
 
     @property
     def pinned(self) -> bytes:
@@ -52,13 +52,13 @@ class Side:
 
 
 @lru_cache(maxsize=8)
-def identities(secret: Secret) -> tuple[Identity, Identity]:
+def identities(secret: Secret) -> tuple[CertifiedKey, CertifiedKey]:
     """Returns the identities of the listening and of the connecting side."""
     key = hashlib.scrypt(secret.derive("torchquorum/2/tls"), salt=b"torchquorum", dklen=64, **_STRETCH)
     return _identity(key, "server"), _identity(key, "client")
 
 
-def _identity(key: bytes, name: str) -> Identity:
+def _identity(key: bytes, name: str) -> CertifiedKey:
     from cryptography import x509
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -77,7 +77,7 @@ def _identity(key: bytes, name: str) -> Identity:
         .sign(private, None)
     )
     pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
-    return Identity(
+    return CertifiedKey(
         made.public_bytes(pem),
         private.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain),
     )
@@ -107,7 +107,7 @@ def connecting_side(secret: Secret) -> Side:
     return Side(_context(ssl.PROTOCOL_TLS_CLIENT, client, server), server.pinned)
 
 
-def _context(kind: int, mine: Identity, other: Identity) -> ssl.SSLContext:
+def _context(kind: int, mine: CertifiedKey, other: CertifiedKey) -> ssl.SSLContext:
     if not ssl.HAS_TLSv1_3:  # pragma: no cover (a Python that was built with an old OpenSSL)
         raise SecretError(
             f"a secret was given, and {ssl.OPENSSL_VERSION} of this Python cannot do TLS 1.3, so nothing can be encrypted; "

@@ -15,7 +15,7 @@ import torchquorum.wire.messages as m
 from torchquorum.wire import codec
 from torchquorum.wire.channel import Channel
 from torchquorum.wire.codec import Frame
-from torchquorum.wire.rpc import SAME, Arrived, Asker, Life, Pending, error_of
+from torchquorum.wire.rpc import SAME, Arrived, Asker, Pending, SignsOfLife, error_of
 from torchquorum.worker.worker_end import WorkerEnd
 
 MOST_PENDING = 64
@@ -66,10 +66,10 @@ class PsChannels:
         """Returns what asks ps task k, with its channel."""
         return self._askers[k]
 
-    def life(self, k: int, now: float) -> Life:
+    def life(self, k: int, now: float) -> SignsOfLife:
         """Returns the signs of life of ps task k, for a wait that begins now."""
         asker = self._askers[k]
-        return Life(asker.channel, now, asker.beats)
+        return SignsOfLife(asker.channel, now, asker.beats)
 
     def closed(self, k: int) -> bool:
         """Whether ps task k is known to have closed the connection."""

@@ -19,7 +19,7 @@ from torchquorum.cluster import TaskId
 from torchquorum.errors import LostCreationError
 from torchquorum.wire import codec
 from torchquorum.wire.codec import Frame
-from torchquorum.wire.rpc import Arrived, Life, error_of, tell_bytes
+from torchquorum.wire.rpc import Arrived, SignsOfLife, error_of, tell_bytes
 from torchquorum.worker.link_states import LinkState, LinkStates
 from torchquorum.worker.ps_channels import PsChannels
 
@@ -38,7 +38,7 @@ class Waiting:
     """
 
     seen: SeenTime
-    lives: list[Life]
+    lives: list[SignsOfLife]
     wanted: frozenset[int]
     what: str = "its turn"
     found: dict[int, dict[int, Answer]] = field(default_factory=dict)

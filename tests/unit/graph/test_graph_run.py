@@ -10,7 +10,7 @@ from torchquorum.cluster import TaskId
 from torchquorum.errors import DeadlineError, TorchQuorumError
 from torchquorum.graph.assignments import Assignments, GivenBatch
 from torchquorum.graph.contact import Contact
-from torchquorum.graph.graph_run import BUSY_S, GraphRun, Trouble
+from torchquorum.graph.graph_run import BUSY_S, ContactTrouble, GraphRun
 
 
 class PassingClock(ManualClock):
@@ -56,9 +56,9 @@ def test_a_wait_ends_with_what_the_dispatcher_failed_of(run: GraphRun) -> None:
 
 
 def test_there_is_hope_while_a_task_has_no_trouble_or_may_become_free(run: GraphRun) -> None:
-    run.troubles[0] = Trouble("task", "is another task", 1000.0)
+    run.troubles[0] = ContactTrouble("task", "is another task", 1000.0)
     run.check_hope()
-    run.troubles[1] = Trouble("busy", "is busy", 1000.0)
+    run.troubles[1] = ContactTrouble("busy", "is busy", 1000.0)
     run.check_hope()
     run.troubles[1].since -= BUSY_S
     with pytest.raises(TorchQuorumError, match="no compute task can join: is another task; is busy"):

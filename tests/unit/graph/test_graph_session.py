@@ -359,7 +359,7 @@ def test_a_second_client_is_told_that_the_task_is_busy(monkeypatch: pytest.Monke
         assert run.submit(*BATCH).result().accepted
 
 
-def test_strangers_get_an_answer_and_change_nothing() -> None:
+def test_unknown_senders_get_an_answer_and_change_nothing() -> None:
     _, graph, optimizer = make(tq.Async())
     with graph_cluster() as cluster, session(cluster, graph, optimizer) as run:
         address = cluster.spec.address(cluster.spec.workers[0])

@@ -13,6 +13,8 @@ GUESSED = 4711
 SHARE = m.ShareSpec("data", 4, 1, 4, None, 0)
 OF_WORKERS: list[m.Message] = [
     m.Push(0, GUESSED, 2, 1, 0, -1, [], None),
+    m.PullRows(0, GUESSED, 2, 0),
+    m.TakeEvicted(0, GUESSED, 1, 0),
     m.Pull(0, GUESSED, 2),
     m.PullRows(0, GUESSED, 2, 0),
     m.TakeEvicted(0, GUESSED, 2, 0),

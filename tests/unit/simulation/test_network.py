@@ -1,7 +1,7 @@
 import pytest
 
 from torchquorum.errors import ConfigError
-from torchquorum.simulation.network import Link, Network, parse_bandwidth, parse_size
+from torchquorum.simulation.network import Network, SharedLink, parse_bandwidth, parse_size
 
 
 def test_sizes_and_bandwidths_have_units() -> None:
@@ -15,12 +15,12 @@ def test_sizes_and_bandwidths_have_units() -> None:
 
 
 def test_transfers_queue_on_the_link_of_the_ps() -> None:
-    link = Link(Network(size_bytes=10, bandwidth=10, latency_s=0.5))
+    link = SharedLink(Network(size_bytes=10, bandwidth=10, latency_s=0.5))
     assert [link.transfer(0), link.transfer(0), link.transfer(5)] == [1.5, 2.5, 6.5]
 
 
 def test_a_slow_worker_does_not_hold_up_the_link() -> None:
-    link = Link(Network(size_bytes=10, bandwidth=10, worker_bandwidth=2))
+    link = SharedLink(Network(size_bytes=10, bandwidth=10, worker_bandwidth=2))
     assert [link.transfer(0), link.transfer(0), link.transfer(0)] == [5, 5, 5]
     with pytest.raises(ConfigError, match="bandwidth above 0"):
         Network(bandwidth=0)

@@ -43,4 +43,4 @@ def test_both_sides_demand_tls_1_3_and_the_others_certificate_and_give_no_ticket
 
 def test_an_identity_does_not_show_its_key() -> None:
     for identity in identities(SECRET):
-        assert "PRIVATE" in identity.private_key.decode() and repr(identity) == str(identity) == "Identity(hidden)"
+        assert "PRIVATE" in identity.private_key.decode() and repr(identity) == str(identity) == "CertifiedKey(hidden)"

@@ -20,7 +20,7 @@ from torchquorum.errors import ConfigError
 from torchquorum.session.hooks.hook import Hook, HookSession, Ran
 from torchquorum.session.hooks.standard import check_every
 from torchquorum.session.hooks.summary_asks import Asks, OverLink
-from torchquorum.session.hooks.summary_writer import Moment, Opening, Rewind, SummaryThread
+from torchquorum.session.hooks.summary_writer import Rewind, RunHead, StepValues, SummaryThread
 from torchquorum.session.join import say
 from torchquorum.session.states import SessionState
 
@@ -107,7 +107,7 @@ class SummaryHook(Hook):
         )
         # The graph is traced from a copy: tracing switches modes and must not run beside a training step.
         model = copy.deepcopy(session.model) if self._example is not None else None
-        self._thread.put(Opening(describe_run(session), model, self._example))
+        self._thread.put(RunHead(describe_run(session), model, self._example))
 
     def after_run(self, session: HookSession, ran: Ran) -> None:
         """Notes the numbers of this step, if one is due."""
@@ -158,7 +158,7 @@ class SummaryHook(Hook):
     def scalar(self, name: str, value: float, global_step: int) -> None:
         """Writes a number of another hook, or of your own; without effect on workers other than the chief."""
         if self._thread is not None:
-            self._thread.put(Moment(global_step, self._clock.wall(), {name: float(value)}, with_status=False))
+            self._thread.put(StepValues(global_step, self._clock.wall(), {name: float(value)}, with_status=False))
 
     def _note(self, session: HookSession, version: int, *, histograms: bool, last: bool = False) -> None:
         assert self._thread is not None
@@ -179,7 +179,7 @@ class SummaryHook(Hook):
             arrays = take_variables(session.model)
         ask = last or now - self._asked_at >= STATUS_EVERY_S
         self._asked_at = now if ask else self._asked_at
-        self._thread.put(Moment(version, self._clock.wall(), scalars, arrays, with_status=ask, last=last))
+        self._thread.put(StepValues(version, self._clock.wall(), scalars, arrays, with_status=ask, last=last))
 
 
 def take_variables(model: torch.nn.Module) -> dict[str, np.ndarray]:

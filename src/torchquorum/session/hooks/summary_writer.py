@@ -33,7 +33,7 @@ SEND_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Moment:
+class StepValues:
     """What the loop knew at one global step; the arrays are copies that nothing else uses."""
 
     global_step: int
@@ -45,7 +45,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class RunHead:
     """What is written at the start: the configuration, and a copy of the model with an example of its input."""
 
     config: str
@@ -87,7 +87,7 @@ class SummaryThread:
         self._folder, self._first_step, self._asks = folder, first_step, asks
         self._spool = Spool(locate(folder), clock)
         self._say, self._clock = say, clock
-        self._queue: queue.SimpleQueue[Moment | Opening | Rewind | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[StepValues | RunHead | Rewind | None] = queue.SimpleQueue()
         self._rates = StatusRates(batch_size)
         self._over, self._loop = over, threading.current_thread()
         self.histogram_s = 0.0
@@ -96,7 +96,7 @@ class SummaryThread:
         self.thread = threading.Thread(target=self._run, name="torchquorum-summaries", daemon=True)
         self.thread.start()
 
-    def put(self, item: Moment | Opening | Rewind) -> None:
+    def put(self, item: StepValues | RunHead | Rewind) -> None:
         """Queues something, without waiting."""
         if not self.failed:
             self._queue.put(item)
@@ -144,9 +144,9 @@ class SummaryThread:
         try:
             while (item := self._next()) is not None:
                 match item:
-                    case Moment():
-                        self._write_moment(writer, item)
-                    case Opening():
+                    case StepValues():
+                        self._write_values(writer, item)
+                    case RunHead():
                         self._write_opening(writer, item)
                     case Rewind():
                         writer.close()
@@ -166,7 +166,7 @@ class SummaryThread:
         self._opened = int(self._clock.wall())
         return SummaryWriter(str(self._spool.local), purge_step=first_step or None)
 
-    def _next(self) -> Moment | Opening | Rewind | None:
+    def _next(self) -> StepValues | RunHead | Rewind | None:
         while True:
             try:
                 return self._queue.get(timeout=POLL_S)
@@ -174,7 +174,7 @@ class SummaryThread:
                 if self._over() or not self._loop.is_alive():
                     return None
 
-    def _write_moment(self, writer: Any, moment: Moment) -> None:
+    def _write_values(self, writer: Any, moment: StepValues) -> None:
         scalars = dict(moment.scalars)
         if moment.with_status:
             scalars |= self._rates.scalars(self._asks.status(), self._clock.now())
@@ -194,7 +194,7 @@ class SummaryThread:
             if finite.size:
                 writer.add_histogram(name, finite, step, bins=BINS, walltime=wall)
 
-    def _write_opening(self, writer: Any, opening: Opening) -> None:
+    def _write_opening(self, writer: Any, opening: RunHead) -> None:
         writer.add_text("configuration", opening.config, 0)
         if opening.example is None:
             return

@@ -1,4 +1,4 @@
-"""Hostile peers at a ps's port, as a program: `python strangers.py KIND HOST:PORT`; KIND `all` is all of them.
+"""Hostile peers at a ps's port, as a program: `python unknown_senders.py KIND HOST:PORT`; KIND `all` is all of them.
 
 Each kind goes on until the process ends. Needs nothing of the cluster's secret; used by tests/process/
 test_hostile.py and benchmarks/hostile.py. Prints `begun` when it has done its worst once.

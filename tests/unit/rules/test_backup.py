@@ -7,7 +7,16 @@ import random
 import pytest
 
 from torchquorum.rules import Quorum, Rule, Sync
-from torchquorum.rules.backup import EVERY, LATE, MINIATURE, MOST_ROUNDS_BETWEEN, WARM, BackupChooser, play_rounds
+from torchquorum.rules.backup import (
+    CHANGED,
+    EVERY,
+    LATE,
+    MINIATURE,
+    MOST_ROUNDS_BETWEEN,
+    WARM,
+    BackupChooser,
+    play_rounds,
+)
 from torchquorum.rules.quorum import Applied, Chose, Key, Released
 
 
@@ -26,6 +35,43 @@ def known(seconds: dict[int, list[float]], noise: float | None = None) -> Backup
 
 def constant(*seconds: float) -> dict[int, list[float]]:
     return {i: [s] * WARM for i, s in enumerate(seconds)}
+
+
+def test_the_figures_that_decide_when_it_chooses() -> None:
+    """Stated once more here: every other test takes them from the module, and would follow a change without a word."""
+    assert (WARM, EVERY, MOST_ROUNDS_BETWEEN, MINIATURE, CHANGED) == (4, 32, 128, 64, 16)
+
+
+def test_what_is_unknown_is_no_sample_and_answers_are_plain() -> None:
+    chooser = BackupChooser(None)
+    assert chooser.is_due(0, [0, 1]) is False and chooser.is_late(0.0, 1e9) is False
+    assert chooser.choose([0, 1], 1, 1, 0, 0.0) == 2
+
+
+def test_a_first_choice_counts_changes_of_speed_from_then_on() -> None:
+    """With sixteen workers one change is not enough, with fifteen it is; counted from none at the beginning."""
+    for workers, due in ((16, False), (15, True)):
+        chooser = known(constant(*[1.0] * workers))
+        chooser.choose(range(workers), 1, workers, 0, 100.0)
+        assert not chooser.is_due(1, range(workers))
+        chooser.times.changes += 1
+        assert chooser.is_due(1, range(workers)) is due
+
+
+def test_a_round_that_began_early_is_late_by_the_clock_alone() -> None:
+    chooser = known(constant(1.0, 1.0))
+    chooser.choose([0, 1], 1, 2, 0, 100.0)
+    assert chooser.round_s is not None
+    late = LATE * chooser.round_s
+    assert chooser.is_late(-0.5, late) and not chooser.is_late(-0.5, late + 0.1)
+
+
+def test_the_miniature_has_the_speeds_of_the_cluster_in_their_proportion() -> None:
+    """Every other worker is slow, in turn: taken by number, all chosen ones could be of one kind."""
+    seconds = [1.0 if i % 2 == 0 else 4.0 for i in range(4 * MINIATURE)]
+    chooser = known(constant(*seconds))
+    chosen = chooser.choose(range(len(seconds)), 1, len(seconds), 0, 100.0)
+    assert abs(chosen - len(seconds) // 2) <= 4
 
 
 # -- rounds in miniature ----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Lightning: `Trainer(strategy=tq.lightning.QuorumStrategy(rule=...))` trains a LightningModule with the ps tasks.
+"""Lightning: `Trainer(strategy=torchquorum.lightning.QuorumStrategy(rule=...))` trains a LightningModule with the ps tasks.
 
 Needs the extra: `pip install torchquorum[lightning]`. The strategy wraps the module's optimizer, starts a session when training starts,
 after Lightning has restored a checkpoint, and ends it with the training. What always holds: every worker runs a Trainer of its own on one
@@ -27,7 +27,7 @@ try:
     from lightning.pytorch.trainer.states import RunningStage, TrainerFn
     from lightning.pytorch.utilities.data import _update_dataloader
 except ImportError as error:  # pragma: no cover
-    raise ImportError("tq.lightning needs Lightning 2: pip install 'torchquorum[lightning]'") from error
+    raise ImportError("torchquorum.lightning needs Lightning 2: pip install 'torchquorum[lightning]'") from error
 
 
 class QuorumStrategy(SingleDeviceStrategy):

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: `Trainer(..., optimizers=(tq.Optimizer(...), scheduler), callbacks=[tq.transformers.QuorumCallback(task)])`.
+"""Hugging Face Trainer: `Trainer(..., optimizers=(tq.Optimizer(...), scheduler), callbacks=[QuorumCallback(task)])`.
 
 Needs the extra: `pip install torchquorum[transformers]`. The callback begins a session when training begins, after the Trainer has loaded a
 checkpoint, and ends it with the training. What always holds: every worker runs a Trainer of its own; only the chief saves and reports.
@@ -17,7 +17,7 @@ from torchquorum.worker.optimizer import Optimizer
 try:
     from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 except ImportError as error:  # pragma: no cover
-    raise ImportError("tq.transformers needs transformers: pip install 'torchquorum[transformers]'") from error
+    raise ImportError("torchquorum.transformers needs transformers: pip install 'torchquorum[transformers]'") from error
 
 
 class QuorumCallback(TrainerCallback):

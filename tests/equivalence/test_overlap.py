@@ -17,7 +17,7 @@ from torchquorum.fastpath.policy import fastpath_kernels
 from torchquorum.session.join import Task
 from torchquorum.wire.messages import Plan
 from torchquorum.worker import overlap as early
-from torchquorum.worker import run_member
+from torchquorum.worker import track_member
 from torchquorum.worker.exchange import Exchange
 from torchquorum.worker.overlap import Overlap
 
@@ -191,7 +191,7 @@ def both(monkeypatch: pytest.MonkeyPatch, run: Run) -> list[int]:
     monkeypatch.setattr(early, "LEAST_BYTES", 0)
     if run.device == "cpu":  # where nothing is gained; here it stands in for a GPU, with copies that are made at once
         monkeypatch.setattr(Exchange, "copy_early", at_once)
-        monkeypatch.setattr(run_member, "can_use_fastpath", as_on_a_gpu)
+        monkeypatch.setattr(track_member, "can_use_fastpath", as_on_a_gpu)
     values, held = run()
     for ours, theirs in zip(values, late, strict=True):
         assert torch.equal(torch.as_tensor(ours), torch.as_tensor(theirs))

@@ -24,7 +24,18 @@ def test_every_program_of_the_examples_is_in_the_index_and_on_the_page() -> None
     found = [*(ROOT / "examples").rglob("*.py"), *(ROOT / "examples").rglob("*.ipynb")]
     programs = {p.relative_to(ROOT / "examples").as_posix() for p in found if ".ipynb_checkpoints" not in p.parts}
     assert not [program for program in programs if program not in INDEX]
-    tutorials = {p for p in programs if not p.startswith(("mnist/", "notebook/", "gpt/", "annealing/"))}
+    others = (
+        "mnist/",
+        "notebook/",
+        "gpt/",
+        "annealing/",
+        "epochs/",
+        "recommender/",
+        "lightning/",
+        "trainer/",
+        "accelerate/",
+    )
+    tutorials = {p for p in programs if not p.startswith(others)}
     assert not [program for program in tutorials if program not in TEXT]
 
 

@@ -21,7 +21,16 @@ model = nn.Linear(4, 2)
 ends = args.schedule_ends
 schedule = tq.schedule("OneCycleLR", max_lr=0.1, total_steps=ends) if ends else None
 optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1), rule=tq.Async(), schedule=schedule)
-with tq.Session(task, model, optimizer, logdir=args.logdir, last_step=args.last_step, save_every_steps=10) as session:
+all_in = task.num_workers if args.raises >= 0 else None  # or the others may be done before it has come
+with tq.Session(
+    task,
+    model,
+    optimizer,
+    logdir=args.logdir,
+    last_step=args.last_step,
+    save_every_steps=10,
+    wait_for_workers=all_in,
+) as session:
     while not session.should_stop():
         optimizer.zero_grad()
         model(torch.randn(8, 4)).square().mean().backward()

@@ -17,7 +17,7 @@ from torchquorum.replay.replay import ReplayOptions, make_again
 @pytest.mark.parametrize("rule", ["async", "sync", "async:pipeline"])
 def test_a_recorded_run_is_made_again_bit_for_bit(rule: str, tmp_path: Path) -> None:
     record(tmp_path, f"--rule={rule}", "--load=6" if rule == "async" else "--load=-1")
-    replay(tmp_path)
+    assert replay(tmp_path)
 
 
 @pytest.mark.parametrize(

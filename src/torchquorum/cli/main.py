@@ -51,8 +51,7 @@ SETTINGS: dict[str, Any] = {
 
 HELP = """\b
 A parameter server for PyTorch. See also `torchquorum COMMAND --help`. Examples:
-  torchquorum train                MNIST on 1 ps and 2 workers of this machine
-  torchquorum run script.py --my-flag 3
+  torchquorum train        torchquorum run script.py --my-flag 3
 """
 
 

@@ -25,7 +25,7 @@ def replay(run: str, check: bool, to: int | None, dump: int | None, quiet: bool)
     Examples:
       torchquorum run --record --logdir runs/one script.py
       torchquorum replay runs/one --check
-      torchquorum replay runs/one --dump 120     which worker's batch made the loss jump?
+      torchquorum replay runs/one --dump 120     whose batch made the loss jump?
     """
     from torchquorum.replay.replay import ReplayOptions, make_again
     from torchquorum.replay.script import ScriptedLife

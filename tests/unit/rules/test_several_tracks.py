@@ -293,6 +293,7 @@ class Several(RuleBasedStateMachine):
 
 
 def test_whatever_happens_to_programs_of_one_order_all_of_their_optimizers_go_on():
+    assert Several.TestCase is not None
     run_state_machine_as_test(
         Several,
         settings=settings(

@@ -141,6 +141,11 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     ),
     m.PartTaken: st.builds(m.PartTaken, numbers),
     m.Stay: st.builds(m.Stay, numbers, st.booleans()),
+    m.PullRows: st.builds(m.PullRows, numbers, numbers, numbers, numbers),
+    m.TakeEvicted: st.builds(m.TakeEvicted, numbers, numbers, numbers, numbers),
+    m.Rows: st.builds(m.Rows, numbers, numbers),
+    m.Evicted: st.builds(m.Evicted, numbers),
+    m.HaveKeys: st.builds(m.HaveKeys, numbers, numbers, numbers, numbers, numbers, numbers),
 }
 
 

@@ -204,3 +204,34 @@ def test_what_is_given_is_checked():
                 pass
     finally:
         cluster.stop()
+
+
+class Seen(tq.Hook):
+    """Notes after which steps it was called."""
+
+    def __init__(self, *, every: bool) -> None:
+        self.every_optimizer = every
+        self.versions: list[tuple[str, int]] = []
+
+    def after_run(self, session: tq.hooks.HookSession, ran: tq.hooks.Ran) -> None:
+        self.versions.append((ran.step.optimizer, ran.step.version))
+
+
+def test_hooks_follow_the_first_optimizer_unless_they_ask_for_all() -> None:
+    first, every = Seen(every=False), Seen(every=True)
+
+    def work(task: Task) -> int:
+        g, d = nets()
+        opt_g, opt_d = (tq.Optimizer(o, rule=tq.Async()) for o in optimizers(g, d))
+        # The critic is six steps ahead after the first iteration: its version is not the global step.
+        hooks = [first, every, tq.StopAtStepHook(last_step=3)]
+        with tq.Session(task, [g, d], {"g": opt_g, "d": opt_d}, patience=PATIENCE, hooks=hooks) as session:
+            step = 0
+            while not session.should_stop():
+                iteration(g, d, opt_g, opt_d, batch(step), critics=6)
+                step += 1
+        return step
+
+    assert Cluster().run(work) == [3]
+    assert first.versions == [("g", version) for version in (1, 2, 3)]
+    assert len(every.versions) == 21

@@ -63,6 +63,8 @@ class Share(Hook):
         batches_per_epoch: How many batches an epoch has, for all workers together.
     """
 
+    every_optimizer = True
+
     def __init__(self, session: ShareSession, batches: NumberedBatches, epochs: int | None, name: str) -> None:
         self._session, self._batches = session, batches
         by_epoch = session.epoch_loop.running

@@ -48,8 +48,8 @@ class StepObserver(Protocol):
         """A step is about to be pushed."""
         ...
 
-    def after_run(self, step: Step, loss: float | None, seconds: float) -> None:
-        """A step has been made."""
+    def after_run(self, step: Step, loss: float | None, seconds: float, track: int) -> None:
+        """A step has been made, of the optimizer of this track."""
         ...
 
     def recover(self, error: Exception) -> Step:
@@ -465,7 +465,9 @@ class Optimizer(torch.optim.Optimizer):
         except (LostPlaceError, TaskLostError) as error:
             self._last = self._observer.recover(error)
             self._keep_unused(self._link)
-        self._observer.after_run(self.last, loss() if callable(loss) else loss, time.perf_counter() - started)
+        self._observer.after_run(
+            self.last, loss() if callable(loss) else loss, time.perf_counter() - started, self.track
+        )
         return self.last
 
     def _pushed(self, loss: float | LaterLoss | None) -> Step:

@@ -126,7 +126,14 @@ class Ran:
 
 
 class Hook:
-    """Does nothing; override what you need. Called on the thread of the training loop."""
+    """Does nothing; override what you need. Called on the thread of the training loop.
+
+    Attributes:
+        every_optimizer: Whether `after_run` follows the steps of all optimizers of a session; else those of the first, which are the global
+            steps.
+    """
+
+    every_optimizer = False
 
     def begin(self, session: HookSession) -> None:
         """The session is about to connect."""
@@ -190,10 +197,10 @@ class HookCalls:
             if type(hook).before_run is not Hook.before_run:
                 hook.before_run(self._session)
 
-    def after_run(self, step: Step, loss: float | None, seconds: float) -> None:
-        """A step has been made."""
+    def after_run(self, step: Step, loss: float | None, seconds: float, track: int = 0) -> None:
+        """A step has been made, of the optimizer of this track."""
         for hook in self.all:
-            if type(hook).after_run is not Hook.after_run:
+            if type(hook).after_run is not Hook.after_run and (track == 0 or hook.every_optimizer):
                 hook.after_run(self._session, Ran(step, loss, seconds))
 
     def after_checkpoint(self) -> None:

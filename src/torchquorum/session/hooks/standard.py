@@ -126,6 +126,8 @@ class NanGuardHook(Hook):
         gradients: Check the gradients too, before they are pushed. A bad one always raises: it must not be pushed.
     """
 
+    every_optimizer = True
+
     def __init__(self, fail: bool = True, *, gradients: bool = False) -> None:
         self._fail, self._gradients = fail, gradients
         self._told = False

@@ -208,7 +208,7 @@ def test_the_loop_goes_on_while_the_writer_is_stuck(tmp_path: Path, monkeypatch:
         freed_before_the_end.extend(freed)
         go_on.set()
 
-    monkeypatch.setattr(summaries.SummaryThread, "_write_moment", stick)
+    monkeypatch.setattr(summaries.SummaryThread, "_write_values", stick)
     hook = tq.SummaryHook(logdir=tmp_path, every_steps=1)
     assert train(lambda _: [hook], last_step=50, at_end=free) == [(50, 50)]
     assert freed_before_the_end == [] and freed and all(freed)

@@ -93,6 +93,10 @@ chaos: $(DEV_STAMP) ## Run the fault matrix: every fault, task, rule and moment 
 chaos-beside: $(DEV_STAMP) ## Run what is beside it: pauses, slow transfers, exceptions and exits, disks, folders, files
 	$(BIN)/python -m tests.chaos --part beside $(CHAOS_ARGS)
 
+.PHONY: replay
+replay: $(DEV_STAMP) ## Record runs, kill their tasks and make the runs again, bit for bit
+	$(BIN)/python -m pytest -m replays tests/process/test_replay.py
+
 .PHONY: ray
 ray: $(DEV_STAMP) ## Run the tests on a real Ray of several machines on this one
 	$(BIN)/python -m pytest -m on_ray tests/process/test_ray.py

@@ -14,6 +14,9 @@ from torchquorum.formats.record_file import MAGIC, RecordError, RecordFile, read
 from torchquorum.replay.replay import ReplayOptions, make_again
 
 
+pytestmark = pytest.mark.replays
+
+
 @pytest.mark.parametrize("rule", ["async", "sync", "async:pipeline"])
 def test_a_recorded_run_is_made_again_bit_for_bit(rule: str, tmp_path: Path) -> None:
     record(tmp_path, f"--rule={rule}", "--load=6" if rule == "async" else "--load=-1")

@@ -13,7 +13,6 @@ from tests.process.tasks import Started, by_hand
 from torchquorum.formats.record_file import MAGIC, RecordError, RecordFile, read_record
 from torchquorum.replay.replay import ReplayOptions, make_again
 
-
 pytestmark = pytest.mark.replays
 
 

@@ -8,7 +8,7 @@ before, and everybody comes to an end.
 
 from __future__ import annotations
 
-import re
+from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -38,7 +38,6 @@ from torchquorum.wire.messages import Apply, Drop, MemoryRef, Release
 Action = tuple[str, int]
 FIRST_INCARNATION = 100
 LONG_S = 10.0
-TIMES = re.compile(r"\d+\.\d+")
 
 
 def amount(key: Key) -> float:
@@ -492,7 +491,7 @@ class Model:
             self.version,
             self.versions.current,
             tuple(sorted(self.versions._readers.items())),
-            TIMES.sub("", repr(self.leader.quorum)),
+            _state(self.leader.quorum),
         )
         slots = repr(self.states), bytes(self.versions.slots._numbers), tuple(tuple(v.tolist()) for v in self.values)
         budget = tuple(vars(self.budget).values())
@@ -518,6 +517,23 @@ class _Refusing:
 
     def __exit__(self, *_: object) -> None:
         pass
+
+
+def _state(of: Any) -> Any:
+    """Returns all that an object of the rules holds, without its times: two that behave alike have the same."""
+    if of is None or isinstance(of, int | str | bytes):
+        return of
+    if isinstance(of, float):
+        return "a time"
+    if isinstance(of, dict):
+        return tuple((_state(key), _state(value)) for key, value in of.items())
+    if isinstance(of, set | frozenset):
+        return tuple(sorted(map(_state, of)))
+    if isinstance(of, list | tuple | deque):
+        return tuple(map(_state, of))
+    names = sorted(name for one in type(of).__mro__ for name in getattr(one, "__slots__", ())) or sorted(vars(of))
+    assert names, f"{type(of).__name__} tells nothing of what it holds"
+    return type(of).__name__, tuple((name, _state(getattr(of, name))) for name in names)
 
 
 def _where(program: Any) -> tuple[Any, ...]:

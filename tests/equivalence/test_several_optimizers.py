@@ -235,3 +235,47 @@ def test_hooks_follow_the_first_optimizer_unless_they_ask_for_all() -> None:
     assert Cluster().run(work) == [3]
     assert first.versions == [("g", version) for version in (1, 2, 3)]
     assert len(every.versions) == 21
+
+
+@pytest.mark.parametrize(("num_ps", "critics", "first"), [(1, 2, "g"), (2, 3, "d")])
+def test_a_durable_run_loses_no_update_of_any_of_them_when_a_ps_is_lost(
+    tmp_path: Path, num_ps: int, critics: int, first: str
+) -> None:
+    cluster = Cluster(workers=2, ps=num_ps)
+    beats = [threading.Event(), threading.Event()]
+
+    def lose() -> None:
+        for number, beat in enumerate(beats):
+            assert beat.wait(30)
+            cluster.restart(number % num_ps)
+
+    def work(task: Task) -> list[torch.Tensor]:
+        g, d = nets()
+        opt_g, opt_d = (tq.Optimizer(o) for o in optimizers(g, d))
+        given = {"g": opt_g, "d": opt_d} if first == "g" else {"d": opt_d, "g": opt_g}
+        steps = 40 if first == "g" else 40 * critics
+        with tq.Session(
+            task, {"G": g, "D": d}, given, last_step=steps, wait_for_workers=2, patience=PATIENCE, logdir=tmp_path,
+            durable=True,
+        ) as session:  # fmt: skip
+            step = 0
+            while not session.should_stop():
+                iteration(g, d, opt_g, opt_d, batch(step, task.index), critics)
+                step += 1
+                if task.index == 0 and step in (7, 23):
+                    beats[step > 7].set()
+            assert step == 40 and (opt_g.version, opt_d.version) == (40, 40 * critics)
+        return [p.detach() for p in (*g.parameters(), *d.parameters())]
+
+    loser = threading.Thread(target=lose)
+    loser.start()
+    try:
+        one, two = cluster.run(work, work)
+        loser.join()
+        cluster.wait()
+    finally:
+        cluster.stop()
+    assert any("are back from the journal" in line for line in cluster.said), cluster.said
+    for a, b, c in zip(one, two, plain(critics, 40), strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, c)

@@ -191,6 +191,11 @@ class Manifest(msgspec.Struct, kw_only=True):
         """Returns every piece of every tensor."""
         return [*self.pieces, *self.buffers]
 
+    @property
+    def place(self) -> int:
+        """Returns how many updates it has, of all optimizers: with one, that is the step."""
+        return self.step + sum(saved["version"] for saved in self.scalars.get("more", []))
+
 
 class _Head(msgspec.Struct):
     format: int

@@ -96,6 +96,8 @@ class Record(msgspec.Struct, array_like=True):
         evicted_at: The time at which rows went after it, if some could.
         track: Which optimizer's it is.
         place: How many updates there were of all optimizers, where there are several.
+
+    Where there are several optimizers, `told`, and every version of a file, a lineage or a replay here, counts the updates of all.
     """
 
     version: int
@@ -110,6 +112,11 @@ class Record(msgspec.Struct, array_like=True):
     evicted_at: float = 0.0
     track: int = 0
     place: int = 0
+
+    @property
+    def number(self) -> int:
+        """Returns which update of the run it is; of one optimizer that is its version."""
+        return self.place or self.version
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -250,7 +257,7 @@ def read_file(path: Path) -> Iterator[tuple[Record, memoryview]]:
     with path.open("rb") as file:
         head = _take_head(file)
         expected = head.start + 1 if isinstance(head, Head) else -1
-        while expected > 0 and isinstance(found := _take_record(file), tuple) and found[0].version == expected:
+        while expected > 0 and isinstance(found := _take_record(file), tuple) and found[0].number == expected:
             expected += 1
             yield found
 
@@ -351,14 +358,14 @@ def look_through(path: Path, head: Head) -> Contents:
         with path.open("rb") as file:
             _take_head(file)
             while (found := _take_record(file)) not in (Bad.END, Bad.TORN):
-                right = isinstance(found, tuple) and found[0].version == contents.last + 1
+                right = isinstance(found, tuple) and found[0].number == contents.last + 1
                 if right and not bad_at:
                     contents.last += 1
                 elif not bad_at:
                     bad_at = contents.last + 1
                 if isinstance(found, tuple):
                     contents.told = max(contents.told, found[0].told)
-                    contents.seen = max(contents.seen, found[0].version)
+                    contents.seen = max(contents.seen, found[0].number)
                 if found is Bad.LOST and not _find_frame(file):
                     break
     except OSError as error:
@@ -403,6 +410,12 @@ class Lineage:
     def kept(self) -> list[tuple[int, int]]:
         """Returns each generation with the last of its versions that a run which goes on from here has in its past."""
         return [(made, min([self.version, *self.starts[k + 1 :]])) for k, made in enumerate(self.generations)]
+
+    def steps_after(self, step: int) -> int:
+        """Returns how many of the versions after `step`, up to the one that is reached, are the first optimizer's."""
+        if self.plan is None or not self.plan.get("more"):
+            return self.version - step
+        return sum(record.track == 0 for record, _ in replay_lineage(self, step, self.version))
 
     def add(self, path: Path, head: Head, step: int) -> None:
         """Adds a file of this line: its records are replayed if they go on from those before."""
@@ -522,9 +535,9 @@ def replay_lineage(line: Lineage, step: int, upto: int) -> Iterator[tuple[Record
     version = step
     for path, last in line.files:
         for record, payload in read_file(path):
-            if record.version > min(last, upto):
+            if record.number > min(last, upto):
                 break
-            if record.version == version + 1:
+            if record.number == version + 1:
                 version += 1
                 yield record, payload
     if version != upto:

@@ -142,20 +142,23 @@ def last_known(tail: bytes) -> int | None:
 def told_in_ledger(folder: Path) -> int | None:
     """Returns the newest version that a worker of a durable run was told of, as its ledger says; None if the run was not durable.
 
-    A gradient names the version it was computed at, which its worker was told of. Only the run's last life counts.
+    A gradient names the version it was computed at, which its worker was told of. Only the run's last life counts. Of several
+    optimizers the versions are added up: who knows one of each knows a place in the log with at least so many updates.
     """
     try:
         with (folder / NAME).open("rb") as file:
             file.seek(_last_beginning(file))
-            told: int | None = None
+            told: dict[str, int] | None = None
             for line in file:
                 with contextlib.suppress(DamagedLineError):
                     record = decode_line(line)
                     if isinstance(record, Event) and record.event == "began":
-                        told = record.version if record.values.get("durable") else None
+                        began = record.values.get("versions") or {"": record.version}
+                        told = dict(began) if record.values.get("durable") else None
                     elif told is not None and isinstance(record, Entry):
-                        told = max(told, min(record.version, record.met))
-            return told
+                        of = record.optimizer or ""
+                        told[of] = max(told.get(of, 0), min(record.version, record.met))
+            return None if told is None else sum(told.values())
     except OSError:
         return None
 

@@ -65,9 +65,7 @@ def take_up_journal(shard: Shard, create: Create, say: Callable[[str], None]) ->
     except JournalError as error:
         raise RefusedError(str(error)) from None
     if made:
-        say(
-            f"updates {made[0].place or made[0].version} to {made[-1].place or made[-1].version} are back from the journal"
-        )
+        say(f"updates {made[0].number} to {made[-1].number} are back from the journal")
     return made
 
 

@@ -96,7 +96,7 @@ class Leading(Run):
         """
         self.leader.history.restore(replayed)
         if replayed:
-            self.checkpoints.restored_from(step, replayed[0].place or replayed[0].version)
+            self.checkpoints.restored_from(step, replayed[0].number)
         self.leader.meeting.gates.restore(data.get(SAVED_AS, {}))
         data = {name: body for name, body in data.items() if name != SAVED_AS}
         self.leader.data.restore(data, (record.batches for record in replayed))

@@ -45,6 +45,8 @@ class RunHistory:
             values = sum(math.prod(v.shape) for v in plan.variables)
             config = {name: value for name, value in body.items() if name not in ("variables", "rule", "logdir")}
             config |= {"rule": str(plan.rule), "variables": len(plan.variables), "values": values}
+            if plan.more:
+                config["versions"] = {n: t.version for n, t in zip(plan.names, self._quorum.tracks, strict=True)}
             self.note("began", values=config)
             self._ledger.flush()
 

@@ -142,7 +142,7 @@ class Saver:
                 path = publish(partial, manifest)
                 prune(path.parent, keep, clock=self._clock)
                 if isinstance(path, Path):  # a journal is on a file system
-                    clear(path.parent, manifest.generation, manifest.step)
+                    clear(path.parent, manifest.generation, manifest.place)
                 return Published(number, path, "")
             except (TorchQuorumError, OSError) as error:
                 return Published(number, None, str(error))

@@ -284,6 +284,8 @@ class Shard:
     def _keep(self, record: Record, payload: Payload) -> None:
         """Writes an update to the journal."""
         assert self.journal is not None
+        if record.keys:
+            record.told = sum(track.told for track in self.tracks)
         if len(self.tracks) > 1:
             record.place = self.place + 1
         self.journal.append(record, payload)

@@ -53,6 +53,7 @@ class ShardTrack:
         page: The fast path's page, where the plan allows it.
         tables: The rows of its tables.
         evicted: How many of these have gone since this was last set to 0.
+        told: The newest version of which the gradients say that every shard had told a worker, where there is a journal.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class ShardTrack:
             self.variables.update.state.also_busy = self.page.workers.busy_states
         self.tables = ShardTables(plan, shard)
         self.gradients = PendingGradients(self.region, plan.compress)
-        self.given, self.evicted = GivenValues(), 0
+        self.given, self.evicted, self.told = GivenValues(), 0, version
         self.answers = Answers(shard, generation, self.variables, workers, self.page)
 
     @property
@@ -141,10 +142,8 @@ class ShardTrack:
         mean, slot = self.variables.make([p.sections for p in parts], absent, version)
         self._apply_rows(updates, version, entry.evicted_at)
         if keep is not None:
-            told = max(p.version for p in parts)
-            record = Record(
-                version, sorted(absent), entry.keys, entry.batches, entry.settings, told=told, track=self.index
-            )
+            self.told = max(self.told, *(p.version for p in parts))
+            record = Record(version, sorted(absent), entry.keys, entry.batches, entry.settings, track=self.index)
             record.rows, record.evicted_at = [(u.table, len(u.keys)) for u in updates], entry.evicted_at
             keep(record, with_rows(region_bytes(self.region, mean), updates))
         self.variables.publish(slot, version)

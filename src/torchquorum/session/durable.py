@@ -138,26 +138,23 @@ def find_journal(
     """
     logdir = locate(plan.logdir) if plan.logdir is not None else None
     at = next_generation_at(logdir, clock.wall()) if isinstance(logdir, Path) else int(clock.wall() * 1e9)
-    line, generation = Lineage(), 0
+    line, generation, step = Lineage(), 0, 0
     if found.path is not None:
         manifest = load_manifest(locate(found.path))
         generation = manifest.generation
+        place = manifest.place
         if is_remote(found.path):  # there are no journals on object stores
-            return JournalRef(manifest.step, generation, generation, at, [(generation, manifest.step)])
-        line = find_common(Path(found.path).parent, plan.num_shards, generation, manifest.step)
-        if line.version > manifest.step:
+            return JournalRef(place, generation, generation, at, [(generation, place)], manifest.step)
+        line = find_common(Path(found.path).parent, plan.num_shards, generation, place)
+        step = manifest.step + line.steps_after(place)
+        if line.version > place:
             if line.plan is not None:
                 check_plan(line.plan, plan, Path(found.path).parent)
-            say(f"the journal leads on to global step {line.version}")
+            say(f"the journal leads on to global step {step}")
     if isinstance(logdir, Path):
         _check_promise(logdir, line, found, max(told if plan.durable else 0, line.told), say, accept_loss=accept_loss)
-    kept = line.kept()
-    if (
-        found.path is not None and plan.more and not line.files
-    ):  # what is kept of several optimizers is all of their updates
-        more = load_manifest(locate(found.path)).scalars.get("more", [])
-        kept = [(generation, line.version + sum(saved["version"] for saved in more))]
-    return JournalRef(line.version, generation, line.generations[-1] if line.generations else 0, at, kept)
+    after = line.generations[-1] if line.generations else 0
+    return JournalRef(line.version, generation, after, at, line.kept(), step)
 
 
 def _check_promise(

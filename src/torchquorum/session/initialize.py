@@ -181,7 +181,7 @@ class Initializer:
             self._reset()
         journal = self._find_journal(found, plan, told)
         found.set_damaged_aside(self._setup.say)
-        self._stop.count_from(journal.version)
+        self._stop.count_from(journal.step)
         plan.last_step = self._stop.last_step
         generation = self._setup.task.random_bits(62)
         begins = [optimizer.begun_state() for optimizer in self._setup.optimizers]

@@ -129,11 +129,6 @@ class Session:
         folder = check_folder(task, logdir)
         self.epoch_loop = EpochLoop(self, wait_for_workers)
         mode = read_durable(durable, folder)
-        if more and mode:
-            raise ConfigError(
-                "durable= with several optimizers is not there yet: the journal counts the updates of one; leave it out, and save "
-                "often (save_every_s, save_every_steps)"
-            )
         setup = Setup(
             task=task,
             model=module,

@@ -188,6 +188,7 @@ class JournalRef(msgspec.Struct):
         after: The generation that the new one goes on from.
         at: When the new generation begins, in nanoseconds since the epoch.
         kept: The generations that are in its past, each with the last of its versions that is.
+        step: The global step there. The versions above count the updates of all optimizers.
     """
 
     version: int
@@ -195,6 +196,7 @@ class JournalRef(msgspec.Struct):
     after: int
     at: int
     kept: list[tuple[int, int]] = []
+    step: int = 0
 
 
 class MeanPiece(msgspec.Struct, array_like=True):

@@ -24,6 +24,8 @@ RATES_AT_ONCE, RATES_AHEAD = 512, 4096
 HARMLESS = (
     m.Beat,
     m.Probe,
+    m.PullRows,
+    m.TakeEvicted,
     m.StatusRequest,
     m.Hello,
     m.FateOf,

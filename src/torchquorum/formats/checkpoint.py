@@ -332,7 +332,8 @@ class CheckpointReader:
     def _whole_tables(self) -> dict[str, torch.Tensor]:
         """Returns the tables that were whole parameters before the run, as those."""
         found: dict[str, torch.Tensor] = {}
-        sizes = {spec["name"]: spec["rows"] for spec in self.manifest.plan.get("tables", []) if spec["is_fixed"]}
+        plans = [self.manifest.plan, *self.manifest.plan.get("more", [])]
+        sizes = {s["name"]: s["rows"] for of in plans for s in of.get("tables", []) if s["is_fixed"]}
         for stored in self.manifest.tables:
             if stored.name in sizes:
                 shape = (sizes[stored.name], stored.dim)

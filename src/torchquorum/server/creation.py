@@ -79,8 +79,12 @@ def _buffers_of(create: Create, frames: Sequence[Frame]) -> Frame:
 
 
 def _row_frames(plan: Plan) -> int:
-    """Returns how many frames have rows: one, after the values, if the chief's module has all rows of some tables."""
-    return int(any(table.is_fixed for table in plan.tables))
+    """Returns how many frames have rows: after the values, one of each optimizer of whose tables the chief's module has all rows."""
+    return sum(_has_rows(of) for of in plan.tracks())
+
+
+def _has_rows(plan: Plan) -> bool:
+    return any(table.is_fixed for table in plan.tables)
 
 
 def create_run(life: TaskLife, create: Create, frames: Sequence[Frame], now: float, wall: float) -> Leading | Following:
@@ -93,7 +97,9 @@ def create_run(life: TaskLife, create: Create, frames: Sequence[Frame], now: flo
     plan, index, manifest = create.plan, life.me.index, None
     if create.restore is None:
         shard = Shard.created(index, create, frames)
-        shard.tables.begin_with(frames[2 : 2 + _row_frames(plan)])
+        rows = iter(frames[2 * len(shard.tracks) :])
+        for track in shard.tracks:
+            track.tables.begin_with([next(rows)] if _has_rows(track.plan) else [])
     else:
         shard, manifest = Shard.restored(index, plan, locate(create.restore), create.generation)
     run: Leading | Following | None = None

@@ -33,7 +33,7 @@ class Decisions:
 
     Attributes:
         log: What every shard follows.
-        evictions: When rows of tables go.
+        evictions: When rows of each optimizer's tables go.
         settings: The options of each optimizer's parameter groups.
         scheduled_rates: Returns the rates with which an optimizer's schedule makes a version.
         requests: Of each worker, its incarnation and its newest request.
@@ -53,7 +53,7 @@ class Decisions:
     ) -> None:
         self.plan, self.plans, self.quorum = plan, plan.tracks(), quorum
         self.log = DecisionLog(plan.num_shards)
-        self.evictions = Evictions(plan)
+        self.evictions = [Evictions(of) for of in self.plans]
         self.history = RunHistory(quorum, tally, ledger)
         self.scheduled_rates: Callable[[int, int], list[float]] = lambda _track, _version: []
         self.settings = [RunSettings(s) for s in settings or [of.optimizer.groups for of in self.plans]]
@@ -114,7 +114,7 @@ class Decisions:
                     batches = self.data.applied(keys) if self.data else {}
                     self.gates.applied(keys)
                     named = [(k.worker, k.incarnation, k.local_step) for k in keys]
-                    gone_at = self.evictions.at(version, wall) if of == 0 else 0.0
+                    gone_at = self.evictions[of].at(version, wall)
                     self.log.append(Apply(named, version, batches, self.settings[of].take(), gone_at, of))
                     if of == 0:
                         counts.updated(wall)

@@ -213,9 +213,11 @@ class Leading(Run):
                 replies += self.requests.with_positions(answers, entry.worker)
             else:
                 replies += shard.follow(entry)
-        if shard.evicted:
-            leader.history.note("evicted", values={"rows": shard.evicted, "step": shard.version})
-            shard.evicted = 0
+        for track in shard.tracks:
+            if track.evicted:
+                name = {"optimizer": track.plan.name} if track.plan.name else {}
+                leader.history.note("evicted", values={"rows": track.evicted, "step": track.version, **name})
+                track.evicted = 0
         self._write_snapshots()
         replies += self.life.followers.news(leader.log, self.generation, shard.followed)
         leader.log.followed(0, shard.followed)

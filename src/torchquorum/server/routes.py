@@ -109,7 +109,7 @@ def _mean(run: Run, got: Incoming[m.MeanRequest]) -> list[Reply]:
 
 
 def _evicted(run: Run, got: Incoming[m.TakeEvicted]) -> list[Reply]:
-    keys = run.shard.tables.evicted(got.message.table)
+    keys = run.requests.track(got.message.track).tables.evicted(got.message.table)
     return [Reply(got.peer, m.Evicted(got.message.request), [keys])]
 
 

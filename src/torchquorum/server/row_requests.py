@@ -6,6 +6,7 @@ that was answered is answered again with the same rows.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +26,7 @@ class RowRequest:
     peer: Peer
     asked: PullRows
     keys: Frame
+    tables: ShardTables
     answer: tuple[Rows, Frame] | None = None
 
     def reply(self) -> list[Reply]:
@@ -35,27 +37,29 @@ class RowRequest:
 class RowRequests:
     """The newest request of each worker."""
 
-    def __init__(self, tables: ShardTables) -> None:
-        self._tables = tables
+    def __init__(self) -> None:
         self._newest: dict[int, RowRequest] = {}
 
-    def ask(self, peer: Peer, asked: PullRows, keys: Frame) -> list[Reply]:
+    def ask(self, peer: Peer, asked: PullRows, keys: Frame, tables: ShardTables) -> list[Reply]:
         """Keeps a request; returns its answer if it has been answered before."""
         known = self._newest.get(asked.worker)
         if known is not None and (known.asked.incarnation, known.asked.request) == (asked.incarnation, asked.request):
             known.peer = peer
             return known.reply()
-        self._tables.check(asked.table, keys)
-        self._newest[asked.worker] = RowRequest(peer, asked, bytes(keys))
+        tables.check(asked.table, keys)
+        self._newest[asked.worker] = RowRequest(peer, asked, bytes(keys), tables)
         return []
 
-    def answer(self, entry: RowsOut, version: int) -> list[Reply]:
-        """The log says that a request is answered now."""
+    def answer(self, entry: RowsOut, versions: Sequence[int]) -> list[Reply]:
+        """The log says that a request is answered now, at these versions of the optimizers."""
         known = self._newest.get(entry.worker)
         if known is None or (known.asked.incarnation, known.asked.request) != (entry.incarnation, entry.request):
             return []
-        rows = self._tables.gather(known.asked.table, known.keys)
-        known.answer = Rows(entry.request, version), tensor_frame(rows.reshape(-1).view(torch.uint8))
+        rows = known.tables.gather(known.asked.table, known.keys)
+        known.answer = (
+            Rows(entry.request, versions[known.asked.track]),
+            tensor_frame(rows.reshape(-1).view(torch.uint8)),
+        )
         return known.reply()
 
 

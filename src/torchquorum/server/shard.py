@@ -22,7 +22,6 @@ from torchquorum.server.decision_log import LogEntry
 from torchquorum.server.pending_gradients import PendingGradients
 from torchquorum.server.reply import Reply
 from torchquorum.server.row_requests import RowRequests
-from torchquorum.server.shard_tables import ShardTables
 from torchquorum.server.shard_track import ShardTrack
 from torchquorum.server.shard_variables import ShardVariables
 from torchquorum.server.snapshot import SavedTrack, ShardSnapshot, StateReader, check_same_model, frames_of
@@ -63,7 +62,6 @@ class Shard:
         followed: How many entries of the log were followed.
         snapshots: Those that the log has asked for and the saver has not been given.
         ended: The end of the job, once the log has it.
-        evicted: How many rows of tables have gone here since this was last set to 0.
         broken: An update has failed, here or on another shard: of the log only its end is followed.
     """
 
@@ -95,13 +93,12 @@ class Shard:
                 made.callback(track.close)
                 self.tracks.append(track)
             made.pop_all()  # all are there
-        self.row_requests = RowRequests(self.tables)
+        self.row_requests = RowRequests()
         self.followed = 0
         self.snapshots: list[tuple[Snapshot, ShardSnapshot]] = []
         self.ended: End | None = None
         self.broken = False
         self.journal: JournalWriter | None = None
-        self.evicted = 0
 
     @classmethod
     def created(cls, index: int, create: Create, frames: Sequence[Frame]) -> Shard:
@@ -124,7 +121,8 @@ class Shard:
             check_same_model(manifest, reader, plan)
             shard = cls.made_of(index, plan, reader, manifest, generation)
             try:
-                shard.tables.restore(reader, manifest)
+                for track in shard.tracks:
+                    track.tables.restore(reader, manifest)
             except BaseException:
                 shard.close()
                 raise
@@ -170,20 +168,6 @@ class Shard:
     def page(self) -> FastPage | None:
         """Returns the page of the fast path for these, if there is one."""
         return self.tracks[0].page
-
-    @property
-    def tables(self) -> ShardTables:
-        """Returns its tables; only a run of one optimizer has some."""
-        return self.tracks[0].tables
-
-    @property
-    def evicted(self) -> int:
-        """Returns how many rows of tables have gone here since this was last set to 0."""
-        return self.tracks[0].evicted
-
-    @evicted.setter
-    def evicted(self, count: int) -> None:
-        self.tracks[0].evicted = count
 
     # -- all of them --------------------------------------------------------------------------------------------------
 
@@ -263,17 +247,20 @@ class Shard:
             case Drop(keys):
                 for track in self.tracks:
                     track.gradients.drop(Key(*key) for key in keys)
-                self.tables.drop(Key(*key) for key in keys)
+                    track.tables.drop(Key(*key) for key in keys)
             case Release(version=version, track=of):
                 track = self.tracks[max(of, 0)]
                 assert version == track.version, f"release at {version} while the shard is at {track.version}"
                 those = self.tracks if of == ALL else [track]
                 return [reply for t in those for reply in t.release(entry, outcome, silent=silent)]
             case RowsOut():
-                return self.row_requests.answer(entry, self.version)
+                return self.row_requests.answer(entry, [track.version for track in self.tracks])
             case Snapshot():
                 snapshot = self.snapshot()
-                snapshot.rows, snapshot.tables = self.tables.snapshot()
+                for track in self.tracks:
+                    rows, tables = track.tables.snapshot()
+                    snapshot.rows += rows
+                    snapshot.tables += tables
                 self.snapshots.append((entry, snapshot))
                 if self.journal is not None:
                     self.journal.rotate(self.place)

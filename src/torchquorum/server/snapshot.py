@@ -177,7 +177,7 @@ def frames_of(reader: StateReader, plan: Plan, index: int) -> tuple[memoryview, 
 
 def check_same_tables(manifest: Manifest, plan: Plan, path: Location) -> None:
     """Raises CheckpointError if a checkpoint has other tables."""
-    here = {(t.name, t.dim, t.dtype, t.optimizer) for t in plan.tables}
+    here = {(t.name, t.dim, t.dtype, t.optimizer) for t in plan.every_table}
     there = {(t.name, t.dim, t.dtype, t.optimizer) for t in manifest.tables}
     if here != there:
         only_there, only_here = (
@@ -221,7 +221,13 @@ def check_same_model(manifest: Manifest, reader: CheckpointReader, plan: Plan) -
             f"{'that optimizer' if len(names) == 1 else 'those optimizers, in that order'}"
         )
     trained = {v["name"]: k for k, of in enumerate(saved) for v in of.get("variables", []) if v.get("group", 0) >= 0}
-    moved = [v.name for k, of in enumerate(plans) for v in of.variables if trained.get(v.name, k) != k]
+    trained |= {table["name"]: k for k, of in enumerate(saved) for table in of.get("tables", [])}
+    moved = [
+        each.name
+        for k, of in enumerate(plans)
+        for each in (*of.variables, *of.tables)
+        if trained.get(each.name, k) != k
+    ]
     if moved:
         raise CheckpointError(
             f"{reader.path}: {', '.join(moved[:5])} belonged to another optimizer there; give another logdir, or the optimizers as "

@@ -43,7 +43,7 @@ class WorkerRequests:
     def push(self, got: Incoming[m.Push]) -> list[Reply]:
         """A joined worker sends a gradient."""
         push = got.message
-        track = self._track(push.track)
+        track = self.track(push.track)
         gradients = track.gradients
         self.shard.workers[push.worker].revisions[push.track] = push.revision
         if answer := self._answer(push):
@@ -61,7 +61,10 @@ class WorkerRequests:
         """A joined worker asks for rows of a table."""
         if len(got.frames) != 1:
             raise ValueError(f"{len(got.frames)} frames of keys, expected 1")
-        return self.shard.row_requests.ask(got.peer, got.message, got.frames[0]) or self._rows_asked(got.message)
+        tables = self.track(got.message.track).tables
+        return self.shard.row_requests.ask(got.peer, got.message, got.frames[0], tables) or self._rows_asked(
+            got.message
+        )
 
     def pull(self, got: Incoming[m.Pull]) -> list[Reply]:
         """A joined worker asks for the current version."""
@@ -74,7 +77,7 @@ class WorkerRequests:
     def keep_values(self, got: Incoming[m.Values]) -> list[Reply]:
         """A joined worker sends values that it is about to assign."""
         values = got.message
-        track, expected = self._track(values.track), bool(values.variables) + (values.optimizer is not None)
+        track, expected = self.track(values.track), bool(values.variables) + (values.optimizer is not None)
         known = all(0 <= v < len(track.plan.variables) for v in values.variables)
         if len(got.frames) != max(1, expected) or not known:
             raise ValueError(f"values of variables {values.variables[:8]} with {len(got.frames)} frames make no sense")
@@ -103,7 +106,7 @@ class WorkerRequests:
             return m.Fault("replaced", text, request)
         return m.Fault("LostPlaceError", f"{task} does not know this process as /job:worker/task:{worker}", request)
 
-    def _track(self, index: int) -> ShardTrack:
+    def track(self, index: int) -> ShardTrack:
         """Returns what there is for an optimizer that a worker names."""
         if not 0 <= index < len(self.shard.tracks):
             raise ValueError(f"optimizer {index}: the run has {len(self.shard.tracks)}")

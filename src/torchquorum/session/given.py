@@ -82,15 +82,29 @@ def read_optimizers(given: Any) -> list[Optimizer]:
 
 
 def describe_each(
-    module: nn.Module, optimizers: Sequence[Optimizer], tables: RowTables
+    module: nn.Module, optimizers: Sequence[Optimizer], tables: Sequence[RowTables]
 ) -> list[tuple[list[Variable], list[nn.Parameter]]]:
-    """Returns of each optimizer the variables and the parameters that they stand for; what none has is with the first's.
+    """Returns of each optimizer the variables and the parameters that they stand for, without those that are in its `tables`.
+
+    What no optimizer has is with the first's.
+    """
+    rows = {id(each.parameter) for own in tables for each in own.all}
+    if len(optimizers) == 1:
+        return [describe(module, optimizers[0].inner, rows, has_tables=bool(tables[0]))]
+    owner, found = owners(module, optimizers), []
+    for k, (optimizer, own) in enumerate(zip(optimizers, tables, strict=True)):
+        variables, parameters = describe(module, optimizer.inner, rows, has_tables=bool(own))
+        kept = [(v, p) for v, p in zip(variables, parameters, strict=True) if owner.get(id(p), 0) == k]
+        found.append(([v for v, _ in kept], [p for _, p in kept]))
+    return found
+
+
+def owners(module: nn.Module, optimizers: Sequence[Optimizer]) -> dict[int, int]:
+    """Returns of each parameter, by its id, which optimizer has it.
 
     Raises:
         ConfigError: A parameter belongs to two of them, or to none of the models.
     """
-    if len(optimizers) == 1:
-        return [describe(module, optimizers[0].inner, tables)]
     owner: dict[int, int] = {}
     plain = plain_names(module)
     names = {id(parameter): plain(name) for name, parameter in module.named_parameters()}
@@ -104,12 +118,7 @@ def describe_each(
                     "the other's; a parameter belongs to one optimizer"
                 )
         _check_all_there(optimizer, names)
-    found = []
-    for k, optimizer in enumerate(optimizers):
-        variables, parameters = describe(module, optimizer.inner, tables)
-        kept = [(v, p) for v, p in zip(variables, parameters, strict=True) if owner.get(id(p), 0) == k]
-        found.append(([v for v, _ in kept], [p for _, p in kept]))
-    return found
+    return owner
 
 
 def _check_all_there(optimizer: Optimizer, names: Mapping[int, str]) -> None:

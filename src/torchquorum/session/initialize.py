@@ -18,7 +18,7 @@ from torchquorum.session.buffers import SessionBuffers
 from torchquorum.session.config import Setup
 from torchquorum.session.durable import Found, find_checkpoint, find_journal
 from torchquorum.session.folder import check_free
-from torchquorum.session.given import describe_each
+from torchquorum.session.given import describe_each, owners
 from torchquorum.session.replayed import Replayed
 from torchquorum.session.stop_condition import StopCondition
 from torchquorum.update.constraints import check_after_update
@@ -31,11 +31,12 @@ from torchquorum.worker.polls import wait_until_settled
 from torchquorum.worker.row_tables import RowTables, find_tables
 
 
-def _spec_of(optimizer: Optimizer, variables: list[Variable], num_workers: int) -> TrackSpec:
+def _spec_of(optimizer: Optimizer, variables: list[Variable], tables: RowTables, num_workers: int) -> TrackSpec:
     """Returns an optimizer after the first as it travels."""
     return TrackSpec(
         name=optimizer.called,
         variables=variables,
+        tables=tables.specs,
         optimizer=optimizer.spec(num_workers),
         rule=optimizer.rule,
         schedule=optimizer.schedule,
@@ -58,7 +59,7 @@ class Initializer:
     def __init__(self, setup: Setup, buffers: SessionBuffers, stop: StopCondition) -> None:
         self._setup, self._buffers, self._stop = setup, buffers, stop
         self.flats: list[FlatParameters] = []
-        self._tables = RowTables()
+        self._tables: list[RowTables] = []
         self._initial: list[torch.Tensor] | None = None
         self._created = False  # by this session: others may have made steps since
         self.has_saved = False
@@ -67,14 +68,14 @@ class Initializer:
         """Describes the variables and what is done with them; the parameters move into the plan's layout once."""
         setup, (optimizer, *more) = self._setup, self._setup.optimizers
         if not self.flats:
-            self._tables = RowTables(find_tables(setup.model, optimizer.inner, setup.say, whole=self._whole()))
+            self._tables = self._find_tables()
             if not setup.task.is_chief:
-                self._tables.let_go()
+                self._let_rows_go()
         described = describe_each(setup.model, setup.optimizers, self._tables)
         plan = Plan(
             variables=described[0][0],
             optimizer=optimizer.spec(setup.task.num_workers),
-            tables=self._tables.specs,
+            tables=self._tables[0].specs,
             rule=optimizer.rule,
             schedule=optimizer.schedule,
             average=optimizer.average,
@@ -99,8 +100,8 @@ class Initializer:
         if more:
             plan.name = optimizer.called
             plan.more = [
-                _spec_of(of, variables, setup.task.num_workers)
-                for of, (variables, _) in zip(more, described[1:], strict=True)
+                _spec_of(of, variables, tables, setup.task.num_workers)
+                for of, (variables, _), tables in zip(more, described[1:], self._tables[1:], strict=True)
             ]
         layouts = [of.layout() for of in plan.tracks()]
         for of, layout in zip(plan.tracks(), layouts, strict=True):
@@ -108,21 +109,38 @@ class Initializer:
         self._buffers.describe(plan)
         if not self.flats:
             own = [parameters for _, parameters in described]
-            tables = [self._tables, *(RowTables() for _ in more)]
-            self.flats = [FlatParameters(*each) for each in zip(layouts, own, tables, strict=True)]
+            self.flats = [FlatParameters(*each) for each in zip(layouts, own, self._tables, strict=True)]
             if setup.restore.start_afresh:  # now: a chief that goes on with live variables loads those
                 self._reset()
         return plan, self.flats
 
-    def _whole(self) -> str:
-        """Returns why every variable is pulled and pushed whole, if so: something needs it that rows do not have."""
-        setup, optimizer = self._setup, self._setup.optimizer
+    def _find_tables(self) -> list[RowTables]:
+        """Returns the tables of each optimizer; a `tq.Table` that none has is with the first's."""
+        setup = self._setup
+        owner = owners(setup.model, setup.optimizers) if len(setup.optimizers) > 1 else {}
+
+        def of(k: int, optimizer: Optimizer) -> RowTables:
+            whole = self._whole(optimizer)
+            return RowTables(
+                find_tables(
+                    setup.model, optimizer.inner, setup.say, whole=whole, is_own=lambda p: owner.get(id(p), 0) == k
+                )
+            )
+
+        return [of(k, optimizer) for k, optimizer in enumerate(setup.optimizers)]
+
+    def _let_rows_go(self) -> None:
+        for tables in self._tables:
+            tables.let_go()
+
+    def _whole(self, optimizer: Optimizer) -> str:
+        """Returns why an optimizer's variables are all pulled and pushed whole, if so: something needs it that rows do not have."""
+        setup = self._setup
         reasons = {
             "tq.Local": optimizer.rule.local_steps is not None,
             "compress=": bool(optimizer.compress),
             "average=": optimizer.average is not None,
             "after_update=": bool(optimizer.after_update),
-            "a session of several optimizers": len(setup.optimizers) > 1,
             "record=True": setup.member.record or setup.task.replay is not None,
         }
         return next((name for name, holds in reasons.items() if holds), "")
@@ -135,12 +153,14 @@ class Initializer:
 
     def survive_by(self, surviving: Callable[[Callable[[], Any]], Any]) -> None:
         """From now on rows that a forward pass asks for come also if a ps task is lost meanwhile; the session recovers."""
-        self._tables.survive = surviving
+        for tables in self._tables:
+            tables.survive = surviving
 
     def give_rows_back(self) -> None:
         """The session ends well: the weights of sparse embeddings are whole again."""
-        self._tables.survive = lambda ask: ask()
-        self._tables.give_back()
+        for tables in self._tables:
+            tables.survive = lambda ask: ask()
+            tables.give_back()
 
     def create(self, link: Link, plan: Plan, created: list[bool], *, recovering: bool, told: int = 0) -> None:
         """The chief continues with live variables, or restores, or initializes.
@@ -165,7 +185,7 @@ class Initializer:
         if all(created):
             link.create(plan, self.flats, only_existing=True)
             self._created = True
-            self._tables.let_go()
+            self._let_rows_go()
             self._setup.say("the ps tasks hold live variables already; going on with them")
             return
         recovering = recovering or self._created
@@ -196,7 +216,7 @@ class Initializer:
         link.create(plan, self.flats, found.path, generation=generation, replace=True, journal=journal, begins=begins)
         self._created = True
         if not afresh:
-            self._tables.let_go()
+            self._let_rows_go()
 
     def _create_again(self, link: Link, plan: Plan, replayed: Replayed) -> None:
         """In a replay the ps tasks know what a creation begins from; the chief's own values count where they did."""

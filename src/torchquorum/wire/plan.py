@@ -99,7 +99,7 @@ class TableSpec(msgspec.Struct, kw_only=True):
 
 
 class TrackSpec(msgspec.Struct, kw_only=True):
-    """One more optimizer of a run, with its variables and its rule."""
+    """One more optimizer of a run, with its variables, its tables and its rule."""
 
     name: str
     variables: list[Variable]
@@ -111,12 +111,13 @@ class TrackSpec(msgspec.Struct, kw_only=True):
     compress: str = ""
     placement: str = "round_robin"
     slice_bytes: int | None = None
+    tables: list[TableSpec] = []
 
 
 class Plan(msgspec.Struct, kw_only=True):
     """All that the ps tasks need to know of a run; the chief makes it.
 
-    `variables` to `slice_bytes` are of the first optimizer, `more` are the others: see `tracks`.
+    `variables` to `slice_bytes`, and `tables`, are of the first optimizer, `more` are the others: see `tracks`.
     """
 
     variables: list[Variable]
@@ -151,8 +152,13 @@ class Plan(msgspec.Struct, kw_only=True):
         if not self.more:
             return [self]
         first = msgspec.structs.replace(self, more=[])
-        bare = msgspec.structs.replace(first, last_step=None, tables=[])
+        bare = msgspec.structs.replace(first, last_step=None)
         return [first, *(msgspec.structs.replace(bare, **msgspec.structs.asdict(spec)) for spec in self.more)]
+
+    @property
+    def every_table(self) -> list[TableSpec]:
+        """Returns the tables of all optimizers, in their order."""
+        return [*self.tables, *(table for spec in self.more for table in spec.tables)]
 
     @property
     def names(self) -> list[str]:

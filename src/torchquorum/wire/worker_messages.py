@@ -65,7 +65,7 @@ class Join(Message):
 
 
 class RowPart(msgspec.Struct, array_like=True):
-    """Rows of a table, by its number in the plan, in the last frame: their keys in order, each once, and their gradients."""
+    """Rows of a table, by its number with its optimizer, in the last frame: their keys in order, each once, and their gradients."""
 
     table: int
     count: int
@@ -98,13 +98,14 @@ class Push(Message):
 class PullRows(Message):
     """The worker asks for rows of a table, whose keys are in frame 0. Answered by Rows.
 
-    It goes to every ps task with the keys that are there; all answer at one place of the log.
+    It goes to every ps task with the keys that are there; all answer at one place of the log. `track` is the optimizer whose table it is.
     """
 
     worker: int
     incarnation: int
     request: int
     table: int
+    track: int = 0
 
 
 class TakeEvicted(Message):
@@ -114,6 +115,7 @@ class TakeEvicted(Message):
     incarnation: int
     request: int
     table: int
+    track: int = 0
 
 
 class Pull(Message):

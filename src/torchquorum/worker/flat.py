@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -33,16 +33,15 @@ _WHERE: Any = WeakTensorKeyDictionary()  # the same of all parameters in this pr
 
 
 def describe(
-    module: nn.Module, optimizer: torch.optim.Optimizer, tables: RowTables | None = None
+    module: nn.Module, optimizer: torch.optim.Optimizer, rows: Collection[int] = (), *, has_tables: bool = False
 ) -> tuple[list[Variable], list[nn.Parameter]]:
-    """Returns the variables of a module in creation order, and the parameters that they stand for; without those that are tables.
+    """Returns the variables of a module in creation order, and the parameters that they stand for; without `rows`, those of tables by id.
 
     A parameter that the optimizer does not know becomes a constant: the chief's value is every worker's. Shared (tied)
     parameters are one variable.
     """
     group_of = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
     variables, parameters, plain = [], [], plain_names(module)
-    rows = {id(each.parameter) for each in tables.all} if tables is not None else set[int]()
     for own_name, parameter in module.named_parameters():
         name = plain(own_name)
         if id(parameter) in rows:
@@ -57,7 +56,7 @@ def describe(
         if group != CONSTANT and isinstance(optimizer, torch.optim.SparseAdam):
             raise ConfigError(
                 f"parameter {name} belongs to torch.optim.SparseAdam, which takes sparse gradients only, those of nn.Embedding and "
-                "nn.EmbeddingBag with sparse=True, in a session of one optimizer and without what needs whole variables "
+                "nn.EmbeddingBag with sparse=True, and without what needs whole variables "
                 "(docs/rows.md); give it to another optimizer, such as Adam with sparse=False"
             )
         if group != CONSTANT and not parameter.is_floating_point():
@@ -69,7 +68,7 @@ def describe(
             f"the optimizer has {len(group_of)} parameters that the model does not: make the optimizer from "
             "model.parameters() of the model given to tq.Session"
         )
-    if not tables and not any(v.group != CONSTANT for v in variables):
+    if not has_tables and not any(v.group != CONSTANT for v in variables):
         raise ConfigError("the optimizer has none of the model's parameters, so there is nothing to train")
     return variables, parameters
 

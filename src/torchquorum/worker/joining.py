@@ -70,8 +70,8 @@ def create(
                 values = torch.zeros(region.size_bytes, dtype=torch.uint8)
                 flat.store(region, section_views(region, values))
                 frames.append(tensor_frame(values))
-        if new:  # only a run of one optimizer has tables
-            frames += flats[0].tables.frames(k, message.plan.num_shards)
+        for flat in flats if new else ():
+            frames += flat.tables.frames(k, message.plan.num_shards)
         if k == 0 and message.plan.buffers and not message.only_existing:
             assert buffers is not None
             frames.append(tensor_frame(buffers.pack()))

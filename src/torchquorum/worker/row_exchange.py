@@ -30,14 +30,15 @@ class RowExchange:
     Args:
         tables: The worker's tables.
         channels: The channels to the ps tasks.
+        track: Which optimizer's tables they are.
 
     Attributes:
         norm: That of the gradients that were collected last.
     """
 
-    def __init__(self, tables: RowTables, channels: PsChannels) -> None:
+    def __init__(self, tables: RowTables, channels: PsChannels, track: int = 0) -> None:
         self._tables, self._channels, self._specs = tables, channels, tables.specs
-        self._num_shards = len(channels)
+        self._num_shards, self._track = len(channels), track
         self.norm = 0.0
         tables.pull, tables.evicted = self.pull, self.evicted
 
@@ -63,7 +64,7 @@ class RowExchange:
     def _ask(self, table: int, keys: Keys) -> list[tuple[int, np.ndarray, Frame]]:
         channels, end = self._channels, self._channels.end
         number = channels.next_number()
-        message = m.PullRows(end.index, end.incarnation, number, table)
+        message = m.PullRows(end.index, end.incarnation, number, table, self._track)
         shards = shard_of(keys, self._num_shards)
         mine = [np.flatnonzero(shards == k) for k in range(self._num_shards)]
         packed = [tensor_frame(torch.from_numpy(keys[those]).view(torch.uint8)) for those in mine]
@@ -111,7 +112,7 @@ class RowExchange:
         for k in range(self._num_shards):
             number = self._channels.next_number()
             _, frames = self._channels.asker(k).ask(
-                m.TakeEvicted(end.index, end.incarnation, number, table),
+                m.TakeEvicted(end.index, end.incarnation, number, table, self._track),
                 kind=m.Evicted,
                 what="the keys that went last",
                 limit_s=end.patience.round_s,

@@ -130,7 +130,12 @@ def _not_joined(_number: int, _keys: Keys) -> torch.Tensor:
 
 
 def find_tables(
-    module: nn.Module, optimizer: torch.optim.Optimizer, say: Callable[[str], None], *, whole: str = ""
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    say: Callable[[str], None],
+    *,
+    whole: str = "",
+    is_own: Callable[[nn.Parameter], bool] = lambda _: True,
 ) -> list[RowsOf]:
     """Returns the parameters of a module whose rows are to be pulled and pushed by key.
 
@@ -139,6 +144,7 @@ def find_tables(
         optimizer: The optimizer of its parameters.
         say: Prints a line for people, where a variable stays whole although its module is sparse.
         whole: Why all of them stay whole, if they do.
+        is_own: Whether a table is this optimizer's, by the parameter that stands for it.
 
     Raises:
         ConfigError: torch.optim would refuse their sparse gradients, too, or an option cannot be used with rows.
@@ -147,7 +153,7 @@ def find_tables(
     name_of = {id(p): plain(name) for name, p in module.named_parameters()}
     optimizer_name, found = type(optimizer).__name__, list[RowsOf]()
     for name, each in module.named_modules():
-        if isinstance(each, Table):
+        if isinstance(each, Table) and is_own(each.anchor):
             if whole:
                 raise ConfigError(
                     f"{name or 'tq.Table'}: a table of rows cannot be in a session with {whole}, which needs whole variables"

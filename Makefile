@@ -60,6 +60,10 @@ train: $(RUN_STAMP) ## Train MNIST on a local cluster of 1 ps and 2 workers (ARG
 test: $(DEV_STAMP) ## Run the tests (PYTEST_ARGS=...)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+.PHONY: test-long
+test-long: $(DEV_STAMP) ## Run the tests that `make test` has no time for: codes under Slurm and torchrun, every class killed, ...
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m long
+
 .PHONY: flake
 flake: $(DEV_STAMP) ## Run the tests N=20 times in random order, two suites at a time (PYTEST_ARGS=..., DISTURB=1)
 	$(BIN)/python tools/flake.py --times $(N) --seed $(SEED) $(if $(DISTURB),--disturb) -- $(PYTEST_ARGS)
@@ -104,6 +108,10 @@ ray: $(DEV_STAMP) ## Run the tests on a real Ray of several machines on this one
 .PHONY: frameworks
 frameworks: $(DEV_STAMP) ## Run Lightning, the Hugging Face Trainer and accelerate with one and two workers
 	$(BIN)/python -m pytest -m "frameworks or not frameworks" tests/process/test_frameworks.py
+
+.PHONY: package
+package: $(DEV_STAMP) ## Build the wheel and the sdist into dist/, install the wheel into an empty environment, train with it
+	$(BIN)/python -m pytest -m packages tests/process/test_package.py
 
 .PHONY: soak
 soak: $(DEV_STAMP) ## A million updates while workers are killed; the ps must not grow (SOAK_ARGS=...)

@@ -33,7 +33,6 @@ def name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("path", [p for p in DOCUMENTS if any(b.is_run for b in read_blocks(p))], ids=name)
 def test_every_program_and_marked_command_of_a_document_runs(path: Path) -> None:
     paths = [str(path)]

@@ -74,6 +74,7 @@ def begin(command: list[str], env: dict[str, str], folder: Path, *flags: str) ->
 STOPPED = r"SIGTERM: the run was stopped at global step \d+, which is saved; the next start goes on from there"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -101,6 +102,7 @@ def test_under_torchrun_what_fails_is_1_and_the_rest_is_stopped_and_saved(
         started.end()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(slurm.why_not() is not None, reason=f"Slurm {slurm.why_not()}")
 def test_under_slurm_every_task_has_its_own_code_and_srun_the_highest(tmp_path: Path) -> None:
     with slurm.slurm(tmp_path / "slurm") as variables:

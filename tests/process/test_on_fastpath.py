@@ -36,7 +36,9 @@ def test_a_worker_killed_in_the_middle_of_a_step_on_the_board_harms_nobody(rule:
     assert "counts as dead (its process ended)" in "\n".join(ps.lines)
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adam", "adagrad", "rmsprop"])
+@pytest.mark.parametrize(
+    "optimizer", ["momentum", "adam", *(pytest.param(name, marks=pytest.mark.long) for name in ("adagrad", "rmsprop"))]
+)
 @pytest.mark.parametrize(("rule", "moment"), [("async", "turn"), ("sync", "part")])
 def test_a_worker_killed_while_it_writes_an_optimizers_state_leaves_what_was(
     rule: str, moment: str, optimizer: str

@@ -76,7 +76,6 @@ svg.dispatchEvent(new PointerEvent('pointermove', {clientX: box.left + box.width
 return document.querySelector('.tip').textContent"""
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["report", "compare"])
 def test_the_pages_open_in_a_browser_without_errors_or_requests(
     kind: str,

@@ -278,6 +278,7 @@ def test_a_job_that_is_submitted_runs(machines: Machines):
     wait_until(lambda: not machines.left(), "nothing is left")
 
 
+@pytest.mark.long
 def test_a_function_runs_on_a_ray_that_is_started_for_it(tmp_path: Path):
     program = tmp_path / "notebook.py"
     program.write_text(

@@ -147,7 +147,6 @@ if (found) found.dispatchEvent(new MouseEvent('click', {bubbles: true, composed:
 return found !== null"""
 
 
-@pytest.mark.slow
 def test_the_page_shows_scalars_histograms_graph_and_configuration(
     run: Path,
     browser: Browser,  # noqa: F811

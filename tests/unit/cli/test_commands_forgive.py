@@ -87,3 +87,15 @@ def test_names_are_understood_in_quotes_and_any_case(tmp_path: Path) -> None:
 
 def test_the_version_is_shown() -> None:
     assert re.fullmatch(r"torchquorum, version \S+\n", call("--version").output)
+
+
+@pytest.mark.parametrize(("typed", "offered"), [("st", "status"), ("train --ru", "--rule")])
+def test_the_shell_completes_commands_and_options(typed: str, offered: str) -> None:
+    words = f"torchquorum {typed}"
+    variables = {
+        "_TORCHQUORUM_COMPLETE": "bash_complete",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split()) - 1),
+    }
+    done = CliRunner(env=variables).invoke(commands, [], prog_name="torchquorum")
+    assert offered in [line.removeprefix("plain,") for line in done.output.split()]

@@ -198,6 +198,7 @@ def test_a_kill_before_any_change_on_disk_leaves_the_older_one_or_the_whole_new_
         assert found_step(folder) == 2
 
 
+@pytest.mark.long
 def test_a_kill_in_the_middle_of_a_large_part_leaves_the_older_one(tmp_path):
     save(tmp_path, 1)
     body = 'save(Path(sys.argv[1]), 2, {("variable", "w", ""): torch.ones(64 << 20)}, num_ps=1)'

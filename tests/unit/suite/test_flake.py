@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 FLAKE = Path(__file__).parents[3] / "tools" / "flake.py"
 # Fails in the first order that has b before a: of several seeds, one brings it.
 NEEDS_ITS_NEIGHBOUR = """
@@ -23,6 +25,7 @@ def flake(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, timeout=300, check=False)
 
 
+@pytest.mark.long
 def test_a_test_that_needs_its_neighbour_is_found_with_the_seed_that_repeats_it(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(NEEDS_ITS_NEIGHBOUR)
     done = flake(tmp_path, "--times", "20", "--seed", "1")
@@ -37,6 +40,7 @@ def test_a_test_that_needs_its_neighbour_is_found_with_the_seed_that_repeats_it(
     assert again.returncode == 1 and "1 failed" in again.stdout
 
 
+@pytest.mark.long
 def test_rounds_that_pass_are_all_in_the_table(tmp_path: Path) -> None:
     # Each waits for the other: they run beside each other, or not at all.
     meet = "import os, pathlib, time\ndef test_b():\n    pathlib.Path(str(os.getpid())).touch()\n"
@@ -66,6 +70,7 @@ def test_it():
 """
 
 
+@pytest.mark.long
 def test_with_disturb_the_processes_of_the_tests_are_late_now_and_then_and_the_command_says_so(tmp_path: Path) -> None:
     (tmp_path / "test_it.py").write_text(DISTURBED)
     assert flake(tmp_path, "--times", "1").returncode == 0

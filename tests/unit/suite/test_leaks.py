@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.leaks import SHM
 
 ROOT = Path(__file__).parents[3]
@@ -66,6 +68,7 @@ def test_beside_others():
 """
 
 
+@pytest.mark.long
 def test_every_kind_of_leak_fails_the_test_that_made_it_and_no_other(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST)
     tests = "".join(f"\ndef test_{name}(tmp_path):\n    {code}\n" for name, (code, _) in LEAKS.items())

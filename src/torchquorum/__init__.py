@@ -47,10 +47,10 @@ if TYPE_CHECKING:
     from torchquorum.update.constraints import UnitNorm as UnitNorm
     from torchquorum.update.optimizers import register_optimizer as register_optimizer
     from torchquorum.worker.capture import capture as capture
-    from torchquorum.worker.optimizer import ExponentialDecay as ExponentialDecay
-    from torchquorum.worker.optimizer import ExponentialMovingAverage as ExponentialMovingAverage
     from torchquorum.worker.optimizer import Optimizer as Optimizer
-    from torchquorum.worker.optimizer import schedule as schedule
+    from torchquorum.worker.schedule_spec import ExponentialDecay as ExponentialDecay
+    from torchquorum.worker.schedule_spec import ExponentialMovingAverage as ExponentialMovingAverage
+    from torchquorum.worker.schedule_spec import schedule as schedule
     from torchquorum.worker.table_module import Table as Table
 else:
     __getattr__, __dir__ = load_when_used(__name__)

@@ -68,7 +68,7 @@ def read_optimizers(given: Any) -> list[Optimizer]:
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
         raise ConfigError("the same optimizer is given twice: give each once")
     for number, (name, optimizer) in enumerate(named):
-        optimizer.called = name or optimizer.name or f"opt{number}"
+        optimizer.called = name or optimizer.options.name or f"opt{number}"
     local = next((optimizer for optimizer in optimizers if optimizer.rule.local_steps is not None), None)
     if local is not None:
         raise ConfigError(

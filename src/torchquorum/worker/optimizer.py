@@ -1,126 +1,35 @@
 """What users see of the worker: an optimizer whose step pushes gradients and pulls variables.
 
 It is a torch.optim optimizer and wraps one, which says what the ps tasks run and is never run here; both have the same parameter groups.
-What the program of the chief writes into them goes with its next push. Attached by `tq.Session`.
+What the program of the chief writes into them goes with its next push. Attached by `tq.Session`; `Attached` is what it does there.
 """
 
 from __future__ import annotations
 
-import functools
-import time
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
-from torchquorum.compress.compressor import read_compressor
-from torchquorum.errors import ConfigError, LostPlaceError, TaskLostError
+from torchquorum.errors import ConfigError
 from torchquorum.rules import Rule, Sync
 from torchquorum.update.constraints import read_after_update
 from torchquorum.update.optimizers import check_groups, is_own, name_of
-from torchquorum.update.schedules import check_name
-from torchquorum.wire.messages import AverageSpec, OptimizerSpec, ScheduleSpec
-from torchquorum.wire.settings import RATE, Settings, changed, changes, describe, encode
+from torchquorum.wire.messages import AverageSpec, OptimizerSpec
+from torchquorum.wire.settings import RATE, Settings
 from torchquorum.worker.accumulation import check_accumulation
+from torchquorum.worker.attached import Attached, StepObserver
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.link import Link
 from torchquorum.worker.loaded_state import LoadedState, begun_state
 from torchquorum.worker.local_steps import LocalSteps, outer_spec
-from torchquorum.worker.nonfinite import Nonfinite
-from torchquorum.worker.optimizer_state import OptimizerState
+from torchquorum.worker.optimizer_options import OptimizerOptions
 from torchquorum.worker.program_settings import ProgramSettings
-from torchquorum.worker.run_view import TrackView
+from torchquorum.worker.schedule_spec import read_schedule
 from torchquorum.worker.step import Step
-from torchquorum.worker.track_member import LaterLoss, TrackMember
-
-Schedule = ScheduleSpec
-_Answer = TypeVar("_Answer")
-MOST_APART = 3  # rounds in which a worker's settings may differ from the run's before it says so
-
-
-class StepObserver(Protocol):
-    """Who is told of every step: the session."""
-
-    def before_run(self) -> None:
-        """A step is about to be pushed."""
-        ...
-
-    def after_run(self, step: Step, loss: float | None, seconds: float, track: int) -> None:
-        """A step has been made, of the optimizer of this track."""
-        ...
-
-    def recover(self, error: Exception) -> Step:
-        """A ps task was lost in the middle of a step: finds it again, or raises."""
-        ...
-
-    def surviving(self, ask: Callable[[], _Answer]) -> _Answer:
-        """Asks the ps tasks for something; if one is lost meanwhile, recovers and asks once more."""
-        ...
-
-    def assign(self, loaded: LoadedState | None = None, track: int = 0) -> bool:
-        """Makes what the chief has loaded for an optimizer the next version, for all workers; returns whether it came from this one."""
-        ...
-
-
-def schedule(name: str | type[Any], **arguments: Any) -> Schedule:
-    """Names a learning-rate schedule that the ps tasks evaluate by global step.
-
-    Args:
-        name: A class of torch.optim.lr_scheduler, or its name.
-        **arguments: The class's arguments, without the optimizer.
-
-    Returns:
-        What `tq.Optimizer(..., schedule=)` takes.
-    """
-    called = name if isinstance(name, str) else name.__name__
-    check_name(called)
-    for key, value in arguments.items():
-        if callable(value) and not isinstance(value, ScheduleSpec):
-            raise ConfigError(f"{called}({key}=...): a function cannot travel to a ps; use a schedule without one")
-    return ScheduleSpec(called, {k: _travels(v) for k, v in arguments.items()})
-
-
-def ExponentialDecay(*, decay_steps: float, decay_rate: float, staircase: bool = False) -> Schedule:
-    """As tf.train.exponential_decay: lr * decay_rate ** (global_step / decay_steps), the exponent floored if staircase."""
-    if decay_steps <= 0:
-        raise ConfigError(f"ExponentialDecay(decay_steps={decay_steps}): must be more than 0")
-    return ScheduleSpec(
-        "ExponentialDecay", {"decay_steps": decay_steps, "decay_rate": decay_rate, "staircase": staircase}
-    )
-
-
-def ExponentialMovingAverage(decay: float, *, num_updates: bool = True) -> AverageSpec:
-    """Names moving averages of the variables, kept on the ps tasks, as tf.train.ExponentialMovingAverage.
-
-    Args:
-        decay: How much of the old average stays at each update, such as 0.99.
-        num_updates: Decay less at the start: min(decay, (1 + step) / (10 + step)).
-    """
-    if not 0.0 <= decay <= 1.0:
-        raise ConfigError(f"ExponentialMovingAverage({decay}): must be between 0 and 1, such as 0.99")
-    return AverageSpec(float(decay), num_updates)
-
-
-def _travels(value: Any) -> Any:
-    if isinstance(value, ScheduleSpec):
-        return {"name": value.name, "arguments": value.arguments}
-    return [_travels(v) for v in value] if isinstance(value, list | tuple) else encode(value)
-
-
-def _as_schedule(given: Any) -> Schedule | None:
-    if given is None or isinstance(given, ScheduleSpec):
-        return given
-    if isinstance(given, functools.partial) and not given.args:
-        return schedule(given.func, **given.keywords)  # pyright: ignore[reportArgumentType]
-    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
-        return schedule(given[0], **given[1])
-    raise ConfigError(
-        f"schedule={given!r}: give tq.schedule('StepLR', step_size=30), tq.ExponentialDecay(...), or "
-        "functools.partial(torch.optim.lr_scheduler.StepLR, step_size=30); a scheduler object belongs to one process"
-    )
+from torchquorum.worker.track_member import LaterLoss
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -167,44 +76,41 @@ class Optimizer(torch.optim.Optimizer):
             raise ConfigError("tq.Optimizer of a tq.Optimizer: wrap the torch.optim optimizer once")
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigError(f"tq.Optimizer({type(optimizer).__name__}): give it a torch.optim optimizer")
-        if rule is not None and not isinstance(rule, Rule):
-            raise ConfigError(
-                f"rule={rule!r}: give tq.Sync(), tq.Async(), tq.Bounded(s) or tq.Buffered(k), with parentheses"
-            )
-        self._local = LocalSteps(optimizer, rule.local_steps) if rule is not None and rule.local_steps else None
-        if rule is not None and self._local is not None:
-            outer_spec(rule, 1)
-        if self._local is None:
+        self.options = OptimizerOptions(
+            rule=rule if rule is not None else Sync(),
+            schedule=read_schedule(schedule),
+            placement=placement,
+            slice_bytes=slice_bytes,
+            average=average,
+            after_update=read_after_update(after_update),
+            compress=compress,
+            allow_nonfinite=allow_nonfinite,
+            name=name,
+        )
+        self._local: LocalSteps | None = None
+        if self.rule.local_steps:
+            outer_spec(self.rule, 1)
+            self._local = LocalSteps(optimizer, self.rule.local_steps)
+        else:
             name_of(type(optimizer))
             check_groups(optimizer)
-        if compress is not None:
-            read_compressor(compress)
-            if allow_nonfinite:
-                raise ConfigError(
-                    "compress= and allow_nonfinite=True: NaN and infinity cannot be compressed; leave one of them out"
-                )
-        if not isinstance(name, str):
-            raise ConfigError(f"name={name!r}: must be a text, such as 'generator'")
-        self._link: Link | None = None
-        self.track, self.name, self.called = 0, name, ""
-        self._observer: StepObserver | None = None
+        self.called = ""
+        self._attached: Attached | None = None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the optimizer that is wrapped has said it
             super().__init__(optimizer.param_groups, optimizer.defaults)
         self.inner = optimizer
-        self.rule = rule if rule is not None else Sync()
-        self.schedule = _as_schedule(schedule)
-        self.placement, self.slice_bytes, self.average = placement, slice_bytes, average
-        self.after_update = read_after_update(after_update)
-        self.compress, self.allow_nonfinite = compress or "", allow_nonfinite
-        self._nonfinite = Nonfinite()
         self._last: Step | None = None
         self._last_lr = self._given_rates()
         self._program: ProgramSettings | None = ProgramSettings(optimizer)
         self._spec: OptimizerSpec | None = None
         self._begins: LoadedState | None = None
-        self._apart, self._had_session = 0, False
-        self._at_push: Settings = []
+        self._had_session = False
+
+    @property
+    def rule(self) -> Rule:
+        """Returns when gradients become an update."""
+        return self.options.rule
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -223,7 +129,7 @@ class Optimizer(torch.optim.Optimizer):
         """Returns the state by parameter: inside a session a copy, gathered from the ps tasks as for `state_dict`; before one, its own."""
         if "inner" not in self.__dict__:
             return {}
-        if self._link is None or self._local is not None:
+        if self._attached is None or self._local is not None:
             return self.inner.state
         numbered = self.state_dict()["state"]
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -233,7 +139,7 @@ class Optimizer(torch.optim.Optimizer):
     def state(self, state: Mapping[Any, Any]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         if "inner" not in self.__dict__:
             return  # while torch.optim.Optimizer begins
-        if self._link is not None and self._local is None:
+        if self._attached is not None and self._local is None:
             raise ConfigError(
                 "optimizer.state = ... inside a session: the state lives on the ps tasks; use load_state_dict()"
             )
@@ -264,9 +170,10 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: There was none yet.
         """
-        if self._last is None:
+        last = self._attached.last if self._attached is not None else self._last
+        if last is None:
             raise ConfigError("optimizer.last: no step has been made yet")
-        return self._last
+        return last
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group of parameters, before a session begins.
@@ -274,7 +181,7 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: A session runs: its variables are what they were when it began.
         """
-        if self._link is not None:
+        if self._attached is not None:
             raise ConfigError(
                 "add_param_group() inside `with tq.Session(...)`: the ps tasks hold the variables that the run began with; add the "
                 "group before, or end the session and begin another"
@@ -284,17 +191,17 @@ class Optimizer(torch.optim.Optimizer):
     @property
     def version(self) -> int:
         """Returns the version that its parameters hold: how many updates of it were made; of the first, the global step."""
-        return self._view.version if self._view is not None else 0
+        return self._attached.view.version if self._attached is not None else 0
 
     @property
     def lr(self) -> list[float]:
         """Returns the learning rate of each parameter group for the next update, as the ps tasks have it."""
-        return self._view.lr if self._view is not None else self._last_lr
+        return self._attached.view.lr if self._attached is not None else self._last_lr
 
     @property
     def used_lr(self) -> list[float]:
         """Returns the learning rate of each parameter group in the last update that this worker knows of."""
-        return self._view.used_lr if self._view is not None else self._last_lr
+        return self._attached.view.used_lr if self._attached is not None else self._last_lr
 
     def spec(self, num_workers: int = 1) -> OptimizerSpec:
         """Returns the optimizer as it travels to the ps tasks, for a run of so many workers: as it was when the session began."""
@@ -306,7 +213,7 @@ class Optimizer(torch.optim.Optimizer):
             program = self._program = ProgramSettings(self.inner, more=is_own(name))
             self._spec = OptimizerSpec(name, program.now)
             self._begins = begun_state(name, self.inner.state, program.now)
-            if self.schedule is not None:
+            if self.options.schedule is not None:
                 self._check_scheduler_object()
                 self._last_lr = self._given_rates()
                 program.begin(without=(RATE,))
@@ -328,32 +235,22 @@ class Optimizer(torch.optim.Optimizer):
                 "schedule= follows the global step, a scheduler object the chief's own calls of scheduler.step()"
             )
 
-    @property
-    def _view(self) -> TrackView | None:
-        """Returns what this worker knows of its variables, while a session runs."""
-        return self._link.tracks[self.track] if self._link is not None else None
-
-    @property
-    def _member(self) -> TrackMember | None:
-        joined = self._link.joined if self._link is not None else None
-        return joined.tracks[self.track] if joined is not None else None
-
     def attach(self, link: Link | None, observer: StepObserver | None = None, track: int = 0) -> None:
         """Connects the optimizer to the ps tasks, as that of a track, or cuts it off; the session calls this and watches every step."""
         if link is None:
             self._last_lr = self.lr
             self._spec = self._begins = None
-        self._link, self._observer, self.track = link, observer, track
-        if link is not None:
+            if self._attached is not None:
+                self._last, self._attached = self._attached.last, None
+            if self._local is not None:
+                self._local.attach(None)
+            return
+        if self._attached is None:
             self._had_session = True
-        if self._local is not None:
-            self._local.attach(link, track)
-        elif link is not None:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        """From now on the state is the ps tasks'."""
-        self.inner.state = defaultdict(dict)
+            self._attached = Attached(
+                self.inner, self.options, self._local, self._program, link, observer, track, self.called, self._last
+            )
+        self._attached.follow(link)
 
     def begun_state(self) -> LoadedState | None:
         """Returns the state that a run begins with, if steps were made or a state was loaded before the session."""
@@ -361,24 +258,23 @@ class Optimizer(torch.optim.Optimizer):
 
     def take_settings(self, settings: Settings) -> None:
         """Writes the run's settings into the parameter groups; only what the program changes afterwards counts."""
-        if self._program is not None and settings:
-            self._program.write(settings)
-            self._at_push = self._program.now
+        if self._program is not None:
+            self._program.take(settings)
 
     @property
     def link(self) -> Link | None:
         """Returns the link to the ps tasks while a session runs."""
-        return self._link
+        return self._attached.link if self._attached is not None else None
 
     @property
     def flat(self) -> FlatParameters | None:
         """Returns the parameters as they lie in memory while a session runs."""
-        return self._member.flat if self._member is not None else None
+        return self._attached.flat if self._attached is not None else None
 
     def say(self, line: str) -> None:
         """Prints a line for people, with the worker's name."""
-        if self._link is not None:
-            self._link.say(line)
+        if self._attached is not None:
+            self._attached.link.say(line)
 
     def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
         """Pushes the gradients and pulls the variables; what became of them is in `last`.
@@ -390,33 +286,16 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             What the closure returned; None without one, as in torch.optim.
         """
-        self.check()
+        attached = self.check()
         if self._local is not None:
-            return self._local_step(self._local, closure, loss)
+            return attached.local_step(self._local, closure, loss)
         found = None
         if closure is not None:
             with torch.enable_grad():
                 found = loss = closure()
         if isinstance(loss, torch.Tensor):
             loss = loss.detach()
-        self.push(float(loss) if loss is not None else None)
-        return found
-
-    def _local_step(self, local: LocalSteps, closure: Callable[[], Any] | None, loss: Any) -> Any:
-        """Makes an inner step, and the outer one if it is due; observers follow the outer ones."""
-        assert self._link is not None
-        self._link.positions.before_push()  # the program has asked its schedulers, and no step has been made of this version
-        found = local.step(
-            closure, float(loss.detach() if isinstance(loss, torch.Tensor) else loss) if loss is not None else None
-        )
-        if local.is_due:
-            local.push(lambda: self.push(local.loss))
-        else:
-            if self._observer is not None:
-                self._observer.before_run()
-            self._last = Step(
-                self.version, self._link.local_step, None, "inner", 0, self.lr[0], self._link.stopped, self.called
-            )
+        attached.push(float(loss) if loss is not None else None)
         return found
 
     @property
@@ -429,11 +308,15 @@ class Optimizer(torch.optim.Optimizer):
         """Returns how many steps this worker's own optimizer has made, under `tq.Local`; else how many gradients it has computed."""
         if self._local is not None:
             return self._local.inner_step
-        return self._link.local_step if self._link is not None else 0
+        return self._attached.link.local_step if self._attached is not None else 0
 
-    def check(self) -> None:
-        """Raises ConfigError if there is no session, or the program sets learning rates beside a schedule, or a state where none counts."""
-        if self._link is None:
+    def check(self) -> Attached:
+        """Returns what it does in the session.
+
+        Raises:
+            ConfigError: There is no session, or the program sets learning rates beside a schedule, or a state where none counts.
+        """
+        if self._attached is None:
             raise ConfigError(
                 "optimizer.step() outside of `with tq.Session(task, model, optimizer)`: there is no ps to push to"
             )
@@ -443,11 +326,12 @@ class Optimizer(torch.optim.Optimizer):
                 "the optimizer that tq.Optimizer wraps was given a state inside the session, by its own step() or load_state_dict(), and "
                 "it runs on the ps tasks: call those of the tq.Optimizer"
             )
-        if self.schedule is not None and self._program is not None and self._given_rates() != self._last_lr:
+        if self.options.schedule is not None and self._program is not None and self._given_rates() != self._last_lr:
             self._check_scheduler_object()
             raise ConfigError(
                 "the learning rate was changed in param_groups, and schedule= sets it on the ps tasks: leave schedule= out, or the change"
             )
+        return self._attached
 
     def push(self, loss: float | LaterLoss | None) -> Step:
         """Pushes the gradients and pulls the variables, as `step` does.
@@ -455,56 +339,8 @@ class Optimizer(torch.optim.Optimizer):
         Args:
             loss: The loss; or a function that returns it, called when the gradients have been computed.
         """
-        assert self._link is not None
-        if self._observer is None:
-            return self._pushed(loss)
-        self._observer.before_run()
-        started = time.perf_counter()
-        try:
-            self._pushed(loss)
-        except (LostPlaceError, TaskLostError) as error:
-            self._last = self._observer.recover(error)
-            self._keep_unused(self._link)
-        self._observer.after_run(
-            self.last, loss() if callable(loss) else loss, time.perf_counter() - started, self.track
-        )
-        return self.last
-
-    def _pushed(self, loss: float | LaterLoss | None) -> Step:
-        """Pushes the gradients, with the settings of the program if this worker leads."""
-        link, own = self._link, self._program.look() if self._program is not None else None
-        assert link is not None
-        self._at_push = own or []
-        leads = link.leads()
-        self._last = link.push(loss, own if leads else None, allow_nonfinite=self.allow_nonfinite, track=self.track)
-        self.inner._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # for scheduler objects of the one that is wrapped
-        self._nonfinite.follow(self.last, link, self.track)
-        self._keep_unused(link)
-        if own is not None and not leads and self.last.accepted and self.rule.once_per_round:
-            self._compare(own, link)
-        return self.last
-
-    def _keep_unused(self, link: Link) -> None:
-        """What was pushed and will not be used stays with this worker; of a plain gradient, what had been kept before."""
-        residuals = link.residuals_of(self.track)
-        if residuals is not None and self.last.accepted is False and not self.last.stop:
-            residuals.undo()
-            if self._local is not None and self.flat is not None and self.last.reason != "not finite":
-                residuals.add_gradients(self.flat)
-                self._local.capture()
-
-    def _compare(self, own: Settings, link: Link) -> None:
-        """Says once that this worker's settings differ from the run's, when they have in several rounds running."""
-        settings = link.tracks[self.track].settings
-        change = changes(settings, own) if own is not settings else []
-        self._apart = self._apart + 1 if change and self._apart >= 0 else min(self._apart, 0)
-        if self._apart == MOST_APART:
-            self._apart = -1
-            used = [{name: settings[k].get(name) for name in group} for k, group in enumerate(change)]
-            link.say(
-                f"its settings differ from the chief's, which count: {describe(change)} here, {describe(used)} there. Do all "
-                "workers run the same lines?"
-            )
+        assert self._attached is not None
+        return self._attached.push(loss)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the optimizer's state as torch.optim has it, gathered from the ps tasks; a plain optimizer of the same class loads it.
@@ -515,10 +351,10 @@ class Optimizer(torch.optim.Optimizer):
         Raises:
             ConfigError: The session is over, so the state is not to be had.
         """
-        first, flat = self._link, self.flat
         if self._local is not None:
             return super().state_dict()
-        if first is None or flat is None:
+        attached, flat = self._attached, self.flat
+        if attached is None or flat is None:
             if self._had_session or self._spec is not None:
                 raise ConfigError(
                     "optimizer.state_dict() outside of `with tq.Session(...)`: the optimizer's state lives on the ps tasks; call it inside"
@@ -526,15 +362,7 @@ class Optimizer(torch.optim.Optimizer):
             return super().state_dict()
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-
-        def ask() -> tuple[Link, OptimizerState]:
-            now = self._link or first  # another one, if a ps task was lost meanwhile
-            return now, now.member.pull_state(self.track)
-
-        link, found = self._observer.surviving(ask) if self._observer is not None else ask()
-        view = link.tracks[self.track]
-        settings = changed(view.settings, self._written_since())
-        state_dict = found.in_torchs_layout(self.param_groups, flat.parameters, settings, view.lr)
+        state_dict = attached.pull_state(flat)
         for hook in self._optimizer_state_dict_post_hooks.values():
             made = hook(self, state_dict)
             state_dict = state_dict if made is None else made
@@ -551,24 +379,21 @@ class Optimizer(torch.optim.Optimizer):
             ConfigError: It is the state of another optimizer or of another model.
             ValueError: It has other parameter groups, as in torch.optim.
         """
-        if self._link is None or self._local is not None:
-            if self._spec is not None and self._local is None:
-                raise ConfigError(
-                    "optimizer.load_state_dict() in a tq.graph session: load the state before the session begins"
-                )
-            self._take_state_dict(state_dict)
-            return
-        loaded = self._take_state_dict(state_dict)
-        self._let_go()
-        assert loaded is not None
-        self._assign(loaded)
+        if self._local is None and self._attached is None and self._spec is not None:
+            raise ConfigError(
+                "optimizer.load_state_dict() in a tq.graph session: load the state before the session begins"
+            )
+        attached = self._attached if self._local is None else None
+        loaded = self._take_state_dict(state_dict, attached)
+        if attached is not None and loaded is not None:
+            attached.assign(loaded)
 
-    def _take_state_dict(self, state_dict: Any) -> LoadedState | None:
+    def _take_state_dict(self, state_dict: Any, attached: Attached | None) -> LoadedState | None:
         """Lets torch.optim load a state dict; if that fails, all is as it was. Inside a session returns what is to be sent."""
         before, rates = (self.inner.param_groups, self.inner.state), [group.get(RATE) for group in self.param_groups]
         try:
             super().load_state_dict(state_dict)
-            return self._read_loaded(rates) if self._link is not None and self._local is None else None
+            return attached.read_loaded(self.spec().name, rates) if attached is not None else None
         except BaseException as error:
             self.inner.param_groups, self.inner.state = before
             if isinstance(error, KeyError | AttributeError | TypeError):
@@ -577,34 +402,3 @@ class Optimizer(torch.optim.Optimizer):
                     f"{error}): is it the state of another optimizer? Nothing was loaded"
                 ) from error
             raise
-
-    def _written_since(self) -> Settings:
-        """Returns what the program has written into the groups since its last push, as a scheduler object does after a step."""
-        return changes(self._at_push, self._program.look()) if self._program is not None and self._at_push else []
-
-    def _read_loaded(self, rates: list[Any]) -> LoadedState:
-        """Returns what torch.optim has just loaded, if the run can go on from it."""
-        link, flat, program = self._link, self.flat, self._program
-        assert link is not None and flat is not None and program is not None and self._spec is not None
-        if self.schedule is not None:  # which sets the rates
-            for group, rate in zip(self.param_groups, rates, strict=True):
-                group[RATE] = rate
-        settings = [
-            {name: encode(group[name]) for name in known if name in group}
-            for group, known in zip(self.param_groups, program.now, strict=True)
-        ]
-        loaded = LoadedState(self._spec.name, dict(self.inner.state), settings)
-        loaded.check(flat.layout, flat.parameters, program.now)
-        return loaded
-
-    def _assign(self, loaded: LoadedState) -> None:
-        """The chief's state becomes the run's."""
-        assert self._observer is not None
-        came_from_here = self._observer.assign(loaded, self.track)
-        link = self._link  # another one, if a ps task was lost meanwhile
-        assert link is not None
-        self.take_settings(link.tracks[self.track].settings)
-        if not came_from_here:
-            link.say(
-                f"optimizer.load_state_dict(): the chief's state and options are taken over, at global step {link.version}"
-            )

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from torchquorum.errors import ConfigError
-from torchquorum.wire.settings import RATE, Settings, decode, encode
+from torchquorum.wire.settings import RATE, Settings, changes, decode, encode
 
 # What torch, and its scheduler objects, keep in a group besides the optimizer's options.
 NOT_SETTINGS = frozenset(
@@ -44,6 +44,7 @@ class ProgramSettings:
         self._optimizer, self._more = optimizer, more
         self._seen: list[dict[str, Any]] = []
         self.now: Settings = []
+        self._at_push: Settings = []
         self.begin()
 
     def begin(self, without: Collection[str] = ()) -> None:
@@ -85,6 +86,21 @@ class ProgramSettings:
         if found:
             self.now = [{name: encode(value) for name, value in group.items()} for group in self._seen]
         return self.now
+
+    def look_at_push(self) -> Settings:
+        """Returns what the groups hold now, when a gradient is about to be pushed."""
+        self._at_push = self.look()
+        return self._at_push
+
+    def written_since_push(self) -> Settings:
+        """Returns what the program has written since its last push, as a scheduler object does after a step."""
+        return changes(self._at_push, self.look()) if self._at_push else []
+
+    def take(self, settings: Settings) -> None:
+        """Writes the run's settings, if any are known; only what the program changes afterwards counts."""
+        if settings:
+            self.write(settings)
+            self._at_push = self.now
 
     def write(self, settings: Settings) -> None:
         """Writes settings of the run into the groups, where they are others; what stands there then was not written by the program."""

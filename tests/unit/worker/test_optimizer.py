@@ -175,7 +175,7 @@ def test_zero_grad_forgets_the_gradients() -> None:
     ids=["name", "class", "partial", "pair", "pair with a class"],
 )
 def test_a_schedule_may_be_given_in_several_forms(given: Any) -> None:
-    assert tq.Optimizer(sgd(), schedule=given).schedule == STEP
+    assert tq.Optimizer(sgd(), schedule=given).options.schedule == STEP
 
 
 def test_a_scheduler_object_is_refused() -> None:

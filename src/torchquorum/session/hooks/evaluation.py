@@ -81,7 +81,7 @@ class EvaluateHook(Hook):
         self._run(session, session.global_step)
 
     def _run(self, session: HookSession, version: int) -> None:
-        averaged = self._averaged and session.optimizer.average is not None
+        averaged = self._averaged and session.optimizer.options.average is not None
         self.step, self.results = run_evaluation(session, self._evaluate, averaged=averaged)
         # With other workers, the step may have skipped one or more multiples of `every`.
         self._next = (max(self.step, version) // self._every + 1) * self._every
@@ -107,7 +107,7 @@ class FinalAccuracyHook(Hook):
         """Evaluates a checkpoint, unless an EvaluateHook does; an evaluator records nothing for the report."""
         if any(isinstance(hook, EvaluateHook) for hook in session.hooks):
             return
-        averaged = self._averaged and session.optimizer.average is not None
+        averaged = self._averaged and session.optimizer.options.average is not None
         version, results = run_evaluation(session, self._evaluate, averaged=averaged)
         for name, value in results.items():
             write_line(f"checkpoint of step {version}: {name} = {value:g}")
@@ -115,7 +115,7 @@ class FinalAccuracyHook(Hook):
 
     def end(self, session: HookSession) -> None:
         """Takes the newest version, evaluates it and records the results."""
-        averaged = self._averaged and session.optimizer.average is not None
+        averaged = self._averaged and session.optimizer.options.average is not None
         if not averaged:
             session.pull()
         version, results = run_evaluation(session, self._evaluate, averaged=averaged)

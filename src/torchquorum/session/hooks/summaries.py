@@ -202,7 +202,7 @@ def describe_run(session: HookSession) -> str:
     for i, group in enumerate(spec.groups):
         given = {k: v for k, v in group.items() if v is not None and v is not False}
         rows.append((f"parameter group {i}", ", ".join(f"{k}={v}" for k, v in given.items())))
-    schedule, average = optimizer.schedule, optimizer.average
+    schedule, average = optimizer.options.schedule, optimizer.options.average
     if schedule is not None:
         arguments = ", ".join(f"{k}={v}" for k, v in schedule.arguments.items())
         rows.append(("schedule", f"{schedule.name}({arguments})"))
@@ -213,7 +213,7 @@ def describe_run(session: HookSession) -> str:
         addresses = ", ".join(str(task.cluster.address(t)) for t in task.cluster.tasks(job))
         rows.append((f"{job} tasks", f"{task.cluster.num_tasks(job)}: {addresses}"))
     rows.append(("transport of the chief", ", ".join(session.transports)))
-    rows.append(("placement", optimizer.placement))
+    rows.append(("placement", optimizer.options.placement))
     rows.append(("torch", str(torch.__version__)))
     lines = ["| setting | value |", "| --- | --- |", *(f"| {name} | {_cell(value)} |" for name, value in rows)]
     if session.flat is not None:

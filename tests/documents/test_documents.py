@@ -119,11 +119,18 @@ def test_a_readme_has_picture_and_two_commands_by_line_25(readme: str) -> None:
     assert f"({other})" in "\n".join(head)
 
 
-def test_every_document_is_in_the_index_and_in_both_readmes() -> None:
+@pytest.mark.parametrize("readme", ["README.md", "README.zh-CN.md"])
+def test_a_readme_is_short_and_says_what_the_secret_does(readme: str) -> None:
+    text = (ROOT / readme).read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 170
+    assert "(SECURITY.md)" in text and "torchquorum secret" in text and "TLS 1.3" in text
+
+
+def test_every_document_is_in_the_index() -> None:
     pages = {path for path in (ROOT / "docs").glob("*.md") if path.name != "README.md"}
-    for index in (ROOT / "docs" / "README.md", ROOT / "README.md", ROOT / "README.zh-CN.md"):
-        linked = {(index.parent / link.partition("#")[0]).resolve() for link in links(index)}
-        assert not pages - linked, f"{name(index)} does not link {sorted(map(name, pages - linked))}"
+    index = ROOT / "docs" / "README.md"
+    linked = {(index.parent / link.partition("#")[0]).resolve() for link in links(index)}
+    assert not pages - linked, f"{name(index)} does not link {sorted(map(name, pages - linked))}"
 
 
 def test_the_messages_of_the_troubleshooting_page_are_those_of_the_program() -> None:

@@ -43,7 +43,7 @@ class BackupChooser:
         self._noise = noise
         self._wait, self._next_version = EVERY, 0
         self._changes = 0  # of speeds, when the choice was made
-        self._looked_at = 0.0
+        self._looked_at = -math.inf
 
     def is_due(self, version: int, live: Sequence[int]) -> bool:
         """Whether it is time to choose again, at the end of a round."""
@@ -78,7 +78,7 @@ class BackupChooser:
         def rate(k: int) -> float:
             return self.gain(k) / round_s(k)
 
-        best = _search(rate, floor, len(live))
+        best = search(rate, floor, len(live))
         current = min(max(current, floor), len(live))
         chosen = best if rate(best) > BETTER * rate(current) else current
         self._wait = min(2 * self._wait, MOST_ROUNDS_BETWEEN) if chosen == current else EVERY
@@ -133,7 +133,7 @@ def play_rounds(samples: Sequence[Sequence[float]], k: int) -> float:
     return max(now / rounds, 1e-9)
 
 
-def _search(rate: Callable[[int], float], low: int, high: int) -> int:
+def search(rate: Callable[[int], float], low: int, high: int) -> int:
     """Returns the best number: all are tried if they are few; else ever larger steps from `high` down, then between the best."""
     tried = sorted({high - b for b in _steps(high - low)})
     best = max(tried, key=lambda k: (rate(k), k))

@@ -16,6 +16,7 @@ from torchquorum.rules.backup import (
     WARM,
     BackupChooser,
     play_rounds,
+    search,
 )
 from torchquorum.rules.quorum import Applied, Chose, Key, Released
 
@@ -80,6 +81,8 @@ def test_the_miniature_has_the_speeds_of_the_cluster_in_their_proportion() -> No
 def test_a_round_takes_as_long_as_the_slowest_of_those_waited_for() -> None:
     samples = [[1.0], [2.0], [5.0]]
     assert [play_rounds(samples, k) for k in (1, 2, 3)] == pytest.approx([1.0, 2.0, 5.0])
+    descending = [[9.0], [5.0], [2.0], [1.0]]
+    assert [play_rounds(descending, k) for k in (1, 2, 3)] == pytest.approx([1.0, 2.0, 5.0])
 
 
 def test_a_late_worker_ends_its_old_gradient_before_it_begins_another() -> None:
@@ -167,7 +170,26 @@ def test_a_round_is_late_once_per_doubling() -> None:
     assert chooser.round_s == pytest.approx(1.0)
     late = [now for now in range(1, 40) if chooser.is_late(0.0, float(now))]
     assert late == [LATE + 1, 2 * (LATE + 1), 4 * (LATE + 1)]
-    assert chooser.is_late(100.0, 105.0)  # another round
+    assert (
+        chooser.is_late(39.0, 50.0) is True and chooser.is_late(39.0, 51.0) is False
+    )  # another round, and again too soon
+
+
+def test_the_first_round_that_is_late_is_looked_at_however_short_rounds_are() -> None:
+    chooser = known(constant(0.001, 0.001))
+    chooser.choose([0, 1], 1, 2, 0, 100.0)
+    assert chooser.is_late(0.0, 0.01)
+
+
+def test_few_numbers_are_tried_of_many() -> None:
+    for best in (1, 300, 950, 999):
+        tried: list[int] = []
+
+        def rate(k: int, best: int = best, tried: list[int] = tried) -> float:
+            tried.append(k)
+            return -abs(k - best)
+
+        assert search(rate, 1, 1000) == best and len(set(tried)) < 50
 
 
 # -- in the quorum ----------------------------------------------------------------------------------------------------

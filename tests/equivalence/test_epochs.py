@@ -249,3 +249,74 @@ def test_what_makes_no_sense_is_an_error_in_words() -> None:
 
     cluster.run(work)
     assert DataLoader.__iter__.__module__ == "torch.utils.data.dataloader"
+
+
+def gan_epochs(cluster: Cluster, logdir: Path, *, last_step: int | None = None, epochs: int = 3) -> list[torch.Tensor]:
+    """Two steps a batch, as a GAN has."""
+
+    def work(task: Task) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        one, two = make_model(), make_model()
+        optimizers = [tq.Optimizer(make_optimizer(model)) for model in (one, two)]
+        loader = DataLoader(DATA, batch_size=7, shuffle=True)
+        with tq.Session(task, [one, two], optimizers, logdir=logdir, last_step=last_step, patience=PATIENCE) as session:
+            for _ in session.epochs(epochs):
+                for x, y in loader:
+                    train_one(two, optimizers[1], x, y)
+                    train_one(one, optimizers[0], x, y - two(x).detach())
+        return values(one) + values(two)
+
+    return cluster.run(work)[0]
+
+
+def test_a_gan_that_was_stopped_in_an_epoch_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    gan_epochs(Cluster(), tmp_path / "stopped", last_step=9)
+    found = gan_epochs(Cluster(), tmp_path / "stopped")
+    straight = gan_epochs(Cluster(), tmp_path / "straight")
+    assert all(torch.equal(a, b) for a, b in zip(found, straight, strict=True))
+
+
+class Killed(Exception):
+    """The program fails."""
+
+
+@pytest.mark.parametrize("way", ["gan", "accumulated", "plain"])
+def test_a_worker_that_comes_back_leaves_out_the_batches_that_its_gradients_were_computed_from(way: str) -> None:
+    cluster, ready = Cluster(workers=2), threading.Event()
+    seen: list[int] = []
+    fails_at = 6
+
+    def work(task: Task, life: int) -> None:
+        one, two = make_model(), make_model()
+        pair = [tq.Optimizer(make_optimizer(model), rule=tq.Async()) for model in (one, two)]
+        models, optimizers = ([one, two], pair) if way == "gan" else ([one], pair[:1])
+        loader = DataLoader(TensorDataset(X[:24], torch.arange(24.0)), batch_size=2)
+        with tq.Session(task, models, optimizers, wait_for_workers=2 - life, patience=PATIENCE) as session:
+            for _ in session.epochs(1):
+                for number, (x, y) in enumerate(loader):
+                    if task.index == 1:
+                        if number == 0 and life == 0:
+                            assert ready.wait(30)  # until the other is dead and back
+                        continue
+                    if life == 0 and len(seen) == fails_at:
+                        raise Killed
+                    if life == 1:
+                        ready.set()
+                    seen.append(int(y[0]) // 2)
+                    if way == "accumulated":
+                        one.zero_grad() if len(seen) % 2 else None
+                        (one(x) - 1.0).square().mean().backward()
+                        if len(seen) % 2 == 0:
+                            optimizers[0].step()
+                        continue
+                    for model, optimizer in zip(models, optimizers, strict=True):
+                        train_one(model, optimizer, x, y[:, None])
+        return None
+
+    def first(task: Task) -> None:
+        with pytest.raises(Killed):
+            work(task, 0)
+        work(cluster.task(0), 1)
+
+    cluster.run(first, lambda task: work(task, 0))
+    assert seen == list(range(12))

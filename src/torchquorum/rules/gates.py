@@ -5,7 +5,8 @@ Owned by the thread of ps task 0 (and by tests). Pure like the quorum: numbers i
 pass a place when every live worker has come as far. Barriers are a sequence of their own. What always holds:
 - a worker that is not alive is not waited for, and a new incarnation begins where the run is;
 - the epoch only grows, and its members are those who were alive when it began: the data is divided among them;
-- `steps` are what a worker has given in this epoch, over all its incarnations, so that one that comes back goes on after them.
+- `steps` are what a worker has given in this epoch, over all its incarnations, so that one that comes back goes on after them; `pace` says
+  how many batches these are, as a batch may be two gradients (a GAN's) or half of one (accumulated).
 """
 
 from __future__ import annotations
@@ -37,10 +38,12 @@ class Gates:
         epoch: The epoch that the run is in.
         members: The workers among whom its data is divided.
         used: Whether the program has epochs.
+        pace: How many batches a worker's program has taken, and how many gradients it has given of them; of the longest count heard of.
     """
 
     def __init__(self) -> None:
         self.epoch, self.members, self.used = 0, tuple[int, ...](), False
+        self.pace = (0, 0)
         self._at: dict[str, dict[Life, Place]] = {EPOCHS: {}, BARRIERS: {}}
         self._waiting: dict[Life, tuple[str, Place]] = {}
         self._passed = 0  # barriers
@@ -103,6 +106,11 @@ class Gates:
                 self._begin(place.number, tuple(sorted(other.worker for other in live)))
         return over
 
+    def heard(self, pace: tuple[int, int]) -> None:
+        """A worker says how many batches it has taken for how many gradients; all of them run the same program."""
+        if pace[0] > 0 and pace[1] > self.pace[1]:
+            self.pace = pace[0], pace[1]
+
     def decided(self, key: Key, *, accepted: bool) -> None:
         """A gradient was accepted or refused: its worker has gone on in its data."""
         if self.used:
@@ -154,7 +162,8 @@ class Gates:
             return {}
         pending = Counter(key.worker for key in self._pending)
         steps = {str(w): count - pending[w] for w, count in sorted(self._given.items())}
-        return {"epoch": self.epoch, "members": list(self.members), "steps": steps}
+        pace = {"pace": list(self.pace)} if any(self.pace) else {}
+        return {"epoch": self.epoch, "members": list(self.members), "steps": steps, **pace}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from a checkpoint."""
@@ -162,6 +171,8 @@ class Gates:
         if isinstance(epoch, int) and epoch >= 0 and isinstance(members, list) and isinstance(steps, dict):
             self.epoch, self.members = epoch, tuple(int(w) for w in members)
             self._given = Counter({int(w): int(count) for w, count in steps.items()})
+            batches, given = state.get("pace", (0, 0))
+            self.heard((int(batches), int(given)))
 
 
 def _name(family: str, place: Place) -> str:

@@ -43,6 +43,7 @@ class Meeting:
         """
         quorum, here, life = self._quorum, self.gates, Life(gate.worker, gate.incarnation)
         opened = True
+        here.heard(gate.pace)
         if not gate.wait:
             plan = self._decisions.plan
             here.enter(life, gate.epoch, quorum.alive if plan.elastic else range(plan.num_workers))
@@ -60,7 +61,9 @@ class Meeting:
             )
         progress = sum(worker.local_step for worker in quorum.workers.values())
         steps, missing = here.steps(gate.worker), here.missing(life, live)
-        return Gated(gate.request, opened, here.epoch, list(here.members), steps, missing, progress, quorum.stopped)
+        return Gated(
+            gate.request, opened, here.epoch, list(here.members), steps, missing, progress, quorum.stopped, here.pace
+        )
 
     def _open(self, asking: Life, now: float, wall: float) -> bool:
         """Lets the workers whose wait is over go on, all at once; returns whether the one that asks is among them."""

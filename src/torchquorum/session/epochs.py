@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 import torchquorum.wire.messages as m
 from torchquorum.data.sampler import samplers_of
 from torchquorum.errors import ConfigError, DeadlineError
+from torchquorum.session.accelerated import reads_ahead
 from torchquorum.session.hooks.hook import Hook
 from torchquorum.session.join import Task
 from torchquorum.session.loaders import Batches, Begin, watched
@@ -50,6 +51,37 @@ class EpochSession(Protocol):
         ...
 
 
+class _Pace:
+    """How many batches a program takes for how many gradients: one for two in a GAN, four for one where gradients are accumulated.
+
+    Attributes:
+        now: Batches and gradients of this epoch, counted where a batch begins after a step.
+    """
+
+    def __init__(self) -> None:
+        self.now, self._run, self._before, self._told = (0, 0), (0, 0), 0, 0
+
+    def begin(self, gated: m.Gated) -> None:
+        """An epoch begins: `gated` says what is known of the run, and how many gradients this worker has given already."""
+        self.now, self._run, self._before, self._told = (0, 0), gated.pace, gated.steps, gated.pace[1]
+
+    def note(self, batches: int, steps: int) -> bool:
+        """A batch begins; returns whether ps task 0 should hear of the count: when it is twice what it knows, unless that is one to one."""
+        steps -= self._before
+        if steps <= self.now[1]:
+            return False
+        self.now = batches, steps
+        if steps < 2 * self._told or (batches == steps and not self._told):
+            return False
+        self._told = steps
+        return True
+
+    def batches(self, steps: int) -> int:
+        """Returns how many whole batches so many gradients were computed from."""
+        taken, given = self._run
+        return steps * taken // given if given else steps
+
+
 class EpochLoop(Hook):
     """One worker's place in the epochs of a run.
 
@@ -70,6 +102,7 @@ class EpochLoop(Hook):
         self._loaders: list[Batches] = []
         self._skipped: list[dict[str, Any]] = []  # of the loaders of this epoch, in their order, in the run before
         self._more = 0  # batches that this worker has used up beyond those
+        self._pace = _Pace()
         self._restored: dict[str, Any] = {}
 
     # -- the loop -----------------------------------------------------------------------------------------------------
@@ -115,10 +148,11 @@ class EpochLoop(Hook):
         session, restored = self._session, self._restored
         self._restored = {}
         self.epoch, self._stage, self._steps = max(now.epoch, self.epoch), 0, now.steps
-        self._loaders, self._skipped, self._more, self._ended = [], [], now.steps, False
+        self._pace.begin(now)
+        self._loaders, self._skipped, self._more, self._ended = [], [], self._pace.batches(now.steps), False
         if restored.get("epoch") == self.epoch:
             self._skipped, self._ended = list(restored.get("loaders", [])), bool(restored.get("ended"))
-            self._more = self._further(restored, now.steps)
+            self._more = self._pace.batches(max(0, now.steps - int(restored.get("steps", 0))))
         here = session.task.index
         part = now.members.index(here) if here in now.members else None
         for sampler in samplers_of(session.task):
@@ -129,11 +163,6 @@ class EpochLoop(Hook):
             of = f" of {count}" if count is not None else ""
             after = f", after {behind} batches" if behind and not self._ended else ""
             session.optimizer.say(f"goes on in epoch {self.epoch + 1}{of}{after}")
-
-    def _further(self, restored: dict[str, Any], steps: int) -> int:
-        """Returns how many batches this worker's steps have used up since the position that was restored."""
-        before, taken = int(restored.get("steps", 0)), sum(int(place.get("taken", 0)) for place in self._skipped)
-        return max(0, steps - before) * max(1, round(taken / before) if before else 1)
 
     # -- a loop over data ---------------------------------------------------------------------------------------------
 
@@ -149,11 +178,17 @@ class EpochLoop(Hook):
             begin,
             skipped=skipped,
             more=more,
-            stops=self._session.should_stop,
+            stops=self._next_comes,
             ended=lambda _: self.data_ended(),
         )
         self._loaders.append(batches)
         return batches
+
+    def _next_comes(self) -> bool:
+        """A loop that trains is about to take its next batch; returns whether the run is over."""
+        if self._pace.note(sum(b.taken - b.skipped for b in self._loaders) - reads_ahead(), self._steps):
+            self._ask(self._pace.now)
+        return self._session.should_stop()
 
     def data_ended(self) -> None:
         """This worker has used its last batch of a loop: waits for the others, and takes the version that all have made."""
@@ -185,14 +220,18 @@ class EpochLoop(Hook):
         self._barriers += 1
         self._meet(0, 0, barrier=self._barriers, limit_s=timeout_s)
 
-    def _ask(self) -> m.Gated:
-        """Asks which epoch the run is in."""
-        return self._session.surviving(lambda: self._question(m.Gate(*self._life, 0, wait=False)))
+    def _ask(self, pace: tuple[int, int] = (0, 0)) -> m.Gated:
+        """Asks which epoch the run is in, and tells what is known of this worker's pace."""
+        self._finish_request()
+        return self._session.surviving(lambda: self._question(m.Gate(*self._life, 0, wait=False, pace=pace)))
+
+    def _finish_request(self) -> None:
+        if self._link.joined is not None:
+            self._link.joined.finish_request()
 
     def _meet(self, epoch: int, stage: int, *, barrier: int = 0, limit_s: float | None = None) -> m.Gated:
         """Waits until all live workers have come as far; returns where the run is then."""
-        if self._link.joined is not None:
-            self._link.joined.finish_request()
+        self._finish_request()
         return self._session.surviving(lambda: self._wait(m.Gate(*self._life, 0, epoch, stage, barrier), limit_s))
 
     def _wait(self, gate: m.Gate, limit_s: float | None) -> m.Gated:

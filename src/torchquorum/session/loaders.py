@@ -71,11 +71,12 @@ class Batches:
         begin: Makes torch's iterator.
         skipped: What `place` returned in the run before, whose batches are not read again.
         more: How many batches are skipped beyond that.
-        stops: Whether a loop that trains is to end before its next batch.
+        stops: Whether a loop that trains is to end before its next batch; asked before each.
         ended: Is called when a loop ends, and before the loop hears of it.
 
     Attributes:
-        taken: How many batches were taken.
+        taken: How many batches were taken, with those that were skipped.
+        skipped: How many were skipped.
         trained: Whether a step was made with some of them, now or in the run before.
     """
 
@@ -102,6 +103,7 @@ class Batches:
         while self.taken < count and not self._over:
             self.taken += 1
             self._over = next(self._inner, self) is self
+        self.skipped = self.taken
         if skipped:
             now.restore()
 

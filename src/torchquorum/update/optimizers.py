@@ -21,6 +21,7 @@ from torchquorum.wire.settings import decode
 _Kind = TypeVar("_Kind", bound=type[torch.optim.Optimizer])
 # These need a closure, which a ps does not have.
 IMPOSSIBLE = {"LBFGS": "it evaluates the loss again during a step"}
+OWN = "own."  # before the name of a class of the program that is called like one of torch.optim
 # Not for users to name: what others become under some rules.
 _OURS: dict[str, type[torch.optim.Optimizer]] = {"DelayedNesterov": DelayedNesterov}
 _registered: dict[str, type[torch.optim.Optimizer]] = {}
@@ -44,16 +45,24 @@ def register_optimizer(kind: _Kind) -> _Kind:
         raise ConfigError(
             f"tq.register_optimizer({kind!r}): give it a subclass of torch.optim.Optimizer, not an object"
         )
-    name = kind.__name__
-    known = _registered.get(name) or _of_torch(name)
+    name = _name(kind)
+    known = _registered.get(name)
     if (
         known is not None
         and known is not kind
         and known.__qualname__ + known.__module__ != kind.__qualname__ + kind.__module__
     ):
-        raise ConfigError(f"tq.register_optimizer({name}): that name means {known.__module__}.{name}; rename the class")
+        raise ConfigError(
+            f"tq.register_optimizer({kind.__name__}): that name means {known.__module__}.{known.__qualname__}; rename the class"
+        )
     _registered[name] = kind
     return kind
+
+
+def _name(kind: type[torch.optim.Optimizer]) -> str:
+    """Returns its own name; for a class of the program that is called like another one of torch.optim, one that tells them apart."""
+    name = kind.__name__
+    return name if _of_torch(name) in (None, kind) else f"{OWN}{name}"
 
 
 def name_of(kind: type[torch.optim.Optimizer]) -> str:
@@ -62,12 +71,12 @@ def name_of(kind: type[torch.optim.Optimizer]) -> str:
     Raises:
         ConfigError: A ps cannot run it, or would not know it.
     """
-    name = kind.__name__
+    name = _name(kind)
     if _of_torch(name) is kind and name in IMPOSSIBLE:
         raise ConfigError(f"torch.optim.{name} cannot run on a ps: {IMPOSSIBLE[name]}; use SGD, Adam or another")
     if _of_torch(name) is not kind and _registered.get(name) is not kind:
         raise ConfigError(
-            f"{kind.__module__}.{kind.__qualname__} is no class of torch.optim: write tq.register_optimizer({name}) before "
+            f"{kind.__module__}.{kind.__qualname__} is no class of torch.optim: write tq.register_optimizer({kind.__name__}) before "
             "tq.join(), so that the ps tasks, which run the same program, have it too"
         )
     return name
@@ -92,7 +101,7 @@ def build(name: str, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
         more = f"; did you mean {near[0]}?" if near else "."
         raise ConfigError(
             f"optimizer {name!r}: not a class of torch.optim, and this task has registered none of that name{more} A class of your "
-            f"own needs tq.register_optimizer({name}) before tq.join(), in the program that every task runs"
+            f"own needs tq.register_optimizer({name.removeprefix(OWN)}) before tq.join(), in the program that every task runs"
         )
     given = [{k: v if k == "params" else decode(v) for k, v in group.items()} | as_on_a_ps(group) for group in groups]
     needed = inspect.signature(kind).parameters if name in _registered else {}

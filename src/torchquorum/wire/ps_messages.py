@@ -182,7 +182,8 @@ class Gated(Message):
     """Whether a worker may go on, and if not, for whom it waits; `progress` grows while others train.
 
     `epoch` is the run's, whose data is divided among `members`; `steps` is how many gradients this worker, over all its incarnations, has
-    given in it. With `stopped` the run is over.
+    given in it, `pace` how many batches the workers' programs take for how many gradients, if that is known. With `stopped` the run is
+    over.
     """
 
     request: int
@@ -193,6 +194,7 @@ class Gated(Message):
     missing: list[int]
     progress: int
     stopped: bool
+    pace: tuple[int, int] = (0, 0)
 
 
 class Scaled(Message):

@@ -288,7 +288,8 @@ class Gate(Message):
     """A worker has come to the end of an epoch, or to a barrier, and waits for the others; it asks again until it may go on.
 
     `barrier` counts its barriers from 1; 0: it is at `stage` of `epoch`. With `wait` False it waits for nothing: it only says that it is in
-    `epoch`, or, with -1, asks which epoch the run is in. Answered by Gated.
+    `epoch`, or, with -1, asks which epoch the run is in. `pace` is how many batches it has taken, and how many gradients it has given of
+    them. Answered by Gated.
     """
 
     worker: int
@@ -298,6 +299,7 @@ class Gate(Message):
     stage: int = 0
     barrier: int = 0
     wait: bool = True
+    pace: tuple[int, int] = (0, 0)
 
 
 class Scale(Message):

@@ -126,3 +126,15 @@ def test_workers_that_come_and_go_at_random_all_end_in_the_same_epoch() -> None:
                 for opened in gates.opened(live):
                     at[opened] += 1
             assert max(at.values()) - min(at.values()) <= 1 and max(at.values()) == gates.epoch
+
+
+def test_the_pace_of_the_programs_is_the_longest_count_and_is_saved() -> None:
+    gates = Gates()
+    gates.enter(Life(0, 1), -1, [0])
+    assert "pace" not in gates.state()
+    for pace in [(0, 0), (1, 2), (4, 8), (2, 4), (0, 9)]:
+        gates.heard(pace)
+    assert gates.pace == (4, 8)
+    again = Gates()
+    again.restore(gates.state())
+    assert again.pace == (4, 8)

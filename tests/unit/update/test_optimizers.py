@@ -52,15 +52,32 @@ def test_a_registered_optimizer_equals_itself_in_plain_pytorch(ps: int) -> None:
 
 @pytest.mark.usefixtures("registered")
 def test_a_name_means_one_class() -> None:
-    class SGD(torch.optim.SGD):
+    class SignMomentum(torch.optim.SGD):
         pass
 
-    with pytest.raises(ConfigError, match="that name means torch.optim.sgd.SGD; rename the class"):
-        tq.register_optimizer(SGD)
-    tq.register_optimizer(SignMomentum)
+    with pytest.raises(ConfigError, match="SignMomentum; rename the class"):
+        tq.register_optimizer(SignMomentum)
     tq.register_optimizer(torch.optim.Adam)
     with pytest.raises(ConfigError, match="give it a subclass of torch.optim.Optimizer, not an object"):
         tq.register_optimizer(torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))]))  # type: ignore[type-var]
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_class_that_is_called_like_one_of_torch_is_the_programs_own() -> None:
+    class Muon(SignMomentum):  # as programs that are older than torch.optim.Muon have it
+        pass
+
+    def make(model: nn.Module) -> torch.optim.Optimizer:
+        return Muon(model.parameters(), lr=0.01)
+
+    with pytest.raises(ConfigError, match=r"write tq\.register_optimizer\(Muon\) before"):
+        tq.Optimizer(make(Net()))
+    tq.register_optimizer(Muon)
+    ours, _ = train(Net, make, backward, steps=3)
+    assert same(ours, plain(make, steps=3))
+    assert (
+        type(optimizers.build("Muon", [{"params": [nn.Parameter(torch.zeros(2, 2))], "lr": 0.1}])) is torch.optim.Muon
+    )
 
 
 def test_a_ps_that_does_not_know_a_class_says_what_to_write() -> None:

@@ -24,7 +24,7 @@ from rows_work import BATCH
 from speed import FailedError, Sample, sample
 
 from torchquorum.update.row_kernels import KERNELS
-from torchquorum.update.table import Moment, Table
+from torchquorum.update.table import RowMoment, TablePart
 from torchquorum.wire.plan import InitSpec, TableSpec
 
 HERE = Path(__file__).resolve().parent
@@ -49,21 +49,21 @@ def point(size: int) -> dict[str, float]:
     """Returns what a pull and an update of so many rows cost in a table of a size, in CPU milliseconds."""
     torch.set_num_threads(1)
     options, random = KERNELS["RowwiseAdagrad"].options({"lr": 0.01}), np.random.default_rng(0)
-    table = Table(TableSpec(name="t", dim=DIM, optimizer="RowwiseAdagrad", init=InitSpec("zeros")))
+    table = TablePart(TableSpec(name="t", dim=DIM, optimizer="RowwiseAdagrad", init=InitSpec("zeros")))
     table.begin(options)
     for start in range(0, size, 100_000):
         keys = np.arange(start, min(size, start + 100_000), dtype=np.int64) * STRIDE
-        table.apply(keys, torch.ones(len(keys), DIM), Moment(1, options))
+        table.apply(keys, torch.ones(len(keys), DIM), RowMoment(1, options))
     plain, costs, gathers = torch.zeros(size, DIM), list[float](), list[float]()
     for version in range(2, 22):
         places = np.unique(random.integers(0, size, TOUCHED))
         gradient = torch.randn(len(places), DIM)
 
-        def update(keys: npt.NDArray[np.int64], rows: torch.Tensor, moment: Moment) -> None:
+        def update(keys: npt.NDArray[np.int64], rows: torch.Tensor, moment: RowMoment) -> None:
             table.gather(keys)
             table.apply(keys, rows, moment)
 
-        costs.append(_cpu_ms(partial(update, places * STRIDE, gradient, Moment(version, options))) / len(places))
+        costs.append(_cpu_ms(partial(update, places * STRIDE, gradient, RowMoment(version, options))) / len(places))
         gathers.append(_cpu_ms(partial(plain.index_select, 0, torch.from_numpy(places))) / len(places))
     beside = table.size_bytes / size - 8 - 4 * DIM - 4
     cost, gather = TOUCHED * min(costs), TOUCHED * min(gathers)

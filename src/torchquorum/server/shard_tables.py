@@ -20,7 +20,8 @@ from torchquorum.formats.row_file import KEYS, REMOVED, SIGHTED, STAMPS, TIMES, 
 from torchquorum.memory.key_index import Keys
 from torchquorum.placement.layout import CONSTANT
 from torchquorum.rules.quorum import Key
-from torchquorum.update.table import Moment, Table, mean_rows, shard_of
+from torchquorum.update.table import RowMoment, TablePart, mean_rows
+from torchquorum.update.table_keys import shard_of
 from torchquorum.update.table_snapshot import TableSnapshot
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import cut_parts, frame_tensor
@@ -58,7 +59,7 @@ class ShardTables:
 
     def __init__(self, plan: Plan, index: int) -> None:
         self._index, self._num_shards = index, plan.num_shards
-        self.tables = [Table(spec, index, plan.num_shards) for spec in plan.tables]
+        self.tables = [TablePart(spec, index, plan.num_shards) for spec in plan.tables]
         self._pending: dict[Key, dict[int, RowGradient]] = {}
         self._options: tuple[Settings, list[dict[str, Any]]] = ([], [])
         for table, options in zip(self.tables, self._options_of(plan.optimizer.groups), strict=True):
@@ -98,7 +99,7 @@ class ShardTables:
             table, keys = self.tables[part.table], own.view(torch.int64).numpy()
             if part.table in found or bool((keys[1:] <= keys[:-1]).any()):
                 raise ValueError(f"keys of table {table.spec.name} are not in order, each once")
-            table.check(keys)
+            table.keys.check(keys)
             found[part.table] = RowGradient(keys, _rows(table.spec, rows, part.count))
         self._pending[key] = found
 
@@ -133,7 +134,7 @@ class ShardTables:
             chosen = options[update.table]
             if table.spec.group != CONSTANT:
                 chosen = {**chosen, "lr": rates[table.spec.group]}
-            table.apply(update.keys, update.mean, Moment(version, chosen), update.seen)
+            table.apply(update.keys, update.mean, RowMoment(version, chosen), update.seen)
 
     def read_updates(self, rows: Sequence[tuple[int, int]], payload: Frame) -> list[RowUpdate]:
         """Returns the updates of rows that a record of the journal has, from the bytes that `with_rows` added."""
@@ -202,13 +203,13 @@ class ShardTables:
         """Returns the keys of a table that went last, as a frame."""
         if not 0 <= table < len(self.tables):
             raise ValueError(f"keys of table {table}, which is not there")
-        return np.array(self.tables[table].told, np.int64).tobytes()
+        return np.array(self.tables[table].age.told, np.int64).tobytes()
 
     def check(self, table: int, frame: Frame) -> None:
         """Raises ValueError if there is no such table, or it has no such keys."""
         if not 0 <= table < len(self.tables) or len(frame) % 8:
             raise ValueError(f"rows of table {table}, which is not there, for {len(frame)} bytes of keys")
-        self.tables[table].check(read_keys(frame, len(frame) // 8))
+        self.tables[table].keys.check(read_keys(frame, len(frame) // 8))
 
     def gather(self, table: int, frame: Frame) -> torch.Tensor:
         """Returns rows as they are now."""
@@ -243,7 +244,7 @@ def read_keys(frame: Frame, count: int) -> Keys:
     return frame_tensor(frame, count * 8).view(torch.int64).numpy()
 
 
-def _take(table: Table, chunk: dict[str, torch.Tensor]) -> None:
+def _take(table: TablePart, chunk: dict[str, torch.Tensor]) -> None:
     if REMOVED in chunk:
         table.remove(chunk[REMOVED].numpy())
     if SIGHTED in chunk:

@@ -15,68 +15,31 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchquorum.formats.row_file import VALUES
+from torchquorum.formats.row_file import REMOVED, SIGHTED, STAMPS, TIMES, VALUES
 from torchquorum.memory.growing import Growing
-from torchquorum.memory.key_index import KeyIndex, Keys, Positions, mix
+from torchquorum.memory.key_index import Keys, Positions
+from torchquorum.update.row_column import RowColumn
 from torchquorum.update.row_inits import initial_rows
 from torchquorum.update.row_kernels import ONE, RowKernel, kernel_of
+from torchquorum.update.sightings import Sightings
+from torchquorum.update.table_age import TableAge
+from torchquorum.update.table_keys import TableKeys, shard_of
 from torchquorum.update.table_snapshot import TableSnapshot
 from torchquorum.wire.plan import TableSpec
 
-SHARD_SALT = 1
-CHUNK_ROWS = 1 << 16
 RECENT = 8  # pulls whose places are remembered until their gradients come
-MOST_TOLD = 100_000  # evicted keys that are remembered for `table.evicted()`
 NUMPY = {"float32": np.float32, "float64": np.float64}
 
 
-def shard_of(keys: Keys, num_shards: int) -> Positions:
-    """Returns the shard of each key: by a hash, so that keys of any pattern are spread evenly."""
-    if num_shards == 1:
-        return np.zeros(len(keys), np.int64)
-    return ((mix(keys, SHARD_SALT) >> np.uint64(33)) * np.uint64(num_shards) >> np.uint64(31)).astype(np.int64)
-
-
 @dataclass(slots=True)
-class Moment:
+class RowMoment:
     """When rows are updated, and with what: the version that is made, the options of their optimizer."""
 
     version: int
     options: Mapping[str, Any]
 
 
-class Column:
-    """Something that every row has: the values, or a state; as rows of bytes it is gathered and scattered."""
-
-    def __init__(self, dtype: npt.DTypeLike, width: int | None, most: int | None = None) -> None:
-        wide = 1 if width is None else width
-        self.memory = Growing(dtype, None if most is None else most * wide)
-        whole = len(self.memory) // wide
-        self.array = self.memory.array if width is None else self.memory.array[: whole * wide].reshape(whole, wide)
-        self.rows = torch.from_numpy(self.array)
-        self._width = width
-        self._scratch = self.rows.new_empty((0, *self.rows.shape[1:]))
-        size = self.array.itemsize * wide
-        self._as_bytes = self._view(self.array, size)
-        self._size = size
-
-    def _view(self, array: npt.NDArray[Any], size: int) -> npt.NDArray[Any]:
-        return array.view(np.dtype((np.void, size))).reshape(-1) if self._width is not None else array
-
-    def take(self, positions: torch.Tensor) -> torch.Tensor:
-        """Returns copies of rows, good until the next call."""
-        count = len(positions)
-        if len(self._scratch) < count:
-            self._scratch = self.rows.new_empty((count + count // 4, *self.rows.shape[1:]))
-        return torch.index_select(self.rows, 0, positions, out=self._scratch[:count])
-
-    def put(self, positions: Positions, rows: torch.Tensor) -> None:
-        """Writes rows."""
-        given = np.ascontiguousarray(rows.numpy())
-        np.put(self._as_bytes, positions, self._view(given, self._size))
-
-
-class Table:
+class TablePart:
     """A table's rows on one shard.
 
     Args:
@@ -88,84 +51,58 @@ class Table:
         count: How many updates have touched the table, on any shard.
         pulled: How many rows were asked for.
         found: How many of those were there.
-        evicted: How many rows were removed.
+        keys: Which keys have a row here, and where.
+        age: Which rows go, and which have gone.
+        sightings: Keys that have no row yet.
     """
 
     def __init__(self, spec: TableSpec, shard: int = 0, num_shards: int = 1) -> None:
         self.spec, self.shard, self.num_shards = spec, shard, num_shards
         self.kernel: RowKernel = kernel_of(spec.optimizer, spec.name)
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
-        self.count = self.pulled = self.found = self.evicted = 0
-        self._fixed = spec.is_fixed
-        self._all: Keys | None = None
-        most = None
-        if self._fixed:
-            most = spec.rows
-            if num_shards > 1:  # which keys are here, and where: positions in the order of keys
-                shards = shard_of(np.arange(spec.rows, dtype=np.int64), num_shards)
-                self._all = np.flatnonzero(shards == shard)
-                self._where = np.full(spec.rows, -1, np.int32)
-                self._where[self._all] = np.arange(len(self._all), dtype=np.int32)
-                most = len(self._all)
-        self.size = most or 0  # rows that are there
-        self._end = self.size  # the first position that was never used
-        dtype = NUMPY[spec.dtype]
-        self.values = Column(dtype, spec.dim, most)
+        self.count = self.pulled = self.found = 0
+        self.keys, self.age = TableKeys(spec, shard, num_shards), TableAge(spec, num_shards)
+        self.sightings = Sightings(spec.admit)
+        dtype, most = NUMPY[spec.dtype], self.keys.most
+        self.values = RowColumn(dtype, spec.dim, most)
         self.states = {
-            name: Column(dtype, None if kind == ONE else spec.dim, most) for name, kind in self.kernel.states.items()
+            name: RowColumn(dtype, None if kind == ONE else spec.dim, most) for name, kind in self.kernel.states.items()
         }
         self._first_states = dict.fromkeys(self.states, 0.0)
         self.stamps = Growing(np.int32, most)  # the version of a row's last update
-        self._index = None if self._fixed else KeyIndex()
-        self._keys = None if self._fixed else Growing(np.int64)
-        self._free = np.empty(0, np.int64)
         self._recent: deque[tuple[Keys, Positions, int]] = deque(maxlen=RECENT)
-        self._sightings: dict[int, int] = {}
-        self._version = 0
-        self._marks: list[tuple[int, float]] = []  # which version was there at a time
-        self.told: list[int] = []  # keys that were evicted last
-        self._gone: list[tuple[int, Keys]] = []  # which keys went, and at which version, since the last checkpoint
-        self._saved = False
         self._snapshot: TableSnapshot | None = None
+
+    @property
+    def size(self) -> int:
+        """Returns how many rows are there."""
+        return self.keys.size
 
     @property
     def size_bytes(self) -> int:
         """Returns how much memory the rows take, with all that belongs to them."""
         per_row = self.spec.dim * self.values.array.itemsize + 4
         per_row += sum(c.array.itemsize * (1 if c.array.ndim == 1 else self.spec.dim) for c in self.states.values())
-        index = self._index.size_bytes if self._index is not None else 0
-        return self._end * (per_row + (0 if self._fixed else 8)) + index + len(self._free) * 8
+        return self.keys.end * per_row + self.keys.size_bytes
 
     def begin(self, options: Mapping[str, Any]) -> None:
         """Says what the optimizer's options are, before the first update: some states begin with one of them."""
         whole = self.kernel.options(options)
         for name, column in self.states.items():
             self._first_states[name] = first = self.kernel.initial(whole, name)
-            if self._fixed and first:
+            if not self.keys.grows and first:
                 column.array[: self.size] = first
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
-    def find(self, keys: Keys) -> Positions:
-        """Returns where the rows of keys are, -1 for those that are not there."""
-        if self._index is not None:
-            return self._index.find(keys)
-        return keys if self._all is None else self._where[keys].astype(np.int64)
-
-    def keys_at(self, positions: Positions) -> Keys:
-        """Returns the keys of rows that are there."""
-        if self._keys is not None:
-            return self._keys.array[positions]
-        return positions if self._all is None else self._all[positions]
-
     def _find_again(self, keys: Keys) -> Positions:
         """Returns where the rows of keys are; those of a recent pull are known, but for the ones that were not there."""
         for asked, positions, removals in self._recent:
-            if removals == self.evicted and len(asked) == len(keys) and np.array_equal(asked, keys):
+            if removals == self.age.evicted and len(asked) == len(keys) and np.array_equal(asked, keys):
                 missing = np.flatnonzero(positions < 0)
-                positions[missing] = self.find(keys[missing])
+                positions[missing] = self.keys.find(keys[missing])
                 return positions
-        return self.find(keys)
+        return self.keys.find(keys)
 
     def gather(self, keys: Keys, out: torch.Tensor | None = None) -> torch.Tensor:
         """Returns rows as they are now; those that are not there as they would begin.
@@ -177,12 +114,12 @@ class Table:
         Raises:
             ValueError: A key is not in the table.
         """
-        self.check(keys)
-        positions = self.find(keys)
-        if self._index is not None:
-            self._recent.append((keys, positions, self.evicted))
+        self.keys.check(keys)
+        positions = self.keys.find(keys)
+        if self.keys.grows:
+            self._recent.append((keys, positions, self.age.evicted))
         self.pulled += len(keys)
-        if self._index is None:
+        if not self.keys.grows:
             self.found += len(keys)
             return torch.index_select(self.values.rows, 0, torch.from_numpy(positions), out=out)
         there = positions >= 0
@@ -196,40 +133,22 @@ class Table:
         rows[torch.from_numpy(new)] = self._initial(keys[new])
         return rows
 
-    def check(self, keys: Keys) -> None:
-        """Raises ValueError if a key is not in the table, or not of this shard."""
-        if not len(keys):
-            return
-        if self.spec.rows and (int(keys.min()) < 0 or int(keys.max()) >= self.spec.rows):
-            raise ValueError(f"keys of table {self.spec.name} are not all from 0 to {self.spec.rows - 1}")
-        if self._all is not None and bool((self._where[keys] < 0).any()):
-            raise ValueError(f"keys of table {self.spec.name} are of another shard")
-
     def _initial(self, keys: Keys) -> torch.Tensor:
         init = self.spec.init
         return initial_rows(init.name, init.numbers, self.spec.seed, keys, self.spec.dim, self.dtype)
 
     def _make(self, keys: Keys) -> Positions:
         """Makes rows that are not there; returns where they are."""
-        assert self._index is not None and self._keys is not None
-        again = self._free[len(self._free) - min(len(self._free), len(keys)) :]
-        self._free = self._free[: len(self._free) - len(again)]
-        fresh = len(keys) - len(again)
-        positions = np.concatenate([again, np.arange(self._end, self._end + fresh)])
-        if self._end + fresh > min(len(self.values.array), (1 << 31) - 1):
-            raise MemoryError(f"table {self.spec.name} has {self.size} rows on this ps task, and no room for more")
-        self._end += fresh
-        self.size += len(keys)
+        positions = self.keys.allocate(len(keys), len(self.values.array))
         self._keep(positions)
-        self._index.insert(keys, positions)
-        self._keys.array[positions] = keys
+        self.keys.insert(keys, positions)
         self.values.put(positions, self._initial(keys))
         for name, column in self.states.items():
             column.array[positions] = self._first_states[name]
         return positions
 
     def apply(
-        self, keys: Keys, gradient: torch.Tensor, moment: Moment, seen: npt.NDArray[np.int64] | None = None
+        self, keys: Keys, gradient: torch.Tensor, moment: RowMoment, seen: npt.NDArray[np.int64] | None = None
     ) -> None:
         """Makes one update.
 
@@ -243,9 +162,9 @@ class Table:
         if not len(keys):
             return
         positions = self._find_again(keys)
-        if self._index is not None and len(new := np.flatnonzero(positions < 0)):
-            if self.spec.admit > 1:
-                new = new[self._admitted(keys[new], None if seen is None else seen[new])]
+        if self.keys.grows and len(new := np.flatnonzero(positions < 0)):
+            if self.sightings.counts:
+                new = new[self.sightings.admit(keys[new], None if seen is None else seen[new])]
             if len(new):
                 positions[new] = self._make(keys[new])
             kept = positions >= 0
@@ -268,24 +187,7 @@ class Table:
             if self._snapshot.done:
                 self._snapshot = None
 
-    def _admitted(self, keys: Keys, seen: npt.NDArray[np.int64] | None) -> npt.NDArray[np.bool_]:
-        """Counts sightings of keys that have no row; returns which are to have one now."""
-        admitted = np.zeros(len(keys), np.bool_)
-        for at, key in enumerate(keys.tolist()):  # those without a row only
-            total = self._sightings.get(key, 0) + (1 if seen is None else int(seen[at]))
-            if total >= self.spec.admit:
-                admitted[at] = True
-                self._sightings.pop(key, None)
-            else:
-                self._sightings[key] = total
-        return admitted
-
     # -- eviction -----------------------------------------------------------------------------------------------------
-
-    @property
-    def share(self) -> int:
-        """Returns how many rows there may be on this shard; 0 for no limit."""
-        return -(-self.spec.capacity // self.num_shards) if self.spec.capacity else 0
 
     def evict(self, version: int, time: float) -> int:
         """Removes the rows that have not been updated for too long, and the least recently updated of too many.
@@ -297,71 +199,37 @@ class Table:
         Returns:
             How many were removed.
         """
-        if self._index is None or not (self.spec.ttl_steps or self.spec.ttl_s or self.share):
+        if not self.keys.grows or not self.age.is_bounded:
             return 0
-        self._version = version
-        last = version - self.spec.ttl_steps - 1 if self.spec.ttl_steps else -1
-        if self.spec.ttl_s:
-            old = [v for v, at in self._marks if at <= time - self.spec.ttl_s]
-            last = max(last, old[-1] if old else -1)
-            self._marks = [mark for mark in self._marks if mark[0] >= (old[-1] if old else -1)]
-            self._marks.append((version, time))
-        gone = self._not_since(last) if last >= 0 else np.empty(0, np.int64)
-        self._remove(gone)
-        if self.share and self.size > self.share:
-            live = np.flatnonzero(self.live_mask())
-            over = self.size - (self.share - self.share // 64)
-            stamps = self.stamps.array[live].astype(np.int64)
-            # The oldest first; of the same age the smaller key, so that the order of positions does not matter.
-            bound = np.partition(stamps, over - 1)[over - 1]
-            older, same = live[stamps < bound], live[stamps == bound]
-            same = same[np.argsort(self.keys_at(same), kind="stable")]
-            least = np.concatenate([older, same[: over - len(older)]])
-            self._remove(least)
-            gone = np.concatenate([gone, least])
-        return len(gone)
-
-    def _not_since(self, version: int) -> Positions:
-        old = self.stamps.array[: self._end] <= version
-        old[self._free] = False
-        return np.flatnonzero(old)
+        before = self.age.evicted
+        self._remove(self.age.outdated(version, time, self.keys, self.stamps.array))
+        self._remove(self.age.surplus(self.keys, self.stamps.array))
+        return self.age.evicted - before
 
     def _remove(self, positions: Positions) -> None:
         if not len(positions):
             return
-        assert self._index is not None
-        keys = self.keys_at(positions)
-        keys = keys[np.lexsort((keys, self.stamps.array[positions]))]
-        self._index.remove(keys)
-        self._free = np.concatenate([self._free, positions])
-        self.size -= len(positions)
-        self.evicted += len(positions)
-        if self._saved:
-            self._gone.append((self._version, keys))
-        self.told = [*self.told, *keys.tolist()][-MOST_TOLD:]
+        keys = self.keys.at(positions)
+        order = np.lexsort((keys, self.stamps.array[positions]))
+        self.keys.free(keys[order], positions[order])
+        self.age.went(keys[order])
 
     # -- to disk and back ---------------------------------------------------------------------------------------------
 
-    def live_mask(self) -> npt.NDArray[np.bool_]:
-        """Returns, for each position that was ever used, whether a row is there."""
-        live = np.ones(self._end, np.bool_)
-        live[self._free] = False
-        return live
-
-    def sightings(self) -> tuple[Keys, npt.NDArray[np.int64]]:
-        """Returns the keys that were seen and have no row yet, and how often."""
-        return np.array(list(self._sightings), np.int64), np.array(list(self._sightings.values()), np.int64)
-
     def snapshot(self, since: int = -1) -> TableSnapshot:
         """Returns the rows as they are now, to be read while the table goes on; only those updated after a version, with `since`."""
-        self._saved = True
-        gone = [keys for version, keys in self._gone if version > since]
-        self._snapshot = TableSnapshot(self, since, np.unique(np.concatenate(gone)) if gone else None)
+        gone, live = self.age.gone_since(since), self.keys.live_mask()
+        beside: dict[str, npt.NDArray[Any]] = {}
+        if since >= 0:
+            live &= self.stamps.array[: len(live)] > since
+            beside[REMOVED] = gone if gone is not None else np.empty(0, np.int64)
+        if self.sightings.counts:
+            beside[SIGHTED], beside[TIMES] = self.sightings.all()
+        columns = {VALUES: self.values.array, **{name: c.array for name, c in self.states.items()}}
+        self._snapshot = TableSnapshot(
+            self.spec.name, live, self.keys.at, {**columns, STAMPS: self.stamps.array}, beside
+        )
         return self._snapshot
-
-    def forget_gone(self, version: int) -> None:
-        """A checkpoint of this version is there: which keys went before is known from it."""
-        self._gone = [(at, keys) for at, keys in self._gone if at > version]
 
     def load(
         self, keys: Keys, columns: Mapping[str, torch.Tensor], stamps: npt.NDArray[np.int32] | None = None
@@ -377,8 +245,8 @@ class Table:
         if not len(mine):
             return
         keys = keys[mine]
-        positions = self.find(keys)
-        if self._index is not None and len(new := np.flatnonzero(positions < 0)):
+        positions = self.keys.find(keys)
+        if self.keys.grows and len(new := np.flatnonzero(positions < 0)):
             positions[new] = self._make(keys[new])
         where = torch.from_numpy(mine)
         self.values.put(positions, columns[VALUES].index_select(0, where))
@@ -389,27 +257,26 @@ class Table:
 
     def remove(self, keys: Keys) -> None:
         """Removes the rows of those of these keys that are here and have one, as a checkpoint says."""
-        positions = self.find(keys)
-        evicted, told = self.evicted, self.told
-        self._remove(positions[positions >= 0])
-        self.evicted, self.told, self._gone = evicted, told, []
+        positions = self.keys.find(keys)
+        positions = positions[positions >= 0]
+        self.keys.free(self.keys.at(positions), positions)
 
     def load_sightings(self, keys: Keys, times: npt.NDArray[np.int64]) -> None:
         """Takes the sightings of keys without a row from a checkpoint."""
         mine = shard_of(keys, self.num_shards) == self.shard
-        self._sightings.update(zip(keys[mine].tolist(), times[mine].tolist(), strict=True))
+        self.sightings.load(keys[mine], times[mine])
 
     def scalars(self) -> dict[str, Any]:
         """Returns what else a checkpoint has of the table."""
-        kept = {"count": self.count, "evicted": self.evicted, "marks": [list(mark) for mark in self._marks]}
-        return {**kept, "rows": self.size, "pulled": self.pulled, "found": self.found, "size_bytes": self.size_bytes}
+        kept = {"count": self.count, "rows": self.size, "pulled": self.pulled, "found": self.found}
+        return {**kept, "size_bytes": self.size_bytes, **self.age.scalars()}
 
     def restore(self, scalars: Sequence[Mapping[str, Any]]) -> None:
         """Takes what `scalars` returned on all shards of a checkpoint."""
         if scalars:
             self.count = max(int(part["count"]) for part in scalars)
-            self.evicted = sum(int(part["evicted"]) for part in scalars) if self.shard == 0 else 0
-            self._marks = [(int(version), float(time)) for version, time in scalars[0]["marks"]]
+            evicted = sum(int(part["evicted"]) for part in scalars) if self.shard == 0 else 0
+            self.age.restore(evicted, scalars[0]["marks"])
 
 
 def mean_rows(

@@ -8,17 +8,14 @@ while the snapshot is read.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from torchquorum.formats.row_file import KEYS, REMOVED, SIGHTED, STAMPS, TIMES, VALUES, Chunk
+from torchquorum.formats.row_file import KEYS, Chunk
 from torchquorum.memory.key_index import Keys, Positions
-
-if TYPE_CHECKING:
-    from torchquorum.update.table import Table
 
 CHUNK = 1 << 15
 
@@ -27,45 +24,43 @@ class TableSnapshot:
     """The rows of a table as they are now.
 
     Args:
-        table: The table.
-        since: Only rows that were updated after this version.
-        removed: The keys that went since then.
+        name: The table's name.
+        live: For each position, whether its row is in the snapshot.
+        keys_at: Returns the keys of positions, as they are now.
+        arrays: The columns, whose memory never moves.
+        beside: What else the table has: the keys that went, those that were seen.
 
     Attributes:
         name: The table's name.
         rows: How many rows there are in it.
+        done: Whether all were read.
     """
 
-    def __init__(self, table: Table, since: int = -1, removed: Keys | None = None) -> None:
-        self._table, self.name = table, table.spec.name
+    def __init__(
+        self,
+        name: str,
+        live: npt.NDArray[np.bool_],
+        keys_at: Callable[[Positions], Keys],
+        arrays: Mapping[str, npt.NDArray[Any]],
+        beside: dict[str, npt.NDArray[Any]],
+    ) -> None:
+        self.name, self._live, self._keys_at, self._arrays, self._beside = name, live, keys_at, arrays, beside
         self._lock = threading.Lock()
-        live = table.live_mask()
-        if since >= 0:
-            live &= table.stamps.array[: len(live)] > since
-        self._live, self.rows = live, int(np.count_nonzero(live))
+        self.rows = int(np.count_nonzero(live))
         self._kept = np.zeros(len(live), np.bool_)
         self._copies: list[tuple[Positions, dict[str, npt.NDArray[Any]]]] = []
         self._next = 0  # rows before this position are read
-        self._beside: dict[str, npt.NDArray[Any]] = {}
-        if since >= 0:
-            self._beside[REMOVED] = removed if removed is not None else np.empty(0, np.int64)
-        if table.spec.admit > 1:
-            self._beside[SIGHTED], self._beside[TIMES] = table.sightings()
         self.done = False
 
     def columns(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
         """Returns the dtype and shape of each column."""
-        found = {name: (array.dtype, (self.rows, *array.shape[1:])) for name, array in self._arrays().items()}
-        return {**found, **{name: (array.dtype, array.shape) for name, array in self._beside.items()}}
-
-    def _arrays(self) -> dict[str, npt.NDArray[Any]]:
-        table = self._table
-        states = {name: column.array for name, column in table.states.items()}
-        return {KEYS: np.empty(0, np.int64), VALUES: table.values.array, **states, STAMPS: table.stamps.array}
+        found = {name: (array.dtype, (self.rows, *array.shape[1:])) for name, array in self._arrays.items()}
+        beside = {name: (array.dtype, array.shape) for name, array in self._beside.items()}
+        return {KEYS: (np.dtype(np.int64), (self.rows,)), **found, **beside}
 
     def _take(self, positions: Positions) -> dict[str, npt.NDArray[Any]]:
-        found = {name: array[positions] for name, array in self._arrays().items() if name != KEYS}
-        return {KEYS: self._table.keys_at(positions).astype(np.int64), **found}
+        found = {name: array[positions] for name, array in self._arrays.items()}
+        return {KEYS: self._keys_at(positions).astype(np.int64), **found}
 
     def keep(self, positions: Positions) -> None:
         """These rows are about to be changed; called by the thread that owns the table."""

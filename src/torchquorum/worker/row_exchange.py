@@ -14,7 +14,7 @@ import torch
 
 import torchquorum.wire.messages as m
 from torchquorum.memory.key_index import Keys
-from torchquorum.update.table import shard_of
+from torchquorum.update.table_keys import shard_of
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import frame_tensor, tensor_frame
 from torchquorum.wire.rpc import error_of

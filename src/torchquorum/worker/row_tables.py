@@ -19,7 +19,7 @@ from torch import nn
 from torchquorum.errors import ConfigError
 from torchquorum.memory.key_index import Keys
 from torchquorum.update.row_kernels import KERNELS
-from torchquorum.update.table import CHUNK_ROWS, shard_of
+from torchquorum.update.table_keys import shard_of
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import pack_parts
 from torchquorum.wire.plan import InitSpec, TableSpec
@@ -30,6 +30,7 @@ from torchquorum.worker.variable_names import plain_names
 _Answer = TypeVar("_Answer")
 SPARSE = (nn.Embedding, nn.EmbeddingBag)
 DTYPES = ("float32", "float64")
+CHUNK_ROWS = 1 << 16
 # torch.optim refuses sparse gradients with any other; with options that these cannot have, the variable stays whole.
 OPTIMIZERS = ("SGD", "Adagrad", "SparseAdam")
 

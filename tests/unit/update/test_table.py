@@ -9,17 +9,18 @@ import torch
 
 from torchquorum.update.row_inits import initial_rows
 from torchquorum.update.row_kernels import KERNELS
-from torchquorum.update.table import Moment, Table, mean_rows, shard_of
+from torchquorum.update.table import RowMoment, TablePart, mean_rows
+from torchquorum.update.table_keys import shard_of
 from torchquorum.wire.plan import InitSpec, TableSpec
 
 OPTIONS = KERNELS["Adagrad"].options({"lr": 0.1})
 
 
-def make(shard: int = 0, num_shards: int = 1, **changes: Any) -> Table:
+def make(shard: int = 0, num_shards: int = 1, **changes: Any) -> TablePart:
     spec = TableSpec(name="items", dim=4, optimizer="Adagrad", init=InitSpec("uniform", {"low": -1, "high": 1}))
     for name, value in changes.items():
         setattr(spec, name, value)
-    table = Table(spec, shard, num_shards)
+    table = TablePart(spec, shard, num_shards)
     table.begin(OPTIONS)
     return table
 
@@ -28,15 +29,15 @@ def keys(*values: int) -> npt.NDArray[np.int64]:
     return np.array(values, np.int64)
 
 
-def rows_of(table: Table) -> tuple[Any, dict[str, torch.Tensor], Any]:
+def rows_of(table: TablePart) -> tuple[Any, dict[str, torch.Tensor], Any]:
     chunks = [chunk for chunk in table.snapshot().chunks() if "keys" in chunk]
     found = {name: np.concatenate([chunk[name] for chunk in chunks]) for name in chunks[0]}
     keys, stamps = found.pop("keys"), found.pop("versions")
     return keys, {name: torch.from_numpy(values) for name, values in found.items()}, stamps
 
 
-def touch(table: Table, version: int, *values: int) -> None:
-    table.apply(keys(*values), torch.ones(len(values), 4), Moment(version, OPTIONS))
+def touch(table: TablePart, version: int, *values: int) -> None:
+    table.apply(keys(*values), torch.ones(len(values), 4), RowMoment(version, OPTIONS))
 
 
 def test_a_row_that_was_never_updated_is_what_it_begins_with_and_costs_nothing() -> None:
@@ -63,11 +64,11 @@ def test_shards_have_together_what_one_has(num_shards: int, rows: int) -> None:
     for version in range(1, 20):
         chosen = np.unique(rng.integers(0, 500, 60))
         gradient = torch.from_numpy(rng.normal(size=(len(chosen), 4)).astype(np.float32))
-        whole.apply(chosen, gradient, Moment(version, OPTIONS))
+        whole.apply(chosen, gradient, RowMoment(version, OPTIONS))
         shards = shard_of(chosen, num_shards)
         for k, part in enumerate(parts):
             mine = shards == k
-            part.apply(chosen[mine], gradient[torch.from_numpy(mine)], Moment(version, OPTIONS))
+            part.apply(chosen[mine], gradient[torch.from_numpy(mine)], RowMoment(version, OPTIONS))
     every = np.arange(500, dtype=np.int64)
     shards = shard_of(every, num_shards)
     for k, part in enumerate(parts):
@@ -99,7 +100,7 @@ def test_rows_go_when_they_have_not_been_updated_for_so_many_steps() -> None:
         touch(table, version, 100, version)
     assert table.evict(4, 0.0) == 0
     touch(table, 5, 100)
-    assert table.evict(5, 0.0) == 1 and table.told == [1]
+    assert table.evict(5, 0.0) == 1 and table.age.told == [1]
     assert sorted(rows_of(table)[0].tolist()) == [2, 3, 4, 100]
     assert torch.equal(table.gather(keys(1)), make().gather(keys(1)))
 
@@ -110,8 +111,8 @@ def test_rows_go_when_they_have_not_been_updated_for_so_many_seconds() -> None:
     table.evict(1, 100.0)
     touch(table, 2, 2)
     assert table.evict(2, 109.0) == 0
-    assert table.evict(2, 110.0) == 1 and table.told == [1]
-    assert table.evict(2, 119.5) == 1 and table.told == [1, 2]
+    assert table.evict(2, 110.0) == 1 and table.age.told == [1]
+    assert table.evict(2, 119.5) == 1 and table.age.told == [1, 2]
 
 
 def test_the_least_recently_updated_go_when_there_are_too_many() -> None:
@@ -119,9 +120,9 @@ def test_the_least_recently_updated_go_when_there_are_too_many() -> None:
     for version, key in enumerate((5, 6, 7, 8, 5, 9), 1):
         touch(table, version, key)
         table.evict(version, 0.0)
-    assert table.told == [6] and table.size == 4
+    assert table.age.told == [6] and table.size == 4
     touch(table, 7, 1, 2, 3)
-    assert table.evict(7, 0.0) == 3 and table.told == [6, 7, 8, 5]
+    assert table.evict(7, 0.0) == 3 and table.age.told == [6, 7, 8, 5]
 
 
 def test_the_place_of_a_row_that_went_is_used_again() -> None:
@@ -130,7 +131,7 @@ def test_the_place_of_a_row_that_went_is_used_again() -> None:
         touch(table, version, version, 10_000 + version)
         table.evict(version, 0.0)
     assert table.size == 63
-    assert len(table.values.array) > 200 and table._end <= 66
+    assert len(table.values.array) > 200 and table.keys.end <= 66
     fresh = make()
     touch(fresh, 399, 399)
     assert torch.equal(table.gather(keys(399)), fresh.gather(keys(399)))
@@ -143,22 +144,22 @@ def test_a_table_comes_back_from_its_chunks(num_shards: int) -> None:
     for version in range(1, 60):
         chosen = np.unique(rng.integers(0, 500, 40))
         table.apply(
-            chosen, torch.from_numpy(rng.normal(size=(len(chosen), 4)).astype(np.float32)), Moment(version, OPTIONS)
+            chosen, torch.from_numpy(rng.normal(size=(len(chosen), 4)).astype(np.float32)), RowMoment(version, OPTIONS)
         )
         table.evict(version, 0.0)
     again = [make(k, num_shards, admit=2, capacity=300) for k in range(num_shards)]
     for part in again:
         found, columns, stamps = rows_of(table)
         part.load(found, columns, stamps)
-        part.load_sightings(*table.sightings())
+        part.load_sightings(*table.sightings.all())
         part.restore([table.scalars()])
     every = np.arange(500, dtype=np.int64)
     shards = shard_of(every, num_shards)
     gradient = torch.randn(500, 4)
-    table.apply(every, gradient, Moment(60, OPTIONS))
+    table.apply(every, gradient, RowMoment(60, OPTIONS))
     for k, part in enumerate(again):
         mine = shards == k
-        part.apply(every[mine], gradient[torch.from_numpy(mine)], Moment(60, OPTIONS))
+        part.apply(every[mine], gradient[torch.from_numpy(mine)], RowMoment(60, OPTIONS))
         assert torch.equal(part.gather(every[mine]), table.gather(every[mine]))
 
 
@@ -177,16 +178,16 @@ def test_a_delta_has_the_rows_updated_since_and_the_keys_that_went() -> None:
 def test_a_snapshot_is_the_table_as_it_was_while_that_goes_on() -> None:
     table = make(capacity=2000)
     every = np.arange(1500, dtype=np.int64)
-    table.apply(every, torch.randn(1500, 4), Moment(1, OPTIONS))
+    table.apply(every, torch.randn(1500, 4), RowMoment(1, OPTIONS))
     expected = table.gather(every).clone()
     snapshot, found = table.snapshot(), dict[int, torch.Tensor]()
-    table.apply(every[::3], torch.randn(500, 4), Moment(2, OPTIONS))
+    table.apply(every[::3], torch.randn(500, 4), RowMoment(2, OPTIONS))
     reading = snapshot.chunks()
     for version in range(3, 30):  # rows change, go and come while it is read
         if version % 2 and (chunk := next(reading, None)) is not None:
             found.update(zip(chunk["keys"].tolist(), torch.from_numpy(chunk["rows"]), strict=True))
         chosen = np.arange(100 * version, 100 * version + 900, dtype=np.int64)
-        table.apply(chosen, torch.randn(900, 4), Moment(version, OPTIONS))
+        table.apply(chosen, torch.randn(900, 4), RowMoment(version, OPTIONS))
         table.evict(version, 0.0)
     assert sorted(found) == every.tolist()
     assert torch.equal(torch.stack([found[key] for key in every.tolist()]), expected)

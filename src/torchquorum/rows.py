@@ -15,5 +15,6 @@ if TYPE_CHECKING:
     from torchquorum.update.row_optimizers import RowwiseAdagrad as RowwiseAdagrad
     from torchquorum.update.row_optimizers import Uniform as Uniform
     from torchquorum.update.row_optimizers import Zeros as Zeros
+    from torchquorum.worker.row_reading import Reading as Reading
 else:
     __getattr__, __dir__ = load_when_used(__name__)

@@ -22,7 +22,7 @@ PUBLIC = {
     "torchquorum.devices": "device place",
     "torchquorum.graph": "BatchResult Graph GraphClient GraphSession Server connect",
     "torchquorum.hooks": "FinalAccuracyHook HookSession NanGuardHook ProgressHook Ran StepCounterHook TowerLogHook",
-    "torchquorum.rows": "Adagrad Constant FTRL LazyAdam Normal RowOptimizer RowwiseAdagrad SGD Uniform Zeros",
+    "torchquorum.rows": "Adagrad Constant FTRL LazyAdam Normal Reading RowOptimizer RowwiseAdagrad SGD Uniform Zeros",
     "torchquorum.tensorflow": """
         ConfigProto Coordinator GPUOptions allow_soft_placement constant l2_regularizer log_device_placement
     """,

@@ -5,8 +5,8 @@ holds: the order is a pure function of (seed, epoch, worker, workers), so the wo
 and a position is two numbers: the epoch and the step in it.
 """
 
-from collections.abc import Mapping
-from typing import Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ class Batches:
     Attributes:
         epoch: The epoch of the next batch, from 0.
         step_in_epoch: The step of the next batch in that epoch, from 0 up to `steps_per_epoch - 1`.
+        prefetch_to: Takes the ids of the next batch; set by the session.
         steps_per_epoch: How many batches each worker takes from one epoch; the same for all workers.
     """
 
@@ -41,6 +42,7 @@ class Batches:
         seed: int = 0,
         share: Sharing = "split",
         drop_last: bool = True,
+        prefetch: Callable[..., Any] | None = None,
     ) -> None:
         """Prepares the stream; reads no row before the first batch.
 
@@ -55,6 +57,8 @@ class Batches:
             drop_last: Whether the rows at an epoch's end that do not fill a batch for every worker are left out. If
                 not, they make one more, smaller step, split as evenly as possible; they are still left out if there
                 are fewer of them than workers, since a batch must not be empty.
+            prefetch: Returns the ids of a batch, as `session.prefetch` takes them: `prefetch=lambda ids, labels: ids`. Their rows are
+                asked for one batch ahead, by the session whose `data=` the batches are.
 
         Raises:
             ConfigError: An argument is out of range, or the batch is larger than this worker's share.
@@ -81,16 +85,30 @@ class Batches:
         self.step_in_epoch = 0
         self._order = torch.empty(0, dtype=torch.int64)
         self._order_epoch = -1
+        self._ids_of, self._next = prefetch, None
+        self.prefetch_to: Callable[[Any], None] | None = None
 
     def __iter__(self) -> "Batches":
         return self
 
     def __next__(self) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = self._next_rows()
+        batch, self._next = self._next or self._read(), None
         self.step_in_epoch += 1
         if self.step_in_epoch == self.steps_per_epoch:
             self.epoch += 1
             self.step_in_epoch = 0
+        if self._ids_of is not None:
+            if self.prefetch_to is None:
+                raise ConfigError(
+                    "prefetch= of these batches has no effect before a session: give them to it, tq.Session(..., data=batches), and "
+                    "take the first batch inside"
+                )
+            self._next = self._read()
+            self.prefetch_to(self._ids_of(*self._next))
+        return batch
+
+    def _read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = self._next_rows()
         inputs = self._inputs.index_select(0, rows) if self._split is None else self._split.inputs(rows)
         return inputs, self._labels.index_select(0, rows)
 
@@ -118,7 +136,7 @@ class Batches:
                 f"step_in_epoch={step!r} in the saved position: must be a whole number from 0 to "
                 f"{self.steps_per_epoch - 1}; was it saved with another drop_last?"
             )
-        self.epoch, self.step_in_epoch = epoch, step
+        self.epoch, self.step_in_epoch, self._next = epoch, step, None
 
     def _identity(self) -> dict[str, int | str]:
         return {

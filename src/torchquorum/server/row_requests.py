@@ -1,12 +1,13 @@
 """What workers have asked one shard for of its tables: kept until the log says at which place it is answered.
 
-Owned by the shard. What always holds: a worker has one such request at a time, and a newer one takes the place of an older one; one
-that was answered is answered again with the same rows.
+Owned by the shard. What always holds: of each worker the newest request is here, and of each table the two newest ones for rows ahead of
+time; one that was answered is answered again with the same rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,8 +16,11 @@ from torchquorum.server.reply import Reply
 from torchquorum.server.shard_tables import ShardTables
 from torchquorum.wire.channel import Peer
 from torchquorum.wire.codec import Frame
-from torchquorum.wire.frames import tensor_frame
+from torchquorum.wire.frames import pack_parts, tensor_frame
 from torchquorum.wire.messages import PullRows, Rows, RowsOut
+
+AHEAD = 2  # requests of one table: for the batch that is about to be computed, and the one after
+KNOWN = 256  # requests of one worker that shard 0 remembers
 
 
 @dataclass(slots=True)
@@ -28,56 +32,98 @@ class RowRequest:
     keys: Frame
     tables: ShardTables
     answer: tuple[Rows, Frame] | None = None
+    evicted: int = 0  # rows of the table, when it was answered
 
     def reply(self) -> list[Reply]:
         """Returns the answer, if there is one."""
         return [Reply(self.peer, self.answer[0], [self.answer[1]])] if self.answer is not None else []
 
+    def is_of(self, incarnation: int, request: int) -> bool:
+        """Whether it is this request."""
+        return (self.asked.incarnation, self.asked.request) == (incarnation, request)
+
+
+@dataclass(slots=True)
+class OfWorker:
+    """The requests of one worker."""
+
+    newest: RowRequest | None = None
+    ahead: dict[tuple[int, int], deque[RowRequest]] = field(default_factory=dict)
+
+    def every(self) -> Iterator[RowRequest]:
+        """Yields all of them, the newest first."""
+        if self.newest is not None:
+            yield self.newest
+        for requests in self.ahead.values():
+            yield from reversed(requests)
+
 
 class RowRequests:
-    """The newest request of each worker."""
+    """The requests of all workers."""
 
     def __init__(self) -> None:
-        self._newest: dict[int, RowRequest] = {}
+        self._of: dict[int, OfWorker] = {}
 
     def ask(self, peer: Peer, asked: PullRows, keys: Frame, tables: ShardTables) -> list[Reply]:
         """Keeps a request; returns its answer if it has been answered before."""
-        known = self._newest.get(asked.worker)
-        if known is not None and (known.asked.incarnation, known.asked.request) == (asked.incarnation, asked.request):
+        own = self._of.setdefault(asked.worker, OfWorker())
+        known = next((each for each in own.every() if each.is_of(asked.incarnation, asked.request)), None)
+        if known is not None:
             known.peer = peer
             return known.reply()
         tables.check(asked.table, keys)
-        self._newest[asked.worker] = RowRequest(peer, asked, bytes(keys), tables)
+        request = RowRequest(peer, asked, bytes(keys), tables)
+        if asked.ahead:
+            own.ahead.setdefault((asked.track, asked.table), deque(maxlen=AHEAD)).append(request)
+        else:
+            own.newest = request
         return []
 
     def answer(self, entry: RowsOut, versions: Sequence[int]) -> list[Reply]:
         """The log says that a request is answered now, at these versions of the optimizers."""
-        known = self._newest.get(entry.worker)
-        if known is None or (known.asked.incarnation, known.asked.request) != (entry.incarnation, entry.request):
+        own = self._of.get(entry.worker, OfWorker())
+        known = next((each for each in own.every() if each.is_of(entry.incarnation, entry.request)), None)
+        if known is None:
             return []
-        rows = known.tables.gather(known.asked.table, known.keys)
-        known.answer = (
-            Rows(entry.request, versions[known.asked.track]),
-            tensor_frame(rows.reshape(-1).view(torch.uint8)),
-        )
+        asked, version = known.asked, versions[known.asked.track]
+        known.evicted = known.tables.tables[asked.table].age.evicted
+        if asked.since >= 0:
+            known.answer = self._changed(known, own, version)
+        else:
+            rows = known.tables.gather(asked.table, known.keys)
+            known.answer = Rows(entry.request, version), tensor_frame(rows.reshape(-1).view(torch.uint8))
         return known.reply()
+
+    def _changed(self, known: RowRequest, own: OfWorker, version: int) -> tuple[Rows, Frame]:
+        """Returns what has changed of the rows that a request ahead of time was answered with."""
+        asked = known.asked
+        of_table = own.ahead.get((asked.track, asked.table), ())
+        before = next((each for each in of_table if each.is_of(asked.incarnation, asked.since)), None)
+        if before is None or before.answer is None:
+            return Rows(asked.request, -1), b""
+        places, rows = known.tables.changed(asked.table, before.keys, before.answer[0].version, before.evicted)
+        return Rows(asked.request, version, len(places)), pack_parts([torch.from_numpy(places), rows])
 
 
 @dataclass(slots=True)
 class AskedRows:
-    """On shard 0: which shards know what each worker's newest request for rows asks them for."""
+    """On shard 0: which shards know what each worker's newest requests for rows ask them for."""
 
     num_shards: int
-    _open: dict[int, tuple[int, int, set[int]]] = field(default_factory=dict)
+    _open: dict[int, tuple[int, dict[int, set[int]]]] = field(default_factory=dict)
 
     def add(self, shard: int, worker: int, incarnation: int, request: int) -> RowsOut | None:
         """A shard knows it; returns the entry of the log once all do."""
         known = self._open.get(worker)
-        if known is None or known[:2] != (incarnation, request):
-            if known is not None and known[0] == incarnation and request < known[1]:
+        if known is None or known[0] != incarnation:
+            known = self._open[worker] = (incarnation, {})
+        requests = known[1]
+        if request not in requests and len(requests) >= KNOWN:
+            if request < min(requests):
                 return None
-            known = self._open[worker] = (incarnation, request, set())
-        if len(known[2]) == self.num_shards:
+            del requests[min(requests)]
+        shards = requests.setdefault(request, set())
+        if len(shards) == self.num_shards:
             return None  # it has been answered
-        known[2].add(shard)
-        return RowsOut(worker, incarnation, request) if len(known[2]) == self.num_shards else None
+        shards.add(shard)
+        return RowsOut(worker, incarnation, request) if len(shards) == self.num_shards else None

@@ -211,6 +211,12 @@ class ShardTables:
             raise ValueError(f"rows of table {table}, which is not there, for {len(frame)} bytes of keys")
         self.tables[table].keys.check(read_keys(frame, len(frame) // 8))
 
+    def changed(
+        self, table: int, frame: Frame, version: int, evicted: int
+    ) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
+        """Returns what of some rows has changed since a version at which so many had gone: their places among the keys, and the rows."""
+        return self.tables[table].changed(read_keys(frame, len(frame) // 8), version, evicted)
+
     def gather(self, table: int, frame: Frame) -> torch.Tensor:
         """Returns rows as they are now."""
         return self.tables[table].gather(read_keys(frame, len(frame) // 8))

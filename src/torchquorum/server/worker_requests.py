@@ -59,12 +59,10 @@ class WorkerRequests:
 
     def pull_rows(self, got: Incoming[m.PullRows]) -> list[Reply]:
         """A joined worker asks for rows of a table."""
-        if len(got.frames) != 1:
-            raise ValueError(f"{len(got.frames)} frames of keys, expected 1")
-        tables = self.track(got.message.track).tables
-        return self.shard.row_requests.ask(got.peer, got.message, got.frames[0], tables) or self._rows_asked(
-            got.message
-        )
+        if len(got.frames) != (expected := int(got.message.since < 0)):
+            raise ValueError(f"{len(got.frames)} frames of keys, expected {expected}")
+        tables, keys = self.track(got.message.track).tables, got.frames[0] if got.frames else b""
+        return self.shard.row_requests.ask(got.peer, got.message, keys, tables) or self._rows_asked(got.message)
 
     def pull(self, got: Incoming[m.Pull]) -> list[Reply]:
         """A joined worker asks for the current version."""

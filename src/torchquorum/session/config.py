@@ -18,6 +18,7 @@ from torchquorum.session.position import Resumable
 from torchquorum.wire.packing import MODES as BUFFER_MODES
 from torchquorum.wire.rpc import Patience
 from torchquorum.worker.optimizer import Optimizer
+from torchquorum.worker.row_reading import Reading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +105,7 @@ class Setup:
         patience: How long to wait for what.
         data: Sources whose position belongs to a checkpoint, by name.
         more_optimizers: The optimizers after the first.
+        reading: How rows of tables are read, if the program says so.
     """
 
     task: Task
@@ -117,6 +119,7 @@ class Setup:
     member: MemberOptions = field(default_factory=MemberOptions)
     data: Mapping[str, Resumable] = field(default_factory=dict)
     more_optimizers: Sequence[Optimizer] = ()
+    reading: Reading | None = None
 
     def __post_init__(self) -> None:
         for optimizer in self.optimizers:

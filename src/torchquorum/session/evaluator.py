@@ -190,6 +190,9 @@ class Evaluator:
         """Returns the global step of the checkpoint in the model."""
         return self.link.version
 
+    def prefetch(self, ids: Any) -> None:
+        """Does nothing: an evaluator has the rows of a checkpoint."""
+
     def assign(self) -> bool:
         """Does nothing: an evaluator has no values to give."""
         return False

@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
-from torchquorum.errors import LostVariablesError
+from torchquorum.errors import ConfigError, LostVariablesError
 from torchquorum.placement.layout import Variable
 from torchquorum.session.buffers import SessionBuffers
 from torchquorum.session.config import Setup
 from torchquorum.session.durable import Found, find_checkpoint, find_journal
 from torchquorum.session.folder import check_free
 from torchquorum.session.given import describe_each, owners
+from torchquorum.session.prefetch import prefetch
 from torchquorum.session.replayed import Replayed
 from torchquorum.session.stop_condition import StopCondition
 from torchquorum.update.constraints import check_after_update
@@ -124,10 +125,23 @@ class Initializer:
             return RowTables(
                 find_tables(
                     setup.model, optimizer.inner, setup.say, whole=whole, is_own=lambda p: owner.get(id(p), 0) == k
-                )
+                ),
+                setup.reading,
             )
 
-        return [of(k, optimizer) for k, optimizer in enumerate(setup.optimizers)]
+        found = [of(k, optimizer) for k, optimizer in enumerate(setup.optimizers)]
+        if setup.reading is not None:
+            if not any(found):
+                raise ConfigError(
+                    "rows=tq.rows.Reading(...): the model has no table of rows, so it has no effect; leave it out"
+                )
+            if setup.reading.max_staleness:
+                setup.say(str(setup.reading))
+        return found
+
+    def prefetch(self, ids: Any) -> None:
+        """Asks for the rows of a later batch, see `tq.Session.prefetch`."""
+        prefetch(self._setup.model, self._tables, ids)
 
     def _let_rows_go(self) -> None:
         for tables in self._tables:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -375,6 +375,10 @@ class Lifecycle:
     def pull(self) -> int:
         """Takes the cluster's current version into the model's parameters; returns it."""
         return self.surviving(lambda: self.running_link.pull())
+
+    def prefetch(self, ids: Any) -> None:
+        """Asks for the rows of a later batch, see `tq.Session.prefetch`."""
+        self._attachment.initializer.prefetch(ids)
 
     def assign(self, loaded: LoadedState | None = None, track: int = 0) -> bool:
         """What the chief has written to its parameters, and loaded for an optimizer, becomes the next version, for all workers.

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import atexit
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from torchquorum.cluster.signals import Signals
 from torchquorum.cluster.spec import EVALUATOR
+from torchquorum.data.batches import Batches
 from torchquorum.devices.model_placement import Placement
 from torchquorum.devices.options import ConfigProto, read_device_options
 from torchquorum.errors import ConfigError
@@ -36,6 +38,7 @@ from torchquorum.session.hooks.hook import Hook, HookCalls
 from torchquorum.session.join import Task, say
 from torchquorum.session.lifecycle import Lifecycle
 from torchquorum.session.position import Resumable
+from torchquorum.session.prefetch import ahead
 from torchquorum.session.recording import read_record
 from torchquorum.session.results import Results
 from torchquorum.session.share import Share, make_share
@@ -43,8 +46,10 @@ from torchquorum.session.states import SessionState
 from torchquorum.session.stop_condition import StopCondition
 from torchquorum.wire.rpc import Patience
 from torchquorum.worker.flat import FlatParameters
+from torchquorum.worker.row_reading import Reading
 
 _Answer = TypeVar("_Answer")
+_Batch = TypeVar("_Batch")
 
 
 class Session:
@@ -89,6 +94,8 @@ class Session:
         allow_soft_placement: Use the CPU for a device that is not there or cannot run an operation, instead of an error.
         gpu_memory_fraction: The share of each GPU's memory that this process may take, so that several can share one.
         config: The last three as TensorFlow's ConfigProto.
+        rows: How old rows of tables may be that are read, and how many this worker keeps: `tq.rows.Reading`. By default none, and as new
+            as the ps tasks have them.
     """
 
     def __init__(
@@ -121,6 +128,7 @@ class Session:
         allow_soft_placement: bool | None = None,
         gpu_memory_fraction: float | None = None,
         config: ConfigProto | None = None,
+        rows: Reading | None = None,
     ) -> None:
         check_accelerate()
         module, (first, *more) = read_model(model), read_optimizers(unwrapped(optimizer))
@@ -149,7 +157,11 @@ class Session:
                 **(dict(data) if isinstance(data, Mapping) else {"data": data} if data else {}),
                 EPOCHS: self.epoch_loop,
             },
+            reading=rows,
         )
+        for source in setup.data.values():
+            if isinstance(source, Batches):
+                source.prefetch_to = self.prefetch
         device_options = read_device_options(
             config,
             log_device_placement=log_device_placement,
@@ -295,6 +307,38 @@ class Session:
         """
         _ = self._part.running_link
         self.epoch_loop.barrier(timeout_s)
+
+    def prefetch(self, ids: torch.Tensor | Mapping[str | nn.Module, torch.Tensor]) -> None:
+        """Asks for the rows of the next batch, and goes on; call it before this batch is computed.
+
+        When the next batch is looked up its rows are there; those that have changed since are fetched again, unless
+        `rows=tq.rows.Reading(max_staleness=...)` allows them to be older. Rows of two batches can be on their way.
+
+        Args:
+            ids: The ids that the next batch has. Of a model with several tables, a mapping from each module, or its name, to ids.
+
+        Raises:
+            ConfigError: A module has no rows on the ps tasks.
+        """
+        _ = self._part.running_link
+        self._part.prefetch(ids)
+
+    def prefetched(self, batches: Iterable[_Batch], ids: Callable[[_Batch], Any]) -> Iterator[_Batch]:
+        """Goes through a DataLoader, or other batches, and asks for the rows of each one batch ahead.
+
+        Args:
+            batches: What yields batches. Not inside a loop over `session.epochs`, which counts the batches that are taken.
+            ids: Returns a batch's ids, as `prefetch` takes them: `session.prefetched(loader, lambda batch: batch[0])`.
+
+        Yields:
+            The batches.
+        """
+        if self.epoch_loop.running or isinstance(batches, Share):
+            raise ConfigError(
+                "session.prefetched() takes batches before they are computed, and session.epochs() and session.share() count those that "
+                "are taken: call session.prefetch(ids) in the loop, with ids that the program knows, or leave it out"
+            )
+        return ahead(batches, lambda batch: self.prefetch(ids(batch)))
 
     def end_at(self, last_step: int) -> None:
         """Sets the global step at which the run is over, if there is none; called before the session begins."""

@@ -133,6 +133,28 @@ class TablePart:
         rows[torch.from_numpy(new)] = self._initial(keys[new])
         return rows
 
+    def changed(self, keys: Keys, version: int, evicted: int) -> tuple[Positions, torch.Tensor]:
+        """Returns which of some rows have changed since a version, by their places among the keys, and these rows as they are now.
+
+        Args:
+            keys: Which, each of this shard.
+            version: Which version.
+            evicted: What `evicted` was then.
+        """
+        positions = self._find_again(keys)
+        there = positions >= 0
+        newer = np.zeros(len(keys), np.bool_)
+        newer[there] = self.stamps.array[positions[there]] > version
+        if evicted != self.age.evicted:
+            newer |= ~there  # it may have had a row then
+        places = np.flatnonzero(newer)
+        rows = torch.empty((len(places), self.spec.dim), dtype=self.dtype)
+        known, gone = np.flatnonzero(there[places]), np.flatnonzero(~there[places])
+        rows[torch.from_numpy(known)] = self.values.rows.index_select(0, torch.from_numpy(positions[places[known]]))
+        if len(gone):
+            rows[torch.from_numpy(gone)] = self._initial(keys[places[gone]])
+        return places, rows
+
     def _initial(self, keys: Keys) -> torch.Tensor:
         init = self.spec.init
         return initial_rows(init.name, init.numbers, self.spec.seed, keys, self.spec.dim, self.dtype)

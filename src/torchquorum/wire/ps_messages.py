@@ -81,10 +81,15 @@ class Variables(Message):
 
 
 class Rows(Message):
-    """Rows of a table, in frame 0, as they are at `version`."""
+    """Rows of a table, in frame 0, as they are at `version`.
+
+    With `changed`, frame 0 has the places of so many rows among those of the request that was asked about, then these rows. Version -1:
+    that request is not known, or is not answered yet.
+    """
 
     request: int
     version: int
+    changed: int = -1
 
 
 class Evicted(Message):

@@ -98,7 +98,9 @@ class Push(Message):
 class PullRows(Message):
     """The worker asks for rows of a table, whose keys are in frame 0. Answered by Rows.
 
-    It goes to every ps task with the keys that are there; all answer at one place of the log. `track` is the optimizer whose table it is.
+    It goes to every ps task with the keys that are there; all answer at one place of the log. `track` is the optimizer whose table it
+    is. With `ahead` they are for a later batch, and kept on the ps until the second one after; with `since`, the number of such a
+    request, there are no keys: what has changed of its rows is asked for.
     """
 
     worker: int
@@ -106,6 +108,8 @@ class PullRows(Message):
     request: int
     table: int
     track: int = 0
+    ahead: bool = False
+    since: int = -1
 
 
 class TakeEvicted(Message):

@@ -31,6 +31,7 @@ class PsChannels:
         while_waiting: Is called while the owner waits; may raise to end the wait.
         is_for_request: Takes what belongs to the open request; returns whether it did.
         unasked: Takes what arrives and answers nothing.
+        takes_rows: Each takes rows that it has asked for ahead of time; returns whether it did.
     """
 
     def __init__(self, end: WorkerEnd) -> None:
@@ -44,6 +45,7 @@ class PsChannels:
         self.while_waiting: Callable[[], None] = lambda: None
         self.is_for_request: Callable[[int, Any, list[Frame]], bool] = lambda _k, _message, _frames: False
         self.unasked: Callable[[m.Message], None] = lambda _message: None
+        self.takes_rows: list[Callable[[int, Any, list[Frame]], bool]] = []
 
     def _asker(self, k: int, channel: Channel) -> Asker:
         end = self.end
@@ -118,7 +120,7 @@ class PsChannels:
 
     def route(self, k: int, message: Any, frames: list[Frame]) -> None:
         """Hands what has arrived to the one that waits for it; an answer that nobody waits for any more is dropped."""
-        if self.is_for_request(k, message, frames):
+        if self.is_for_request(k, message, frames) or any(takes(k, message, frames) for takes in self.takes_rows):
             return
         pending = self._pending.pop(getattr(message, "request", -1), None)
         if pending is not None:

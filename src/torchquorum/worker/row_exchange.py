@@ -7,6 +7,9 @@ ps tasks; a gradient names each key once, and every ps task gets those that are 
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -16,12 +19,27 @@ import torchquorum.wire.messages as m
 from torchquorum.memory.key_index import Keys
 from torchquorum.update.table_keys import shard_of
 from torchquorum.wire.codec import Frame
-from torchquorum.wire.frames import frame_tensor, tensor_frame
+from torchquorum.wire.frames import cut_parts, frame_tensor, tensor_frame
 from torchquorum.wire.rpc import error_of
 from torchquorum.worker.ps_channels import PsChannels
+from torchquorum.worker.row_reading import KeptRows
 from torchquorum.worker.row_tables import RowTables
 
 PushedRows = list[tuple[list[m.RowPart], list[torch.Tensor]]]
+AHEAD = 2  # as many as a ps keeps of each table
+
+
+@dataclass
+class AskedRows:
+    """A request for rows: what goes to each ps task, and what has come back."""
+
+    message: m.PullRows
+    keys: Keys
+    places: list[np.ndarray]  # of the keys of each ps task
+    frames: list[list[Frame]]
+    found: dict[int, tuple[m.Rows, list[Frame]]] = field(default_factory=dict)
+    rows: torch.Tensor | None = None
+    version: int = -1
 
 
 class RowExchange:
@@ -31,46 +49,123 @@ class RowExchange:
         tables: The worker's tables.
         channels: The channels to the ps tasks.
         track: Which optimizer's tables they are.
+        version: Returns the version of that optimizer which this worker last took.
 
     Attributes:
         norm: That of the gradients that were collected last.
+        kept: The rows that are kept of each table, where that was asked for.
     """
 
-    def __init__(self, tables: RowTables, channels: PsChannels, track: int = 0) -> None:
+    def __init__(
+        self, tables: RowTables, channels: PsChannels, track: int = 0, version: Callable[[], int] = lambda: 0
+    ) -> None:
         self._tables, self._channels, self._specs = tables, channels, tables.specs
-        self._num_shards, self._track = len(channels), track
+        self._num_shards, self._track, self._version = len(channels), track, version
         self.norm = 0.0
-        tables.pull, tables.evicted = self.pull, self.evicted
+        self._ahead: dict[int, deque[AskedRows]] = {}
+        keep = tables.reading.keep
+        self.kept = [KeptRows(spec, keep) for spec in tables.specs] if keep else []
+        tables.pull, tables.evicted, tables.prefetch = self.pull, self.evicted, self.prefetch
+        channels.takes_rows.append(self._takes)
 
     def pull(self, table: int, keys: Keys) -> torch.Tensor:
-        """Returns rows by their keys, each once and in order, as they are at one place of the log."""
-        while True:
-            answers = self._ask(table, keys)
-            if len({version for version, _, _ in answers}) == 1:
-                break  # else a ps was restored between two answers
-        spec = self._specs[table]
-        dtype: torch.dtype = getattr(torch, spec.dtype)
-        parts = [
-            (mine, frame_tensor(frame, len(mine) * spec.dim * dtype.itemsize).view(dtype).view(len(mine), spec.dim))
-            for _, mine, frame in answers
-        ]
-        if len(parts) == 1:
-            return parts[0][1]
-        rows = torch.empty((len(keys), spec.dim), dtype=dtype)
-        for mine, values in parts:
-            rows[torch.from_numpy(mine)] = values
+        """Returns rows by their keys, each once and in order, as they are at one place of the log, or as old as was asked for."""
+        if (rows := self._from_ahead(table, keys)) is not None:
+            return rows
+        if not self.kept:
+            return self._pull(table, keys)[0]
+        kept = self.kept[table]
+        where = kept.find(keys, self._version() - self._tables.reading.max_staleness)
+        missing = np.flatnonzero(where < 0)
+        there = np.flatnonzero(where >= 0)
+        rows = torch.empty((len(keys), self._specs[table].dim), dtype=getattr(torch, self._specs[table].dtype))
+        rows[torch.from_numpy(there)] = kept.take(where[there])
+        if len(missing):
+            pulled, version = self._pull(table, keys[missing])
+            kept.put(keys[missing], pulled, version)
+            rows[torch.from_numpy(missing)] = pulled
         return rows
 
-    def _ask(self, table: int, keys: Keys) -> list[tuple[int, np.ndarray, Frame]]:
-        channels, end = self._channels, self._channels.end
-        number = channels.next_number()
-        message = m.PullRows(end.index, end.incarnation, number, table, self._track)
-        shards = shard_of(keys, self._num_shards)
-        mine = [np.flatnonzero(shards == k) for k in range(self._num_shards)]
-        packed = [tensor_frame(torch.from_numpy(keys[those]).view(torch.uint8)) for those in mine]
+    def _pull(self, table: int, keys: Keys) -> tuple[torch.Tensor, int]:
+        """Returns rows, and the version that they are of."""
+        while True:
+            asked = self._begin(table, keys)
+            if self._finish(asked):  # else a ps was restored between two answers
+                assert asked.rows is not None
+                return asked.rows, asked.version
 
-        found: dict[int, tuple[m.Rows, list[Frame]]] = {}
-        what, limit_s = f"rows of {self._specs[table].name}", end.patience.round_s
+    # -- ahead of time ------------------------------------------------------------------------------------------------
+
+    def prefetch(self, table: int, keys: Keys) -> None:
+        """Asks for the rows of a later batch, and goes on."""
+        if self.kept:
+            where = self.kept[table].find(keys, self._version() - self._tables.reading.max_staleness)
+            keys = keys[where < 0]  # those that are kept are there already
+        if len(keys):
+            ahead = self._ahead.setdefault(table, deque(maxlen=AHEAD))
+            ahead.append(self._begin(table, keys, ahead=True))
+
+    def _from_ahead(self, table: int, keys: Keys) -> torch.Tensor | None:
+        """Returns rows that were asked for ahead of time; None if they were not, or not all of them."""
+        for asked in list(self._ahead.get(table, ())):
+            exact = len(asked.keys) == len(keys) and np.array_equal(asked.keys, keys)
+            places = None if exact else _places(asked.keys, keys)
+            if not exact and (places is None or self.kept):
+                continue
+            if exact:
+                self._drop(table, asked)
+            if not self._is_good(table, asked):
+                return None
+            assert asked.rows is not None
+            return asked.rows if places is None else asked.rows.index_select(0, torch.from_numpy(places))
+        for asked in list(self._ahead.get(table, ())) if self.kept else ():
+            # What was not kept of this batch was asked for: it is kept now, and read from there.
+            if np.isin(asked.keys, keys).all():
+                self._drop(table, asked)
+                if self._finish(asked):
+                    assert asked.rows is not None
+                    self.kept[table].put(asked.keys, asked.rows, asked.version)
+        return None
+
+    def _drop(self, table: int, asked: AskedRows) -> None:
+        self._ahead[table] = deque((other for other in self._ahead[table] if other is not asked), maxlen=AHEAD)
+
+    def _is_good(self, table: int, asked: AskedRows) -> bool:
+        """Whether rows that were asked for ahead of time can be used: those that are too old by now are fetched again."""
+        if asked.rows is None and not self._finish(asked):
+            return False
+        bound = self._tables.reading.max_staleness
+        if bound and self._version() - asked.version <= bound:
+            return True
+        again = self._begin(table, asked.keys, since=asked)
+        return self._finish(again, since=asked)
+
+    # -- requests -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, table: int, keys: Keys, *, ahead: bool = False, since: AskedRows | None = None) -> AskedRows:
+        """Asks every ps task for its part of some rows, or for what has changed of those that were asked for before."""
+        channels, end = self._channels, self._channels.end
+        message = m.PullRows(end.index, end.incarnation, channels.next_number(), table, self._track, ahead)
+        if since is not None:
+            message.since, places = since.message.request, since.places
+            frames: list[list[Frame]] = [[] for _ in places]
+        else:
+            shards = shard_of(keys, self._num_shards)
+            places = [np.flatnonzero(shards == k) for k in range(self._num_shards)]
+            packed = [keys] if self._num_shards == 1 else [keys[those] for those in places]
+            frames = [[tensor_frame(torch.from_numpy(own).view(torch.uint8))] for own in packed]
+        for k in range(self._num_shards):
+            channels.post(k, message, frames[k])
+        return AskedRows(message, keys, places, frames)
+
+    def _finish(self, asked: AskedRows, since: AskedRows | None = None) -> bool:
+        """Waits for the answers to a request; False if they are not of one version, or a ps task does not know what `since` was.
+
+        The rows are then in the request, those of a change in the one that it is about.
+        """
+        channels, table, found = self._channels, asked.message.table, asked.found
+        number, what = asked.message.request, f"rows of {self._specs[table].name}"
+        limit_s = channels.end.patience.round_s
 
         def ask_again(awaited: int) -> None:
             """Asks those that owe an answer; one that is gone, or has lost its variables, keeps the others from answering."""
@@ -78,11 +173,9 @@ class RowExchange:
                 if k not in found:
                     channels.asker(k).check(0.0, 0.0, limit_s, what)
                     if k != awaited:
-                        self._take(k, number, found)
-                    channels.post(k, message, [packed[k]])
+                        self._take(k, asked)
+                    channels.post(k, asked.message, asked.frames[k])
 
-        for k in range(self._num_shards):
-            channels.post(k, message, [packed[k]])
         for k in range(self._num_shards):
             if k not in found:
                 found[k] = channels.asker(k).wait(
@@ -93,14 +186,64 @@ class RowExchange:
                     repeat=partial(ask_again, k),
                     number=number,
                 )
-        return [(found[k][0].version, mine[k], found[k][1][0]) for k in range(self._num_shards)]
+        versions = {answer.version for answer, _ in found.values()}
+        if len(versions) > 1 or versions == {-1}:
+            return False
+        target = asked if since is None else since
+        target.version = versions.pop()
+        if since is None:
+            asked.rows = self._joined(asked)
+        else:
+            self._change(since, found)
+        return True
 
-    def _take(self, k: int, number: int, found: dict[int, tuple[m.Rows, list[Frame]]]) -> None:
+    def _joined(self, asked: AskedRows) -> torch.Tensor:
+        """Returns the rows of all ps tasks, in the order of the keys."""
+        spec = self._specs[asked.message.table]
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        parts = [
+            frame_tensor(asked.found[k][1][0], len(mine) * spec.dim * dtype.itemsize).view(dtype).view(-1, spec.dim)
+            for k, mine in enumerate(asked.places)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        rows = torch.empty((len(asked.keys), spec.dim), dtype=dtype)
+        for mine, values in zip(asked.places, parts, strict=True):
+            rows[torch.from_numpy(mine)] = values
+        return rows
+
+    def _change(self, asked: AskedRows, found: dict[int, tuple[m.Rows, list[Frame]]]) -> None:
+        """Takes what has changed of rows."""
+        spec = self._specs[asked.message.table]
+        dtype: torch.dtype = getattr(torch, spec.dtype)
+        assert asked.rows is not None
+        if any(answer.changed for answer, _ in found.values()):
+            asked.rows = asked.rows.clone()  # it lies in a frame, or was handed out
+        for k, mine in enumerate(asked.places):
+            answer, frames = found[k]
+            if answer.changed > 0:
+                sizes = [answer.changed * 8, answer.changed * spec.dim * dtype.itemsize]
+                places, rows = cut_parts(frames[0], sizes)
+                where = torch.from_numpy(mine[places.view(torch.int64).numpy()])
+                asked.rows.index_copy_(0, where, rows.view(dtype).view(-1, spec.dim))
+
+    def _takes(self, k: int, message: m.Message, frames: list[Frame]) -> bool:
+        """Takes rows that were asked for ahead of time, and arrive while something else is awaited."""
+        number = getattr(message, "request", -1)
+        for requests in self._ahead.values():
+            for asked in requests:
+                if asked.message.request == number and isinstance(message, m.Rows):
+                    asked.found[k] = message, frames
+                    return True
+        return False
+
+    def _take(self, k: int, asked: AskedRows) -> None:
         """Takes what a ps task has sent while another was waited for."""
+        number = asked.message.request
         while (arrived := self._channels.arrive(k, 0.0)) is not None:
             message, frames = arrived
             if isinstance(message, m.Rows) and message.request == number:
-                found[k] = message, frames
+                asked.found[k] = message, frames
             elif isinstance(message, m.Fault) and message.request in (-1, number):
                 raise error_of(message)
             else:
@@ -140,3 +283,10 @@ class RowExchange:
                 tensors += [torch.from_numpy(own), values]
         self.norm = math.sqrt(squares)
         return found
+
+
+def _places(there: Keys, keys: Keys) -> np.ndarray | None:
+    """Returns the places of keys among others, both in order; None if some are not there."""
+    places = np.searchsorted(there, keys)
+    inside = len(there) > 0 and (not len(places) or int(places[-1]) < len(there))
+    return places if inside and np.array_equal(there[places], keys) else None

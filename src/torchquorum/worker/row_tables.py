@@ -24,6 +24,7 @@ from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import pack_parts
 from torchquorum.wire.plan import InitSpec, TableSpec
 from torchquorum.worker.row_parameter import RowParameter
+from torchquorum.worker.row_reading import Reading
 from torchquorum.worker.table_module import Table
 from torchquorum.worker.variable_names import plain_names
 
@@ -71,11 +72,14 @@ class RowTables:
     Attributes:
         pull: Returns rows: of a table, by number, with these keys, each once and in order.
         evicted: Returns the keys that went last, of a table by number.
+        prefetch: Asks for rows of a later batch: of a table, by number, with these keys, each once and in order.
+        reading: How old rows may be that are read.
         survive: Calls something again when a ps task was lost meanwhile and found again.
     """
 
-    def __init__(self, found: Sequence[RowsOf] = ()) -> None:
-        self.all = list(found)
+    def __init__(self, found: Sequence[RowsOf] = (), reading: Reading | None = None) -> None:
+        self.all, self.reading = list(found), reading or Reading()
+        self.prefetch: Callable[[int, Keys], object] = _not_joined
         self.pull: Callable[[int, Keys], torch.Tensor] = _not_joined
         self.evicted: Callable[[int], Keys] = lambda number: _not_joined(number, np.empty(0, np.int64)).numpy()
         self.survive: Callable[[Callable[[], Any]], Any] = lambda ask: ask()
@@ -94,6 +98,19 @@ class RowTables:
 
     def _pulled(self, number: int, keys: Keys) -> torch.Tensor:
         return self.survive(lambda: self.pull(number, keys))
+
+    def prefetch_ids(self, each: RowsOf, ids: torch.Tensor) -> None:
+        """Asks for the rows of ids that a later batch has."""
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise ConfigError(f"session.prefetch(): ids of {each.spec.name} are int64, and these are {ids.dtype}")
+        keys = np.unique(ids.detach().reshape(-1).to(device="cpu", dtype=torch.int64).numpy())
+        count = each.spec.rows
+        if count and len(keys) and (int(keys[0]) < 0 or int(keys[-1]) >= count):
+            raise IndexError(
+                f"session.prefetch(): {each.spec.name} has rows 0 to {count - 1}, and ids of others were given"
+            )
+        number = self.all.index(each)
+        self.survive(lambda: self.prefetch(number, keys))
 
     def frames(self, shard: int, num_shards: int) -> list[Frame]:
         """Returns the rows that a shard begins with, of each table that the module has whole, in one frame; none if there is none."""
@@ -121,7 +138,7 @@ class RowTables:
                     keys = np.arange(start, min(start + CHUNK_ROWS, each.spec.rows), dtype=np.int64)
                     values[start : start + len(keys)] = self._pulled(number, keys)
                 each.parameter.end(values.to(each.parameter.device))
-        self.pull = _not_joined
+        self.pull = self.prefetch = _not_joined
 
 
 def _not_joined(_number: int, _keys: Keys) -> torch.Tensor:

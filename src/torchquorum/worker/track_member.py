@@ -87,7 +87,9 @@ class TrackMember:
         self.index, self.plan, self.flat, self.residuals = index, plan, flat, residuals
         self.exchange = Exchange(flat, shared, in_place=not plan.rule.pipeline and residuals is None)
         self.fastpath: FastPathSteps | None = None
-        self._rows = RowExchange(flat.tables, requests.channels, index) if flat.tables else None
+        self._rows = (
+            RowExchange(flat.tables, requests.channels, index, lambda: self.view.version) if flat.tables else None
+        )
         self._member, self._requests, self._channels = member, requests, requests.channels
         self._run, self._positions = view, positions
         self.view = view.tracks[index]

@@ -134,7 +134,7 @@ def test_a_damaged_checkpoint_is_skipped_for_the_one_before(tmp_path: Path, caps
 
 def test_a_folder_that_cannot_be_is_an_error_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(TorchQuorumError, match="cannot list the checkpoints"):
+    with pytest.raises(TorchQuorumError, match="run cannot be written to: Not a directory"):
         run(6, tmp_path / "file" / "run", workers=1)
 
 

@@ -98,20 +98,17 @@ def test_a_durable_run_on_a_full_disk_stops_and_goes_on_with_all_it_told_when_th
     assert list_checkpoints(tiny_disk)[-1].step == 150
 
 
-def test_a_folder_that_is_read_only_costs_the_records_and_a_durable_run_is_refused(
-    tmp_path: Path, tiny_disk: Path
+@pytest.mark.parametrize("durable", [(), ("--durable=write",)], ids=["plain", "durable"])
+def test_a_folder_that_is_read_only_is_refused_before_the_first_step(
+    durable: tuple[str, ...], tmp_path: Path, tiny_disk: Path
 ) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(tiny_disk)], timeout=60, check=True)
-    run = Cluster(tmp_path / "a", 1, "--steps=12", "--save-steps=4", "--round=6", logdir=tiny_disk / "run")
-    text = finished(run)
-    assert run.codes() == [1, 1, 1], text[-3000:]
-    assert "cannot be written" in text and "read-only" in text
-    assert text.count("the last step of the run, 12, is not saved: ") >= 2, text[-3000:]
-    refused = Cluster(tmp_path / "b", 1, "--steps=12", "--durable=write", "--start=4", logdir=tiny_disk / "run")
-    refused.wait("the refusal", lambda: "the file system is read-only" in refused.text(("worker", 0)))
+    refused = Cluster(tmp_path / "a", 1, "--steps=12", "--start=4", *durable, logdir=tiny_disk / "run")
+    refused.wait("the refusal", lambda: "cannot be written to: Read-only file system" in refused.text(("worker", 0)))
     refused.wait("its end", lambda: refused.lives["worker", 0].poll() is not None)
     refused.close()
     assert refused.lives["worker", 0].poll() == 1 and "Traceback" not in refused.text(("worker", 0))
+    assert "told" not in refused.text(("worker", 0))
 
 
 def test_the_folder_of_a_killed_command_is_removed_by_the_next_and_a_living_ones_is_not(

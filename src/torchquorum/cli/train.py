@@ -12,6 +12,7 @@ from typing import Any
 import click
 from rich.console import Console
 
+from torchquorum.cli.before_training import check_device, check_optimizer, check_run_folder
 from torchquorum.cli.command import Checked, ClusterCommand, Named, Workers, durable_option, option
 from torchquorum.cli.live_view import View
 from torchquorum.cli.run_folder import new_run_folder
@@ -148,6 +149,11 @@ def train(**given: Any) -> int:
         from torchquorum.compress.compressor import read_compressor
 
         read_compressor(options.compress)
+    check_optimizer(options.optimizer)
+    if options.device is not None and not options.allow_soft_placement:
+        check_device(options.device)
+    if options.logdir is not None:
+        check_run_folder(options.logdir, options.steps)
     options.logdir = options.logdir or new_run_folder("mnist")
     cluster = LaunchOptions(command=[], ps=ps, workers=workers, transport=transport, secret_file=secret_file, link=link)
     cluster.record = options.record

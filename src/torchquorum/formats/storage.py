@@ -282,14 +282,25 @@ def write_whole(target: Location, text: str) -> None:
 
 
 def check_writable(folder: Location) -> None:
-    """Checks that a remote folder can be written to, before the first checkpoint.
+    """Checks that a folder can be written to, or created, before the first checkpoint. A full disk may have room again later.
 
     Raises:
         ConfigError: It cannot.
     """
+    name = f".torchquorum-{secrets.token_hex(6)}"
     if not isinstance(folder, RemotePath):
+        there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+        try:
+            (there / name).mkdir()
+            (there / name).rmdir()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                below = "" if there == folder.absolute() else f" below {there}"
+                raise ConfigError(
+                    f"{folder} cannot be written to: {error.strerror}{below}; give a run folder that this user may write"
+                ) from None
         return
-    trial = folder / f".torchquorum-{secrets.token_hex(6)}"
+    trial = folder / name
     try:
         trial.write_bytes(b"")
         with suppress(OSError):

@@ -42,8 +42,15 @@ class Ending:
         )
         return "; ".join(filter(None, (self.lost, *failed)))
 
-    def check(self, leader: Leader, checkpoints: Checkpoints | None, now: float) -> None:
-        """Ends the log of a job that is over."""
+    def check(self, leader: Leader, checkpoints: Checkpoints | None, now: float, *, comes_back: bool = True) -> None:
+        """Ends the log of a job that is over.
+
+        Args:
+            leader: What is known of the workers.
+            checkpoints: Saves what is not saved.
+            now: The time.
+            comes_back: Whether a worker that has left by an error may be started again.
+        """
         workers = leader.quorum.workers
         if not workers and not self.lost:
             return
@@ -57,7 +64,8 @@ class Ending:
         gone = [i for i, w in workers.items() if w.gone]
         waited_for = missing if leader.quorum.stopped else missing + gone
         over = leader.quorum.stopped or leader.data.over or _is_done(workers)
-        if over and (not waited_for or idle_s > LATE_S):
+        nobody_comes = not waited_for or not (comes_back or any(not worker.left for worker in workers.values()))
+        if over and (nobody_comes or idle_s > LATE_S):
             if checkpoints is not None and not self.lost:
                 checkpoints.save_unasked(now)  # the chief is gone, or was done before the others
             if checkpoints is not None and checkpoints.busy:

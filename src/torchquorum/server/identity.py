@@ -11,7 +11,11 @@ from torchquorum.wire.messages import PACKAGE, PROTOCOL, ShardHello, Way, Welcom
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Who this ps task is."""
+    """Who this ps task is.
+
+    Attributes:
+        alone: Whether its one worker is in this process: one that has left by an error is not waited for.
+    """
 
     cluster: ClusterSpec
     index: int
@@ -20,6 +24,7 @@ class Identity:
     started_at: float
     ways: tuple[Way, ...] = ()
     pid: int = field(default_factory=os.getpid)
+    alone: bool = False
 
     @property
     def task(self) -> TaskId:

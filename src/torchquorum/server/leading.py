@@ -280,7 +280,7 @@ class Leading(Run):
 
     def _check_end(self, now: float) -> None:
         if self.shard.ended is None:
-            self.life.ending.check(self.leader, self.checkpoints, now)
+            self.life.ending.check(self.leader, self.checkpoints, now, comes_back=not self.life.me.alone)
 
     def commit(self) -> None:
         """Waits until the disk has the ledger and the journal, where a run is to survive a loss of power."""

@@ -67,6 +67,7 @@ class ServeOptions:
         jobs: Writes checkpoints; by default a thread.
         refuses: Whether nobody listens at an address, as its host says.
         make_service: Makes what answers messages; a replay has its own.
+        alone: Whether the one worker is in this process, and nobody starts it again.
     """
 
     listen_fd: int | None = None
@@ -79,6 +80,7 @@ class ServeOptions:
     jobs: Jobs | None = None
     refuses: Callable[[str], bool] = refuses
     make_service: Callable[[Identity, Callable[[str], None], Clock, Saver], Service] = Service
+    alone: bool = False
 
 
 class PsTask:
@@ -127,6 +129,7 @@ class PsTask:
             host=host_id(),
             started_at=self._clock.wall() if options.started_at is None else options.started_at,
             ways=tuple(self._listener.ways),
+            alone=options.alone,
         )
         self._leader = leader
         if index > 0 and leader is None and options.make_service is Service:
@@ -149,6 +152,12 @@ class PsTask:
     def ended(self) -> End | None:
         """Returns the end of the job, once it has come."""
         return self._end or self.service.ended
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a checkpoint is being made. May be called on any thread."""
+        run = self.service.run
+        return isinstance(run, Leading) and run.checkpoints.busy
 
     @property
     def interrupted(self) -> bool:
@@ -174,7 +183,7 @@ class PsTask:
         last, end = None, self._serve_job(None)
         while end.ok and end is not last and self._end is None and self._begin_again():
             last, end = end, self._serve_job(end)
-        if not end.ok and self.service.failure is None:
+        if not end.ok and self.service.failure is None and not self._options.alone:
             self._announce(f"ended: {end.why}")
         return end.ok
 

@@ -12,6 +12,7 @@ import os
 import secrets
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -37,6 +38,7 @@ from torchquorum.wire.entry_channel import EntryChannel
 from torchquorum.wire.inprocess import InProcessNetwork
 from torchquorum.wire.transports import connector
 
+ENDS_IN_S, SAVES_IN_S = 5.0, 600.0  # a ps in this process, when its one worker has left; longer while it saves
 INTERRUPTED = 130  # the exit code of a task that Ctrl-C or SIGTERM has ended in good order
 
 
@@ -137,7 +139,7 @@ class Alone:
     def start(self) -> None:
         """Starts the ps for one session."""
         listener = self.network.listen(self.cluster.address(TaskId("ps", 0)))
-        options = ServeOptions(say=say, report=self._report, started_at=env.started_at())
+        options = ServeOptions(say=say, report=self._report, started_at=env.started_at(), alone=True)
         self._ps = ps = PsTask(self.cluster, 0, options, listener=listener)
         self._error = None
 
@@ -169,10 +171,22 @@ class Alone:
         return failure.__cause__ or failure if failure is not None else None
 
     def finish(self) -> None:
-        """Waits for the ps to end, which it does when its one worker has left."""
-        if self._thread is not None:
-            self._thread.join(timeout=5.0)
-            self._thread = None
+        """Waits for the ps to end, which it does when its one worker has left and all is saved; ends it if it does not.
+
+        The next session of this program has a ps of its own.
+        """
+        thread, ps = self._thread, self._ps
+        if thread is None or ps is None:
+            return
+        self._thread = None
+        if ps.service.run is not None:
+            thread.join(ENDS_IN_S)
+            deadline = time.monotonic() + SAVES_IN_S
+            while thread.is_alive() and ps.is_saving and time.monotonic() < deadline:
+                thread.join(0.5)
+        if thread.is_alive():
+            ps.end("its one worker has gone without a word")
+            thread.join(ENDS_IN_S)
 
 
 def say(line: str) -> None:

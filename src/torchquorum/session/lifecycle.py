@@ -39,6 +39,7 @@ from torchquorum.session.states import SessionState, StateMachine
 from torchquorum.session.stop_condition import StopCondition
 from torchquorum.worker.link import Link
 from torchquorum.worker.loaded_state import LoadedState
+from torchquorum.worker.parameter_places import ParameterPlaces
 from torchquorum.worker.polls import wait_until_saved
 from torchquorum.worker.step import Step
 
@@ -78,7 +79,8 @@ class Lifecycle:
         self._attachment = Attachment(setup, stop, self.check_requests)
         self._connection = self._attachment.connection
         self.signals = Signals(setup.say, "saving and ending the run" if setup.task.is_chief else "leaving the run")
-        self.before_run, self.after_run = hooks.before_run, hooks.after_run
+        self.after_run = hooks.after_run
+        self._places: ParameterPlaces | None = None
         self.meanwhile: Callable[[], None] = lambda: None
         self.confirms = True
         self.presence: Presence | None = None
@@ -118,6 +120,10 @@ class Lifecycle:
         restored = link.version > 0 and (not task.is_chief or is_saved(self._setup.logdir, link.version))
         self.saved_step = link.version if restored else -1
         self._attach_optimizers(link)
+        trained = (
+            p for optimizer in self._setup.optimizers for group in optimizer.param_groups for p in group["params"]
+        )
+        self._places = ParameterPlaces(self._setup.model, trained)
         self._attachment.initializer.survive_by(self.surviving)
         self.signals.install()
         self._stop.start_clock()
@@ -131,6 +137,12 @@ class Lifecycle:
     def _attach_optimizers(self, link: Link) -> None:
         for track, optimizer in enumerate(self._setup.optimizers):
             optimizer.attach(link, self, track)
+
+    def before_run(self) -> None:
+        """A step is about to be pushed."""
+        if self._places is not None:
+            self._places.check()
+        self._hooks.before_run()
 
     def recover(self, error: Exception) -> Step:
         """A ps task was lost: waits for it, and continues from what it holds or from a checkpoint.

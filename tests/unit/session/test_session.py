@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -118,3 +119,20 @@ def test_after_the_run_parameters_share_no_memory_and_hold_the_last_version() ->
         assert isinstance(model[0].weight, nn.Parameter)  # pyright: ignore[reportIndexIssue]
 
     Cluster().run(work)
+
+
+@pytest.mark.parametrize("where", ["in the loop", "at the beginning"])
+def test_a_program_alone_whose_session_failed_begins_another(where: str) -> None:
+    task = tq.join([])
+    for _ in range(2):
+        model, optimizer, session = make(task, last_step=4)
+        if where == "at the beginning":
+            model.get_parameter("0.weight").requires_grad_(False)
+            optimizer.param_groups[0]["params"].append(nn.Parameter(torch.ones(2)))  # which is not the model's
+        with pytest.raises(ValueError if where == "in the loop" else ConfigError), session:
+            raise ValueError("mine")
+        assert not [thread for thread in threading.enumerate() if thread.name == "torchquorum-ps"]
+    model, optimizer, session = make(task, last_step=4)
+    with session:
+        train(model, optimizer, session)
+    assert session.global_step == 4

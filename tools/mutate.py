@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "src" / "torchquorum" / "rules"
 EXPLAINED = ROOT / "tests" / "mutation" / "equivalent.txt"
 # All tests of the rules, the quick ones first: most mutants go no further.
-_SLOW = ("test_epochs.py", "test_quorum_properties.py")
+_SLOW = ("test_batch_pool.py", "test_quorum_properties.py")
 TESTS = sorted(
     (str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "unit" / "rules").glob("test_*.py")),
     key=lambda path: (path.endswith(_SLOW), path),

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from tests.process.replays import PROGRAM, record, replay, spawn
 from tests.process.tasks import Started, by_hand
-from torchquorum.formats.record_file import MAGIC, RecordError, RecordFile, read_record
+from torchquorum.formats.record_file import MAGIC, RecordFile, RunRecordError, read_record
 from torchquorum.replay.replay import ReplayOptions, make_again
 
 pytestmark = pytest.mark.replays
@@ -68,18 +68,18 @@ def test_an_update_is_written_with_the_gradients_that_made_it(tmp_path: Path) ->
     assert len(own) == 2 and sum("norm of its gradient" in line for line in said) == 2
     expected = found["before/4.weight"] - 0.01 * (own[0] + own[1]) / 2
     torch.testing.assert_close(found["after/4.weight"], expected, rtol=1e-5, atol=1e-7)
-    with pytest.raises(RecordError, match="step 99: the record goes from step 0 to step 12"):
+    with pytest.raises(RunRecordError, match="step 99: the record goes from step 0 to step 12"):
         make_again(ReplayOptions(folder=tmp_path, to=99), said.append, lambda _life, _line: None)
 
 
 def test_what_is_no_record_or_was_made_elsewhere_is_refused_in_words(tmp_path: Path) -> None:
-    with pytest.raises(RecordError, match="only a run that was recorded can be replayed"):
+    with pytest.raises(RunRecordError, match="only a run that was recorded can be replayed"):
         replay(tmp_path)
     (tmp_path / "run.record").write_bytes(b"something else entirely")
-    with pytest.raises(RecordError, match="is no record of a run"):
+    with pytest.raises(RunRecordError, match="is no record of a run"):
         replay(tmp_path)
     (tmp_path / "run.record").write_bytes(MAGIC)
-    with pytest.raises(RecordError, match="is empty"):
+    with pytest.raises(RunRecordError, match="is empty"):
         replay(tmp_path)
 
 
@@ -98,5 +98,5 @@ def test_a_torn_end_is_cut_off_and_damage_is_named(tmp_path: Path) -> None:
     again.close()
     assert list(read_record(tmp_path)) == [b"one", b"three"]
     path.write_bytes(whole.replace(b"one", b"OnE"))
-    with pytest.raises(RecordError, match="is damaged at byte"):
+    with pytest.raises(RunRecordError, match="is damaged at byte"):
         list(read_record(tmp_path))

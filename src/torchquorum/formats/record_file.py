@@ -21,7 +21,7 @@ MAX_FRAME_BYTES = 1 << 30
 _FRAME = struct.Struct("<II")  # size, checksum of size and bytes
 
 
-class RecordError(TorchQuorumError):
+class RunRecordError(TorchQuorumError):
     """A record cannot be written, read or replayed."""
 
 
@@ -35,7 +35,7 @@ class RecordFile:
         torn_bytes: The size of an unfinished frame at its end, which was cut off.
 
     Raises:
-        RecordError: It cannot be opened, or what is there is no record.
+        RunRecordError: It cannot be opened, or what is there is no record.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,7 +44,7 @@ class RecordFile:
             folder.mkdir(parents=True, exist_ok=True)
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise RecordError(f"the record {self.path} cannot be opened ({error.strerror})") from error
+            raise RunRecordError(f"the record {self.path} cannot be opened ({error.strerror})") from error
         try:
             with os.fdopen(os.dup(self._fd), "rb") as file:
                 end = _find_end(file, self.path)
@@ -62,7 +62,7 @@ class RecordFile:
         """Writes a frame; when this returns, the operating system has it.
 
         Raises:
-            RecordError: It cannot be written.
+            RunRecordError: It cannot be written.
         """
         size = len(body).to_bytes(4, "little")
         rest = memoryview(_FRAME.pack(len(body), zlib.crc32(body, zlib.crc32(size))) + body)
@@ -70,7 +70,7 @@ class RecordFile:
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
         except OSError as error:
-            raise RecordError(f"the record {self.path} cannot be written ({error.strerror})") from error
+            raise RunRecordError(f"the record {self.path} cannot be written ({error.strerror})") from error
 
     def close(self) -> None:
         """Closes the file."""
@@ -85,7 +85,7 @@ def _find_end(file: IO[bytes], path: Path) -> int:
     if magic != MAGIC:
         if MAGIC.startswith(magic):
             return 0
-        raise RecordError(f"{path} is no record of a run, or was written by another release; move it away")
+        raise RunRecordError(f"{path} is no record of a run, or was written by another release; move it away")
     end = len(MAGIC)
     while (body := _take(file)) is not None:
         end += _FRAME.size + len(body)
@@ -108,21 +108,21 @@ def read_record(folder: Path) -> Iterator[bytes]:
     """Yields the frames of a run's record.
 
     Raises:
-        RecordError: There is none; or a frame in its middle is damaged.
+        RunRecordError: There is none; or a frame in its middle is damaged.
     """
     path = folder / NAME
     try:
         file = path.open("rb")
     except FileNotFoundError:
-        raise RecordError(
+        raise RunRecordError(
             f"{folder} has no record ({NAME}): only a run that was recorded can be replayed. Record one with `torchquorum run --record`, "
             "`torchquorum train --record` or tq.Session(record=True)"
         ) from None
     except OSError as error:
-        raise RecordError(f"the record {path} cannot be read ({error.strerror})") from error
+        raise RunRecordError(f"the record {path} cannot be read ({error.strerror})") from error
     with file:
         if file.read(len(MAGIC)) != MAGIC:
-            raise RecordError(f"{path} is no record of a run, or was written by another release")
+            raise RunRecordError(f"{path} is no record of a run, or was written by another release")
         while True:
             at = file.tell()
             body = _take(file)
@@ -131,7 +131,7 @@ def read_record(folder: Path) -> Iterator[bytes]:
             yield body
         file.seek(at)
         if (rest := file.read()) and not _is_torn(rest):
-            raise RecordError(f"{path} is damaged at byte {at} of {at + len(rest)}: what follows cannot be read")
+            raise RunRecordError(f"{path} is damaged at byte {at} of {at + len(rest)}: what follows cannot be read")
 
 
 def _is_torn(rest: bytes) -> bool:

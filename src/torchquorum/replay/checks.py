@@ -14,7 +14,7 @@ import torch
 
 from torchquorum.formats.checkpoint import CheckpointReader, list_checkpoints, load_manifest
 from torchquorum.formats.checkpoint_manifest import Kind, title
-from torchquorum.formats.record_file import RecordError
+from torchquorum.formats.record_file import RunRecordError
 from torchquorum.replay.kept import KeptState
 from torchquorum.replay.script import Script
 from torchquorum.session.recording import cpu_model, versions
@@ -26,7 +26,7 @@ def check_machine(script: Script) -> None:
     """Checks that this machine computes as those did that made the run.
 
     Raises:
-        RecordError: It has other versions, or another processor.
+        RunRecordError: It has other versions, or another processor.
     """
     here, cpu = versions(), cpu_model()
     for life in script.lives.values():
@@ -35,11 +35,11 @@ def check_machine(script: Script) -> None:
             f"{name} {body.versions.get(name)}, here {v}" for name, v in here.items() if body.versions.get(name) != v
         ]
         if unequal:
-            raise RecordError(
+            raise RunRecordError(
                 f"{life} ran with {'; '.join(unequal)}: other versions may make other bits. Install those, then replay"
             )
         if body.cpu != cpu:
-            raise RecordError(
+            raise RunRecordError(
                 f"{life} ran on {body.cpu}, and this is {cpu}: another processor may make other bits. Replay on one of that model"
             )
 

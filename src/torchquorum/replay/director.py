@@ -23,9 +23,9 @@ import torch
 from torchquorum import env
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.cluster import ClusterSpec
-from torchquorum.formats.record_file import RecordError
+from torchquorum.formats.record_file import RunRecordError
 from torchquorum.launcher.process import Process, describe_exit, die_with_parent
-from torchquorum.replay.progress import Progress
+from torchquorum.replay.progress import ReplayProgress
 from torchquorum.replay.ps import ReplayService
 from torchquorum.replay.script import LifeKey, Script, ScriptedLife
 from torchquorum.server.serve import PsTask, ServeOptions
@@ -68,7 +68,7 @@ class Director:
     def __init__(
         self,
         script: Script,
-        progress: Progress,
+        progress: ReplayProgress,
         scratch: Path,
         say: Say,
         output: Output,
@@ -93,7 +93,7 @@ class Director:
         """Follows the record to its end; `each` is called now and then.
 
         Raises:
-            RecordError: It cannot be followed.
+            RunRecordError: It cannot be followed.
         """
         try:
             self._start_ps()
@@ -112,7 +112,7 @@ class Director:
                 self._clock.sleep(POLL_S)
             each()
             if self._progress.failed:
-                raise RecordError(self._progress.failed)
+                raise RunRecordError(self._progress.failed)
             self._let_end()
         finally:
             self._stop()

@@ -21,7 +21,7 @@ Place = tuple[int, int]  # a generation, and a version of it
 
 
 @dataclass
-class Progress:
+class ReplayProgress:
     """How far a replay is.
 
     Attributes:

@@ -17,8 +17,8 @@ import torchquorum.wire.messages as m
 from torchquorum.clock import Clock
 from torchquorum.cluster import TaskId
 from torchquorum.errors import LostPlaceError, TorchQuorumError
-from torchquorum.replay.progress import Progress
-from torchquorum.replay.script import LifeKey, ScriptedLife, Step
+from torchquorum.replay.progress import ReplayProgress
+from torchquorum.replay.script import LifeKey, ReplayStep, ScriptedLife
 from torchquorum.rules.quorum import Key
 from torchquorum.server.identity import Identity
 from torchquorum.server.plan_difference import check_same_plan
@@ -70,7 +70,7 @@ class ReplayService(Service):
     """
 
     def __init__(
-        self, me: Identity, say: Callable[[str], None], clock: Clock, saver: Saver, *, progress: Progress
+        self, me: Identity, say: Callable[[str], None], clock: Clock, saver: Saver, *, progress: ReplayProgress
     ) -> None:
         super().__init__(me, say, clock, saver)
         self._progress, self._script, self.index = progress, progress.script, me.index
@@ -325,7 +325,7 @@ class ReplayService(Service):
             self._progress.fail(str(error))
         return replies
 
-    def _can(self, step: Step, replies: list[Reply]) -> bool:
+    def _can(self, step: ReplayStep, replies: list[Reply]) -> bool:
         """Follows a step, if what it needs is there."""
         item = step.item
         if self.at in self._script.passed_over:
@@ -487,7 +487,7 @@ class ReplayService(Service):
             return None
         return Shard.made_of(self.index, plan, kept, kept.manifest, item.generation)
 
-    def _name_step(self, step: Step) -> str:
+    def _name_step(self, step: ReplayStep) -> str:
         item = step.item
         match item:
             case Began():

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchquorum.clock import SYSTEM
-from torchquorum.formats.record_file import RecordError
+from torchquorum.formats.record_file import RunRecordError
 from torchquorum.replay import checks, written
 from torchquorum.replay.director import Director, Output, Spawn, new_scratch
-from torchquorum.replay.progress import Place, Progress
+from torchquorum.replay.progress import Place, ReplayProgress
 from torchquorum.replay.script import Script, read_script
 from torchquorum.wire.messages import Apply, Assigned
 from torchquorum.wire.recorded import Began
@@ -51,7 +51,7 @@ def make_again(
         spawn: Starts a process; by default as a new one.
 
     Raises:
-        RecordError: There is no record, or it cannot be followed here.
+        RunRecordError: There is no record, or it cannot be followed here.
     """
     folder = options.folder.resolve()
     script = read_script(folder)
@@ -64,7 +64,7 @@ def make_again(
     last = options.dump if options.dump is not None else options.to
     end, place = find_end(script, last) if last is not None else (len(script.steps), (-1, -1))
     if options.check and not saved:
-        raise RecordError(
+        raise RunRecordError(
             f"{folder} has no good checkpoint to compare with; without --check the run is made again all the same"
         )
     updates = sum(isinstance(step.item, Apply | Assigned) for step in script.steps)
@@ -72,7 +72,7 @@ def make_again(
     say(f"{updates} updates of {len({life.worker for life in script.lives.values()})} workers, {lives} processes")
     with new_scratch() as scratch:
         (logdir := Path(scratch) / "run").mkdir()
-        progress = Progress(script=script, wanted=script.bases | set(saved), folder=str(logdir), end=end)
+        progress = ReplayProgress(script=script, wanted=script.bases | set(saved), folder=str(logdir), end=end)
         if last is not None:
             progress.wanted |= {place, (place[0], last - 1)}
             progress.looked_at = place if options.dump is not None else progress.looked_at
@@ -92,7 +92,7 @@ def find_end(script: Script, version: int) -> tuple[int, Place]:
     """Returns after which step the variables are at a version for the last time, and in which generation.
 
     Raises:
-        RecordError: They never are.
+        RunRecordError: They never are.
     """
     newest = 0
     found = None
@@ -102,11 +102,11 @@ def find_end(script: Script, version: int) -> tuple[int, Place]:
             if step.item.version == version:
                 found = number + 1, (step.generation, version)
     if found is None:
-        raise RecordError(f"step {version}: the record goes from step {script.began[0].version} to step {newest}")
+        raise RunRecordError(f"step {version}: the record goes from step {script.began[0].version} to step {newest}")
     return found
 
 
-def _teller(script: Script, progress: Progress, say: Callable[[str], None]) -> Callable[[], None]:
+def _teller(script: Script, progress: ReplayProgress, say: Callable[[str], None]) -> Callable[[], None]:
     """Says now and then how far a replay is."""
     said = SYSTEM.now()
 
@@ -119,14 +119,14 @@ def _teller(script: Script, progress: Progress, say: Callable[[str], None]) -> C
     return tell
 
 
-def _tell_differences(progress: Progress, say: Callable[[str], None]) -> None:
+def _tell_differences(progress: ReplayProgress, say: Callable[[str], None]) -> None:
     for line in progress.differences[:SHOWN]:
         say(f"not the same: {line}")
     if len(progress.differences) > SHOWN:
         say(f"not the same: {len(progress.differences) - SHOWN} further gradients")
 
 
-def _compare(progress: Progress, saved: dict[tuple[int, int], Path], say: Callable[[str], None]) -> int:
+def _compare(progress: ReplayProgress, saved: dict[tuple[int, int], Path], say: Callable[[str], None]) -> int:
     """Compares what was kept with the run's checkpoints."""
     bad, seen = 0, 0
     for place, path in sorted(saved.items(), key=lambda entry: entry[0][1]):
@@ -143,5 +143,5 @@ def _compare(progress: Progress, saved: dict[tuple[int, int], Path], say: Callab
             + (f"differs in {', '.join(unequal[:SHOWN])}{more}" if unequal else "the same, bit for bit")
         )
     if not seen:
-        raise RecordError("none of the run's checkpoints is of what was recorded")
+        raise RunRecordError("none of the run's checkpoints is of what was recorded")
     return int(bool(bad or progress.differences))

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 import torchquorum.wire.messages as m
-from torchquorum.formats.record_file import RecordError, read_record
+from torchquorum.formats.record_file import RunRecordError, read_record
 from torchquorum.session.recording import LifeBody
 from torchquorum.wire.recorded import (
     DIED,
@@ -38,7 +38,7 @@ LifeKey = tuple[int, int]  # a worker, and which of its lives
 
 
 @dataclass(slots=True)
-class Step:
+class ReplayStep:
     """One step of the replay: an item of the record, and which creation of the variables it belongs to."""
 
     item: Began | Answer | m.Apply | m.Assigned | m.Drop | m.Snapshot | m.End
@@ -101,7 +101,7 @@ class Script:
         passed_over: The steps that are not followed: answers that a worker whose connection was lost has not had, or has had twice.
     """
 
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ReplayStep] = field(default_factory=list)
     lives: dict[LifeKey, ScriptedLife] = field(default_factory=dict)
     decided: dict[tuple[int, int, int], Decided] = field(default_factory=dict)
     decided_at: dict[tuple[int, int, int], int] = field(default_factory=dict)
@@ -205,7 +205,7 @@ class _Reading:
                 self._add(item)
 
     def _add(self, item: Any) -> None:
-        self.script.steps.append(Step(item, self._generation))
+        self.script.steps.append(ReplayStep(item, self._generation))
 
     def _life(self, item: Life) -> None:
         key = item.worker, item.incarnation
@@ -213,14 +213,16 @@ class _Reading:
             try:
                 body = msgspec.msgpack.decode(item.body, type=LifeBody)
             except msgspec.DecodeError as error:
-                raise RecordError(f"/job:worker/task:{item.worker} was recorded by another release: {error}") from error
+                raise RunRecordError(
+                    f"/job:worker/task:{item.worker} was recorded by another release: {error}"
+                ) from error
             self.script.lives[key] = ScriptedLife(item.worker, item.incarnation, body)
 
     def _answer(self, item: Answer) -> None:
         key = item.release.worker, item.release.incarnation
         life = self.script.lives.get(key)
         if life is None:
-            raise RecordError(
+            raise RunRecordError(
                 f"the record has answers to /job:worker/task:{key[0]} and does not say what its process is: it was not asked to record"
             )
         if item.kind == JOIN and key not in self._joined:
@@ -240,14 +242,14 @@ def read_script(folder: Path) -> Script:
     """Reads the record of a run's folder.
 
     Raises:
-        RecordError: There is none, or it cannot be read or followed.
+        RunRecordError: There is none, or it cannot be read or followed.
     """
     items: list[AnyItem] = []
     for frame in read_record(folder):
         try:
             items += decode_items(frame)
         except msgspec.DecodeError as error:
-            raise RecordError(f"the record in {folder} was written by another release: {error}") from error
+            raise RunRecordError(f"the record in {folder} was written by another release: {error}") from error
     return make_script(items, folder)
 
 
@@ -255,16 +257,16 @@ def make_script(items: Iterable[AnyItem], folder: Path) -> Script:
     """Makes a script of a record's items.
 
     Raises:
-        RecordError: They cannot be followed.
+        RunRecordError: They cannot be followed.
     """
     reading = _Reading()
     for item in items:
         reading.take(item)
     script = reading.script
     if not script.steps:
-        raise RecordError(f"the record in {folder} is empty: the run ended before its variables were created")
+        raise RunRecordError(f"the record in {folder} is empty: the run ended before its variables were created")
     if not isinstance(script.steps[0].item, Began):
-        raise RecordError(f"the record in {folder} has no beginning")
+        raise RunRecordError(f"the record in {folder} has no beginning")
     for life in script.lives.values():
         _pass_over_early_joins(script, life)
     for began in script.began[:-1]:

@@ -11,16 +11,18 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from torchquorum.formats.record_file import RecordError
-from torchquorum.replay.progress import Place, Progress
+from torchquorum.formats.record_file import RunRecordError
+from torchquorum.replay.progress import Place, ReplayProgress
 from torchquorum.wire.messages import Apply
 
 
-def write(progress: Progress, place: Place, folder: Path, say: Callable[[str], None], *, with_gradients: bool) -> None:
+def write(
+    progress: ReplayProgress, place: Place, folder: Path, say: Callable[[str], None], *, with_gradients: bool
+) -> None:
     """Writes the variables at a place; with the gradients, those before it, too, and says whose batch made what.
 
     Raises:
-        RecordError: The file cannot be written.
+        RunRecordError: The file cannot be written.
     """
     step = place[1]
     tensors = {name: values for (kind, name, _), values in progress.kept[place].whole().items() if kind == "variable"}
@@ -36,11 +38,11 @@ def write(progress: Progress, place: Place, folder: Path, say: Callable[[str], N
     try:
         save_file({name: values.contiguous().clone() for name, values in tensors.items()}, path)
     except OSError as error:
-        raise RecordError(f"{path} cannot be written ({error.strerror})") from error
+        raise RunRecordError(f"{path} cannot be written ({error.strerror})") from error
     say(f"wrote {path}")
 
 
-def _gradients(progress: Progress, place: Place, say: Callable[[str], None]) -> dict[str, torch.Tensor]:
+def _gradients(progress: ReplayProgress, place: Place, say: Callable[[str], None]) -> dict[str, torch.Tensor]:
     plan = progress.kept[place].plan
     shapes = {variable.name: tuple(variable.shape) for variable in plan.variables}
     batches = next(

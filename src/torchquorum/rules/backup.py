@@ -113,8 +113,7 @@ def play_rounds(samples: Sequence[Sequence[float]], k: int) -> float:
     """
     now, version, made = 0.0, 0, [0] * len(samples)
     rounds = max(16, 256 // len(samples))
-    ready = [(own[0], i, 0) for i, own in enumerate(samples)]
-    heapq.heapify(ready)
+    ready = sorted((own[0], i, 0) for i, own in enumerate(samples))  # a heap
     given: list[int] = []
     while version < rounds:
         now, i, computed_at = heapq.heappop(ready)

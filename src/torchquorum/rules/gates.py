@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from torchquorum.rules.epochs import Life
+from torchquorum.rules.batch_pool import WorkerLife
 from torchquorum.rules.quorum import Key
 
 EPOCHS, BARRIERS = "epochs", "barriers"
@@ -44,27 +44,27 @@ class Gates:
     def __init__(self) -> None:
         self.epoch, self.members, self.used = 0, tuple[int, ...](), False
         self.pace = (0, 0)
-        self._at: dict[str, dict[Life, Place]] = {EPOCHS: {}, BARRIERS: {}}
-        self._waiting: dict[Life, tuple[str, Place]] = {}
+        self._at: dict[str, dict[WorkerLife, Place]] = {EPOCHS: {}, BARRIERS: {}}
+        self._waiting: dict[WorkerLife, tuple[str, Place]] = {}
         self._passed = 0  # barriers
-        self._base: dict[Life, int] = {}  # how many barriers had been passed when this life began
+        self._base: dict[WorkerLife, int] = {}  # how many barriers had been passed when this life began
         self._given: Counter[int] = Counter()
         self._pending: dict[Key, None] = {}  # accepted, in no update yet
 
     # -- events -------------------------------------------------------------------------------------------------------
 
-    def joined(self, life: Life) -> None:
+    def joined(self, life: WorkerLife) -> None:
         """A worker has joined: its first barrier is the next one that the others come to."""
         self._base.setdefault(life, self._passed)
 
-    def gone(self, life: Life) -> None:
+    def gone(self, life: WorkerLife) -> None:
         """A worker's incarnation is over."""
         for places in self._at.values():
             places.pop(life, None)
         self._waiting.pop(life, None)
         self._base.pop(life, None)
 
-    def enter(self, life: Life, known: int, first_members: Iterable[int]) -> int:
+    def enter(self, life: WorkerLife, known: int, first_members: Iterable[int]) -> int:
         """A worker that begins asks which epoch the run is in; `known` is one that it has been in, or -1. Returns the epoch.
 
         Args:
@@ -80,7 +80,7 @@ class Gates:
         self._at[EPOCHS].setdefault(life, Place(self.epoch))
         return self.epoch
 
-    def come(self, life: Life, family: str, place: Place) -> bool:
+    def come(self, life: WorkerLife, family: str, place: Place) -> bool:
         """A worker has come to a place, and waits there; False if it was let go on there, and has not heard of it."""
         if family == BARRIERS:
             place = Place(place.number + self._base.get(life, 0))
@@ -92,7 +92,7 @@ class Gates:
         self.used |= family == EPOCHS
         return True
 
-    def opened(self, live: Iterable[Life]) -> dict[Life, str]:
+    def opened(self, live: Iterable[WorkerLife]) -> dict[WorkerLife, str]:
         """Returns the workers whose wait is over, each with what it waited for, and forgets their waits."""
         live = list(live)
         over = {
@@ -135,13 +135,13 @@ class Gates:
         """Returns how many gradients of this epoch were decided on, of all incarnations of a worker."""
         return self._given[worker]
 
-    def missing(self, life: Life, live: Iterable[Life]) -> list[int]:
+    def missing(self, life: WorkerLife, live: Iterable[WorkerLife]) -> list[int]:
         """Returns the live workers that a waiting one waits for."""
         if life not in self._waiting:
             return []
         return sorted(other.worker for other in self._missing(*self._waiting[life], live))
 
-    def stuck(self, live: Iterable[Life]) -> str:
+    def stuck(self, live: Iterable[WorkerLife]) -> str:
         """Says where the workers are if all of them wait, at places of which none can be passed; else empty."""
         live = sorted(live)
         if not live or any(life not in self._waiting for life in live):
@@ -150,7 +150,7 @@ class Gates:
             return ""
         return "; ".join(f"worker {life.worker} waits {_name(*self._waiting[life])}" for life in live)
 
-    def _missing(self, family: str, place: Place, live: Iterable[Life]) -> list[Life]:
+    def _missing(self, family: str, place: Place, live: Iterable[WorkerLife]) -> list[WorkerLife]:
         at = self._at[family]
         return [life for life in live if at.get(life, BEFORE_ALL) < place]
 

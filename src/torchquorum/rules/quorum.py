@@ -37,7 +37,7 @@ from torchquorum.rules.decisions import Wait as Wait
 from torchquorum.rules.presets import Rule
 from torchquorum.rules.steps import Steps
 from torchquorum.rules.times import StepTimes
-from torchquorum.rules.track import Place, Track
+from torchquorum.rules.track import Standing, Track
 
 LIVENESS_S = 5.0
 QUORUM, SLOWEST = "the quorum", "the slowest worker"  # what workers wait for
@@ -62,7 +62,7 @@ class Worker:
 
     incarnation: int
     last_seen: float
-    places: list[Place]
+    places: list[Standing]
     local_step: int = 0
     alive: bool = False
     waits_in: int = -1
@@ -164,7 +164,7 @@ class Quorum:
             self.replaced[worker, known.incarnation] = known.local_step
             while len(self.replaced) > remembered_lives(self.num_workers):
                 del self.replaced[next(iter(self.replaced))]
-        places = [Place(self._level(t), known.places[t.index].gave_at if known else -1) for t in self.tracks]
+        places = [Standing(self._level(t), known.places[t.index].gave_at if known else -1) for t in self.tracks]
         self.workers[worker] = Worker(incarnation=incarnation, last_seen=now, places=places)
         self._mark(worker, alive=True)
         self._now = now

@@ -17,7 +17,7 @@ from torchquorum.rules.times import StepTimes
 
 
 @dataclass(slots=True)
-class Place:
+class Standing:
     """Where a worker stands in a track.
 
     `clock` measures its lead: it counts its gradients, but starts level with the slowest live worker when it joins or comes back,
@@ -83,7 +83,7 @@ class Track:
         """Whether the open round has enough gradients, and has been kept open for long enough."""
         return self.grace is not None and self.grace.is_over(now)
 
-    def tick(self, place: Place) -> None:
+    def tick(self, place: Standing) -> None:
         """A counted worker has given a gradient."""
         self.count_clock(place.clock, -1)
         place.clock += 1
@@ -101,10 +101,10 @@ class Track:
             self._low = self._low + 1 if self._low + 1 in self._clocks else min(self._clocks, default=self._low)
         return self._low
 
-    def has_given(self, place: Place) -> bool:
+    def has_given(self, place: Standing) -> bool:
         """Whether a worker has given its one gradient to the open round."""
         return self.rule.once_per_round and place.gave_at == self.version
 
-    def is_ahead(self, place: Place, slowest: int) -> bool:
+    def is_ahead(self, place: Standing, slowest: int) -> bool:
         """Whether a worker is further ahead of the slowest than the rule allows."""
         return self.rule.max_lead is not None and place.clock - slowest > self.rule.max_lead

@@ -20,7 +20,7 @@ from torchquorum.wire.messages import Held, Outcome, Release, StateRef, Variable
 
 
 @dataclass(slots=True)
-class Answer:
+class LastAnswer:
     """The last answer to a worker."""
 
     incarnation: int
@@ -48,12 +48,12 @@ class Answers:
     ) -> None:
         self._index, self._generation = index, generation
         self._variables, self._workers, self._page = variables, workers, page
-        self._last: dict[int, Answer] = {}
+        self._last: dict[int, LastAnswer] = {}
 
     def release(self, entry: Release, outcome: Outcome | None, version: int, *, silent: bool) -> list[Reply]:
         """The log says that a request is answered now; `silent` if its worker has seen that on the fast path."""
         variables, worker = self._variables, entry.worker
-        answer = Answer(entry.incarnation, entry.request, version, entry.stop, outcome)
+        answer = LastAnswer(entry.incarnation, entry.request, version, entry.stop, outcome)
         self._last[worker] = answer
         if entry.state:
             answer.state = state_frame(variables.update)
@@ -69,7 +69,7 @@ class Answers:
     def renumber(self, worker: int, incarnation: int, request: int, outcome: Outcome | None = None) -> list[Reply]:
         """Answers another request of a worker with the version that it was given last."""
         before = self._last[worker]
-        self._last[worker] = Answer(incarnation, request, before.version, before.stop, outcome)
+        self._last[worker] = LastAnswer(incarnation, request, before.version, before.stop, outcome)
         return self.again(worker, incarnation, request)
 
     def again(self, worker: int, incarnation: int, request: int) -> list[Reply]:
@@ -90,7 +90,7 @@ class Answers:
             slot, answer.version = versions.lease(worker), versions.version
         return [self._variables_in(slot, answer, joined)]
 
-    def _variables_in(self, slot: int, answer: Answer, joined: JoinedWorker) -> Reply:
+    def _variables_in(self, slot: int, answer: LastAnswer, joined: JoinedWorker) -> Reply:
         """Returns the reply with what a slot holds: by its number where memory is shared, as bytes elsewhere."""
         variables, versions, page = self._variables, self._variables.versions, self._page
         joining, shared = answer.request == joined.join_request, bool(joined.memory)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchquorum.errors import ConfigError
-from torchquorum.rules.epochs import Life
+from torchquorum.rules.batch_pool import WorkerLife
 from torchquorum.rules.gates import BARRIERS, EPOCHS, Place
 from torchquorum.server.decisions import Decisions
 from torchquorum.wire.messages import Gate, Gated
@@ -29,11 +29,11 @@ class Meeting:
 
     def joined(self, worker: int, incarnation: int) -> None:
         """A worker has joined."""
-        self.gates.joined(Life(worker, incarnation))
+        self.gates.joined(WorkerLife(worker, incarnation))
 
     def gone(self, worker: int, incarnation: int) -> None:
         """A worker's incarnation is over."""
-        self.gates.gone(Life(worker, incarnation))
+        self.gates.gone(WorkerLife(worker, incarnation))
 
     def meet(self, gate: Gate, now: float, wall: float) -> Gated:
         """A joined worker has come to the end of an epoch or to a barrier, or asks which epoch the run is in.
@@ -41,7 +41,7 @@ class Meeting:
         Raises:
             ConfigError: Every live worker waits, and not for the same.
         """
-        quorum, here, life = self._quorum, self.gates, Life(gate.worker, gate.incarnation)
+        quorum, here, life = self._quorum, self.gates, WorkerLife(gate.worker, gate.incarnation)
         opened = True
         here.heard(gate.pace)
         if not gate.wait:
@@ -65,7 +65,7 @@ class Meeting:
             gate.request, opened, here.epoch, list(here.members), steps, missing, progress, quorum.stopped, here.pace
         )
 
-    def _open(self, asking: Life, now: float, wall: float) -> bool:
+    def _open(self, asking: WorkerLife, now: float, wall: float) -> bool:
         """Lets the workers whose wait is over go on, all at once; returns whether the one that asks is among them."""
         quorum, decisions, epoch = self._quorum, self._decisions, self.gates.epoch
         over = self.gates.opened(self._lives())
@@ -78,8 +78,8 @@ class Meeting:
             decisions.follow(quorum.resume(life.worker, life.incarnation, now), wall)
         return asking in over
 
-    def _lives(self) -> list[Life]:
-        return [Life(i, worker.incarnation) for i, worker in sorted(self._quorum.workers.items()) if worker.alive]
+    def _lives(self) -> list[WorkerLife]:
+        return [WorkerLife(i, worker.incarnation) for i, worker in sorted(self._quorum.workers.items()) if worker.alive]
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Returns what a checkpoint of the current version holds of the epochs; empty if there are none."""

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 import torchquorum.wire.messages as m
-from torchquorum.formats.record_file import RecordError, RecordFile
+from torchquorum.formats.record_file import RecordFile, RunRecordError
 from torchquorum.formats.storage import locate
 from torchquorum.rules.quorum import Accepted, Refused
 from torchquorum.version import __version__
@@ -114,7 +114,7 @@ class Recorder:
             return
         try:
             self._file.append(encode_items(items))
-        except RecordError as error:
+        except RunRecordError as error:
             self._broken = True
             self._say(f"{error}: the run goes on, and can be replayed up to here")
 

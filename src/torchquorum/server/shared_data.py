@@ -1,6 +1,6 @@
 """The data that shard 0 shares out by batch: the books of every share, as messages, ledger and checkpoints see them.
 
-Owned by the leader. The decisions are `torchquorum.rules.epochs`'; here are the names of shares, what a worker is told that
+Owned by the leader. The decisions are `torchquorum.rules.batch_pool`'; here are the names of shares, what a worker is told that
 means other data than the others, and what goes into a checkpoint. What always holds: what `state` returns belongs to the
 version of the moment, so that a run that goes on from it computes every batch that is not in its variables, and no other.
 """
@@ -14,7 +14,7 @@ import msgspec
 
 import torchquorum.wire.messages as m
 from torchquorum.errors import ConfigError
-from torchquorum.rules.epochs import Life, Pool
+from torchquorum.rules.batch_pool import Pool, WorkerLife
 from torchquorum.rules.quorum import Key, Reason
 
 MOST_STEPS = 1024
@@ -42,7 +42,7 @@ class SharedData:
         if len(steps) > MOST_STEPS or any(not 0 <= step < MOST_BATCHES for step in steps):
             raise ValueError(f"{len(steps)} steps: at most {MOST_STEPS}, from 0 on")
         pool = self._pool(message.share)
-        life = Life(message.worker, message.incarnation)
+        life = WorkerLife(message.worker, message.incarnation)
         void = message.void if message.void >= 0 else None
         grant = pool.take(life, message.request, () if stopped else steps, live=live, void=void, idle=message.idle)
         return m.LeasedBatches(message.request, list(grant.numbers), grant.over or stopped, grant.void)
@@ -52,7 +52,7 @@ class SharedData:
         if len(message.steps) > MOST_STEPS:
             raise ValueError(f"{len(message.steps)} batches: at most {MOST_STEPS}")
         found = self._pools.get(message.name)
-        life = Life(message.worker, message.incarnation)
+        life = WorkerLife(message.worker, message.incarnation)
         ok = found is not None and found[1].assign(life, dict(message.steps))
         return m.BatchesUsed(message.request, ok)
 
@@ -113,11 +113,11 @@ class SharedData:
     def gone(self, worker: int, incarnation: int, *, for_good: bool) -> None:
         """A worker died, left or was replaced: others get its batches."""
         for _, pool in self._pools.values():
-            pool.gone(Life(worker, incarnation), for_good=for_good)
+            pool.gone(WorkerLife(worker, incarnation), for_good=for_good)
 
     def is_void(self, worker: int, incarnation: int, local_step: int) -> bool:
         """Whether the next gradient of a worker, after this local step, is of batches that are not its own any more."""
-        return any(pool.is_void(Life(worker, incarnation), local_step) for _, pool in self._pools.values())
+        return any(pool.is_void(WorkerLife(worker, incarnation), local_step) for _, pool in self._pools.values())
 
     @property
     def over(self) -> bool:

@@ -21,7 +21,7 @@ from torchquorum.errors import ConfigError, DeadlineError
 from torchquorum.session.accelerated import reads_ahead
 from torchquorum.session.hooks.hook import Hook
 from torchquorum.session.join import Task
-from torchquorum.session.loaders import Batches, Begin, watched
+from torchquorum.session.loaders import Begin, LoaderBatches, watched
 from torchquorum.worker.link import Link
 from torchquorum.worker.optimizer import Optimizer
 
@@ -99,7 +99,7 @@ class EpochLoop(Hook):
         self.running = self._closed = False
         self.epoch = self._stage = self._steps = self._barriers = 0
         self._ended = False  # all workers have used up their data of this epoch
-        self._loaders: list[Batches] = []
+        self._loaders: list[LoaderBatches] = []
         self._skipped: list[dict[str, Any]] = []  # of the loaders of this epoch, in their order, in the run before
         self._more = 0  # batches that this worker has used up beyond those
         self._pace = _Pace()
@@ -173,7 +173,7 @@ class EpochLoop(Hook):
         more = 0
         if self._more and not self._skipped and trains:
             more, self._more = self._more, 0
-        batches = Batches(
+        batches = LoaderBatches(
             loader,
             begin,
             skipped=skipped,

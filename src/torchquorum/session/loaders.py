@@ -21,7 +21,7 @@ from torchquorum.session.position import Generators, decode_state, encode_state
 Begin = Callable[[DataLoader[Any]], Iterator[Any]]
 
 
-class Watcher(Protocol):
+class LoaderWatcher(Protocol):
     """Who is told what a loop does with a DataLoader."""
 
     def begin_loader(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
@@ -29,7 +29,7 @@ class Watcher(Protocol):
         ...
 
 
-_watching: dict[int, Watcher] = {}
+_watching: dict[int, LoaderWatcher] = {}
 _torchs = DataLoader.__iter__
 
 
@@ -39,7 +39,7 @@ def _iterate(self: DataLoader[Any]) -> Iterator[Any]:
 
 
 @contextmanager
-def watched(watcher: Watcher) -> Iterator[None]:
+def watched(watcher: LoaderWatcher) -> Iterator[None]:
     """Inside this block the watcher hears of every loop over a DataLoader on this thread."""
     thread = threading.get_ident()
     _watching[thread] = watcher
@@ -63,7 +63,7 @@ def unwatched() -> Iterator[None]:
             _watching[thread] = watcher
 
 
-class Batches:
+class LoaderBatches:
     """The batches of one loop over a DataLoader.
 
     Args:
@@ -88,7 +88,7 @@ class Batches:
         skipped: dict[str, Any],
         more: int,
         stops: Callable[[], bool],
-        ended: Callable[[Batches], None],
+        ended: Callable[[LoaderBatches], None],
     ) -> None:
         self._stops, self._ended = stops, ended
         self._over = self._told = False
@@ -107,7 +107,7 @@ class Batches:
         if skipped:
             now.restore()
 
-    def __iter__(self) -> Batches:
+    def __iter__(self) -> LoaderBatches:
         return self
 
     def __next__(self) -> Any:

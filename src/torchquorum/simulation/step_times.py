@@ -87,7 +87,7 @@ class Pareto:
 
 
 @dataclass(frozen=True)
-class Pool:
+class RecordedTimes:
     """Recorded times, drawn at random: every worker draws from all of them."""
 
     seconds: tuple[float, ...]
@@ -182,7 +182,7 @@ def _number(text: str, part: str) -> float:
     return value
 
 
-def read_trace(path: Path) -> Pool | Recorded:
+def read_trace(path: Path) -> RecordedTimes | Recorded:
     """Reads a file of times: one per line, or `worker,seconds` on each line; lines that begin with # are left out.
 
     Raises:
@@ -207,4 +207,4 @@ def read_trace(path: Path) -> Pool | Recorded:
         raise ConfigError(f"{path}: some lines name a worker and some do not; write all lines in one form")
     if not alone and not by_worker:
         raise ConfigError(f"{path}: has no times; write one time per line, in seconds")
-    return Recorded(by_worker) if by_worker else Pool(tuple(alone))
+    return Recorded(by_worker) if by_worker else RecordedTimes(tuple(alone))

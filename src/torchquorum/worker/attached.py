@@ -57,7 +57,7 @@ class StepObserver(Protocol):
 
 
 @dataclass(eq=False, repr=False)
-class Attached:
+class AttachedOptimizer:
     """An optimizer in a session.
 
     Attributes:

@@ -22,7 +22,7 @@ from torchquorum.placement.layout import CONSTANT, Region
 from torchquorum.update.gradient_norm import norms_of
 from torchquorum.update.kernels import Kernel, Moment, mean
 from torchquorum.worker.exchange import Exchange
-from torchquorum.worker.flat import FlatParameters, Place
+from torchquorum.worker.flat import BufferPlaces, FlatParameters
 
 
 class DeviceTurn:
@@ -222,7 +222,7 @@ class DeviceRound:
 
 
 def _whole_sections(
-    flat: FlatParameters, region: Region, versions: Slots, place: Place | None
+    flat: FlatParameters, region: Region, versions: Slots, place: BufferPlaces | None
 ) -> list[torch.Tensor] | None:
     """Returns the parameters, or what lies at a place, section by section; None if a section is not one piece of them."""
     found = []

@@ -28,7 +28,7 @@ from torchquorum.worker.row_tables import RowTables
 from torchquorum.worker.variable_names import plain_names
 
 MOST_PIECES = 16  # a frame that would go to more places is received in one piece and copied
-Place = dict[int, tuple[torch.Tensor, int]]  # of each parameter: the buffer that it is a part of, and where
+BufferPlaces = dict[int, tuple[torch.Tensor, int]]  # of each parameter: the buffer that it is a part of, and where
 _WHERE: Any = WeakTensorKeyDictionary()  # the same of all parameters in this process
 
 
@@ -93,7 +93,7 @@ class FlatParameters:
             range(len(parameters)),
             key=lambda i: (layout.variables[i].group == CONSTANT, layout.variables[i].group, i),
         )
-        self._place: Place = {}
+        self._place: BufferPlaces = {}
         self.gradients: FlatGradients | None = None
         self._trained: list[tuple[torch.Tensor, torch.Tensor, int]] | None = None
         sliced = {v for parts in layout.parts for v, start, stop in parts if stop - start != layout.variables[v].numel}
@@ -225,7 +225,7 @@ class FlatParameters:
             theirs.copy_(ours)
 
     def runs(
-        self, region: Region, sections: Sequence[torch.Tensor], place: Place | None = None
+        self, region: Region, sections: Sequence[torch.Tensor], place: BufferPlaces | None = None
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Returns the pieces of the parameters, or of what lies at another place, beside those of a shard's memory."""
         places = self._place if place is None else place
@@ -281,11 +281,11 @@ class FlatGradients:
         norms: Of each buffer, the norm of what was filled in last, in memory of the host; None if nobody has looked.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], place: Place) -> None:
+    def __init__(self, parameters: Sequence[nn.Parameter], place: BufferPlaces) -> None:
         self._parameters = parameters
         buffers = {id(buffer): torch.zeros_like(buffer) for buffer, _ in place.values()}
         self.buffers = list(buffers.values())
-        self.place: Place = {i: (buffers[id(buffer)], offset) for i, (buffer, offset) in place.items()}
+        self.place: BufferPlaces = {i: (buffers[id(buffer)], offset) for i, (buffer, offset) in place.items()}
         self.views: list[torch.Tensor] = []
         for i, parameter in enumerate(parameters):
             buffer, offset = self.place[i]

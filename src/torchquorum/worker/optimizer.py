@@ -1,7 +1,7 @@
 """What users see of the worker: an optimizer whose step pushes gradients and pulls variables.
 
 It is a torch.optim optimizer and wraps one, which says what the ps tasks run and is never run here; both have the same parameter groups.
-What the program of the chief writes into them goes with its next push. Attached by `tq.Session`; `Attached` is what it does there.
+What the program of the chief writes into them goes with its next push. Attached by `tq.Session`; `AttachedOptimizer` is what it does there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchquorum.update.optimizers import check_groups, is_own, name_of
 from torchquorum.wire.messages import AverageSpec, OptimizerSpec
 from torchquorum.wire.settings import RATE, Settings
 from torchquorum.worker.accumulation import check_accumulation
-from torchquorum.worker.attached import Attached, StepObserver
+from torchquorum.worker.attached import AttachedOptimizer, StepObserver
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.link import Link
 from torchquorum.worker.loaded_state import LoadedState, begun_state
@@ -95,7 +95,7 @@ class Optimizer(torch.optim.Optimizer):
             name_of(type(optimizer))
             check_groups(optimizer)
         self.called = ""
-        self._attached: Attached | None = None
+        self._attached: AttachedOptimizer | None = None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the optimizer that is wrapped has said it
             super().__init__(optimizer.param_groups, optimizer.defaults)
@@ -247,7 +247,7 @@ class Optimizer(torch.optim.Optimizer):
             return
         if self._attached is None:
             self._had_session = True
-            self._attached = Attached(
+            self._attached = AttachedOptimizer(
                 self.inner, self.options, self._local, self._program, link, observer, track, self.called, self._last
             )
         self._attached.follow(link)
@@ -310,7 +310,7 @@ class Optimizer(torch.optim.Optimizer):
             return self._local.inner_step
         return self._attached.link.local_step if self._attached is not None else 0
 
-    def check(self) -> Attached:
+    def check(self) -> AttachedOptimizer:
         """Returns what it does in the session.
 
         Raises:
@@ -388,7 +388,7 @@ class Optimizer(torch.optim.Optimizer):
         if attached is not None and loaded is not None:
             attached.assign(loaded)
 
-    def _take_state_dict(self, state_dict: Any, attached: Attached | None) -> LoadedState | None:
+    def _take_state_dict(self, state_dict: Any, attached: AttachedOptimizer | None) -> LoadedState | None:
         """Lets torch.optim load a state dict; if that fails, all is as it was. Inside a session returns what is to be sent."""
         before, rates = (self.inner.param_groups, self.inner.state), [group.get(RATE) for group in self.param_groups]
         try:

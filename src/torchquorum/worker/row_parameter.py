@@ -63,7 +63,7 @@ _ALLOWED |= {torch.Tensor.requires_grad.__set__, torch.Tensor.requires_grad_}  #
 _EMBEDDINGS = (F.embedding, F.embedding_bag)
 
 
-class Attach(torch.autograd.Function):
+class SparseGradient(torch.autograd.Function):
     """The identity on pulled rows; their gradient becomes a sparse one of the whole table, as torch's own is."""
 
     @staticmethod
@@ -167,7 +167,7 @@ def _embed(weight: RowParameter, func: Any, ids: torch.Tensor, given: dict[str, 
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
     given["padding_idx"] = padding
     if torch.is_grad_enabled() and weight._anchor.requires_grad:
-        rows = Attach.apply(weight._anchor, rows, keys.to(device))
+        rows = SparseGradient.apply(weight._anchor, rows, keys.to(device))
     if func is F.embedding_bag and given.get("offsets") is not None:
         given["offsets"] = given["offsets"].to(torch.int64)
     return func(local, rows, **{**given, "sparse": True})

@@ -190,6 +190,9 @@ def test_few_numbers_are_tried_of_many() -> None:
             return -abs(k - best)
 
         assert search(rate, 1, 1000) == best and len(set(tried)) < 50
+    seen = set[int]()
+    assert search(lambda k: seen.add(k) or float(k), 1, 20) == 20
+    assert sorted(seen) == [1, 7, 11, 14, 16, 17, 18, 19, 20]  # the more, the farther apart
 
 
 # -- in the quorum ----------------------------------------------------------------------------------------------------

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 
-from torchquorum.rules.epochs import Life
+from torchquorum.rules.batch_pool import WorkerLife
 from torchquorum.rules.gates import BARRIERS, EPOCHS, Gates, Place
 from torchquorum.rules.quorum import Key
 
-A, B, C = Life(0, 10), Life(1, 11), Life(2, 12)
+A, B, C = WorkerLife(0, 10), WorkerLife(1, 11), WorkerLife(2, 12)
 
 
-def entered(*lives: Life) -> Gates:
+def entered(*lives: WorkerLife) -> Gates:
     gates = Gates()
     for life in lives:
         gates.joined(life)
@@ -41,7 +41,7 @@ def test_a_worker_that_dies_is_not_waited_for_and_comes_back_in_the_epoch_of_the
     gates.come(A, EPOCHS, Place(1))
     assert gates.opened([A]) == {A: EPOCHS}
     assert (gates.epoch, gates.members) == (1, (0,))
-    again = Life(1, 99)
+    again = WorkerLife(1, 99)
     gates.gone(B)
     gates.joined(again)
     assert gates.enter(again, -1, range(2)) == 1
@@ -107,7 +107,7 @@ def test_what_is_no_state_of_epochs_is_not_restored() -> None:
 def test_workers_that_come_and_go_at_random_all_end_in_the_same_epoch() -> None:
     for seed in range(50):
         draw, gates = random.Random(seed), Gates()
-        live = [Life(i, i) for i in range(4)]
+        live = [WorkerLife(i, i) for i in range(4)]
         at = dict.fromkeys(live, -1)
         for life in live:
             gates.joined(life)
@@ -116,7 +116,7 @@ def test_workers_that_come_and_go_at_random_all_end_in_the_same_epoch() -> None:
             life = draw.choice(live)
             if draw.random() < 0.1:
                 gates.gone(life)
-                again = Life(life.worker, life.incarnation + 100)
+                again = WorkerLife(life.worker, life.incarnation + 100)
                 live[live.index(life)] = again
                 del at[life]
                 gates.joined(again)
@@ -130,7 +130,7 @@ def test_workers_that_come_and_go_at_random_all_end_in_the_same_epoch() -> None:
 
 def test_the_pace_of_the_programs_is_the_longest_count_and_is_saved() -> None:
     gates = Gates()
-    gates.enter(Life(0, 1), -1, [0])
+    gates.enter(WorkerLife(0, 1), -1, [0])
     assert "pace" not in gates.state()
     for pace in [(0, 0), (1, 2), (4, 8), (2, 4), (0, 9)]:
         gates.heard(pace)

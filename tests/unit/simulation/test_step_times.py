@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from torchquorum.errors import ConfigError
-from torchquorum.simulation.step_times import Constant, Pool, Recorded, parse_seconds, parse_times
+from torchquorum.simulation.step_times import Constant, Recorded, RecordedTimes, parse_seconds, parse_times
 
 N = 40_000
 
@@ -38,7 +38,7 @@ def test_a_trace_of_times_and_one_of_workers(tmp_path: Path) -> None:
     path = tmp_path / "times"
     path.write_text("# seconds\n0.1\n\n200ms\n0.3\n")
     found = parse_times(f"trace:{path}")
-    assert found == Pool((0.1, 0.2, 0.3)) and set(drawn(f"trace:{path}", n=100)) == {0.1, 0.2, 0.3}
+    assert found == RecordedTimes((0.1, 0.2, 0.3)) and set(drawn(f"trace:{path}", n=100)) == {0.1, 0.2, 0.3}
     path.write_text("0,0.1\n1,0.5\n0,0.2\n")
     found = parse_times(f"trace:{path}")
     assert found == Recorded({0: [0.1, 0.2], 1: [0.5]})

@@ -23,7 +23,7 @@ from torchquorum.rules.quorum import Key
 NEVER = 1 << 62
 
 
-class Life(NamedTuple):
+class WorkerLife(NamedTuple):
     """One incarnation of a worker."""
 
     worker: int
@@ -77,7 +77,7 @@ class Pool:
         self._next = max(self._done, default=low - 1) + 1
         end = NEVER if epochs is None else size * epochs
         self._back = [n for n in range(low, min(self._next, end)) if n not in self._done]
-        self._holders: dict[Life, _Holder] = {}
+        self._holders: dict[WorkerLife, _Holder] = {}
         self._given: dict[Key, tuple[int, ...]] = {}
         self.again = self.unusable = 0
         self._shrink()
@@ -86,7 +86,7 @@ class Pool:
 
     def take(
         self,
-        life: Life,
+        life: WorkerLife,
         request: int,
         steps: Sequence[int],
         *,
@@ -124,7 +124,7 @@ class Pool:
         holder.request, holder.answer = request, Grant(numbers, over=self._none_free and nobody_computes)
         return holder.answer
 
-    def assign(self, life: Life, steps: Mapping[int, int]) -> bool:
+    def assign(self, life: WorkerLife, steps: Mapping[int, int]) -> bool:
         """A worker changes the local steps of its batches.
 
         Returns:
@@ -138,7 +138,7 @@ class Pool:
 
     def counts(self, key: Key) -> bool:
         """Whether a gradient may count: its worker still has its batches, or it has none."""
-        holder = self._holders.get(Life(key.worker, key.incarnation))
+        holder = self._holders.get(WorkerLife(key.worker, key.incarnation))
         return holder is None or key.local_step > holder.floor or key.local_step in holder.leases.values()
 
     def decided(self, key: Key, *, accepted: bool, spent: bool = False) -> tuple[int, ...]:
@@ -147,7 +147,7 @@ class Pool:
         Returns:
             The batches that it was computed from.
         """
-        holder = self._holders.get(Life(key.worker, key.incarnation))
+        holder = self._holders.get(WorkerLife(key.worker, key.incarnation))
         if holder is None:
             return ()
         holder.waiting = False
@@ -174,7 +174,7 @@ class Pool:
         self._finish(numbers)
         return numbers
 
-    def gone(self, life: Life, *, for_good: bool) -> None:
+    def gone(self, life: WorkerLife, *, for_good: bool) -> None:
         """A worker died, left or was replaced: its leases are freed. If it may come back, it must confirm that it has none."""
         holder = self._holders.get(life)
         if holder is None:
@@ -206,7 +206,7 @@ class Pool:
         """Returns how many batches are done."""
         return self._low + len(self._done)
 
-    def is_void(self, life: Life, local_step: int) -> bool:
+    def is_void(self, life: WorkerLife, local_step: int) -> bool:
         """Whether the gradients of a worker after this local step do not count: its batches were reassigned."""
         holder = self._holders.get(life)
         return holder is not None and holder.floor > local_step

@@ -8,10 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from torchquorum.rules.epochs import Grant, Life, Pool
+from torchquorum.rules.batch_pool import Grant, Pool, WorkerLife
 from torchquorum.rules.quorum import Key
 
-A, B = Life(0, 1), Life(1, 1)
+A, B = WorkerLife(0, 1), WorkerLife(1, 1)
 
 
 def test_batches_are_given_in_order_and_the_same_request_has_the_same_answer() -> None:
@@ -177,7 +177,7 @@ def test_without_an_end_there_is_always_more() -> None:
 class Computing:
     """A worker of the machine below: its life, what it believes to hold, and the gradients on their way."""
 
-    def __init__(self, life: Life) -> None:
+    def __init__(self, life: WorkerLife) -> None:
         self.life, self.step, self.request = life, 0, 0
         self.held: list[tuple[int, int]] = []  # batch, step
         self.void = self.dead = False
@@ -195,7 +195,7 @@ class Sharing(RuleBasedStateMachine):
         self.random = random.Random(seed)
         self.total, self.per_step, self.epochs, self.size = size * epochs, per_step, epochs, size
         self.pool = Pool(size, epochs)
-        self.workers = {i: Computing(Life(i, 1)) for i in range(3)}
+        self.workers = {i: Computing(WorkerLife(i, 1)) for i in range(3)}
         self.round: list[Key] = []
         self.of: dict[Key, tuple[int, ...]] = {}
         self.variables: list[int] = []
@@ -274,7 +274,7 @@ class Sharing(RuleBasedStateMachine):
         if says_so:
             self.pool.gone(before, for_good=False)
         self.pool.gone(before, for_good=True)
-        self.workers[index] = Computing(Life(index, before.incarnation + 1))
+        self.workers[index] = Computing(WorkerLife(index, before.incarnation + 1))
 
     @rule(index=st.integers(0, 2))
     def recovered(self, index: int) -> None:
@@ -293,7 +293,7 @@ class Sharing(RuleBasedStateMachine):
         self.round.clear()
         for index, worker in self.workers.items():
             # Every worker joins again and asks anew; what was on its way is known to nobody, and given up.
-            self.workers[index] = again = Computing(Life(index, worker.life.incarnation + 1))
+            self.workers[index] = again = Computing(WorkerLife(index, worker.life.incarnation + 1))
             again.void = True
 
     @invariant()
@@ -310,7 +310,7 @@ class Sharing(RuleBasedStateMachine):
         for worker in self.workers.values():
             self.pool.gone(worker.life, for_good=True)
         self.close_round(len(self.round)) if self.round else None
-        life, step = Life(9, 1), 0
+        life, step = WorkerLife(9, 1), 0
         while (grant := self.pool.take(life, step + 1, [step + 1], idle=True)).numbers:
             step += 1
             key = Key(*life, step)

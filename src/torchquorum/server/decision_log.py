@@ -33,6 +33,11 @@ class DecisionLog:
         first = max(self._followed.get(shard, 0), self.start)
         return first, self.entries[first - self.start :]
 
+    def behind(self) -> set[int]:
+        """Returns the shards other than 0 that have not followed the log to its end."""
+        end = self.start + len(self.entries)
+        return {shard for shard in range(1, self._num_shards) if self._followed.get(shard, 0) < end}
+
     def followed(self, shard: int, count: int) -> None:
         """A shard has followed the first `count` entries; what all have followed is dropped."""
         self._followed[shard] = max(count, self._followed.get(shard, 0))

@@ -19,11 +19,21 @@ SILENCE_S = 600.0  # it may only be paused: as long as no worker need be alive
 
 
 class Followers:
-    """What shard 0 knows of the others."""
+    """What shard 0 knows of the others.
+
+    Attributes:
+        sent: How much of the log each was sent.
+        elsewhere: Those whose last word was of another creation of the variables: they do not follow this log.
+        left: Those that have heard that the job is over, and end.
+    """
 
     def __init__(self, me: Identity) -> None:
         self._me = me
         self._peers: dict[int, Peer] = {}
+        self._newest: dict[int, Peer] = {}  # also of those that are elsewhere
+        self._ended: tuple[int, DecisionLog] | None = None
+        self.elsewhere: set[int] = set()
+        self.left: set[int] = set()
         self._heard: dict[int, float] = {}
         self.sent: dict[int, int] = {}
 
@@ -31,10 +41,26 @@ class Followers:
         """The log begins anew, after a restore."""
         self.sent.clear()
 
+    def job_is_over(self, generation: int, log: DecisionLog) -> None:
+        """Another job may begin; who has not heard of the end of this one is still told of it."""
+        self._ended = generation, log
+
+    def say_over(self) -> list[Reply]:
+        """Returns what tells every shard that has been heard of, and has not answered yet, that no other job will come."""
+        return [Reply(peer, m.Over()) for shard, peer in self._newest.items() if shard not in self.left]
+
+    def still_to_follow(self, shard: int, generation: int) -> m.Log | None:
+        """Returns what a shard lacks of the log of a job that was over, if it is still in that."""
+        if self._ended is None or self._ended[0] != generation or shard not in self._ended[1].behind():
+            return None
+        return m.Log(generation, *self._ended[1].unseen_by(shard))
+
     def hear(
-        self, peer: Peer, message: m.Have | m.HaveKeys | m.ShardHello, generation: int, log_ends: int, now: float
+        self, peer: Peer, message: m.Have | m.HaveKeys | m.ShardHello, generation: int, log_ends: int | None, now: float
     ) -> m.Message | None:
         """Notes that a shard lives; returns what to answer instead of going on, if it is not one of ours now.
+
+        Without a run there is no log, and `log_ends` is None.
 
         Raises:
             ValueError: The message makes no sense.
@@ -48,8 +74,13 @@ class Followers:
             shard = str(TaskId("ps", message.shard))
             text = m.refuse_protocol(shard, message.protocol, message.package, str(self._me.task))
             return m.Fault("protocol", text)
-        if message.generation != generation:
-            return m.Alive(0, False)  # of before a restore, or ahead of ours
+        self._newest[message.shard] = peer
+        if isinstance(message, m.ShardHello) and message.over:
+            self.left.add(message.shard)
+        if log_ends is None or message.generation != generation:  # of before a restore, or ahead of ours
+            self.elsewhere.add(message.shard)
+            return self.still_to_follow(message.shard, message.generation) or m.Alive(0, False)
+        self.elsewhere.discard(message.shard)
         if not 0 <= message.followed <= log_ends:
             raise ValueError(f"shard {message.shard} has followed {message.followed} entries, more than the log has")
         self._peers[message.shard] = peer

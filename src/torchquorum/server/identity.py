@@ -37,7 +37,7 @@ class Identity:
         who = PROTOCOL, str(self.task), self.incarnation, self.host, self.pid
         return Welcome(*who, created, PACKAGE, ways, generation or 0)
 
-    def shard_hello(self, generation: int, followed: int, broken: str = "") -> ShardHello:
+    def shard_hello(self, generation: int, followed: int, broken: str = "", *, over: bool = False) -> ShardHello:
         """Returns what a shard tells shard 0 now and then: that it lives, and how much of the log it has followed."""
         place = self.pid, self.host, generation
-        return ShardHello(self.index, self.incarnation, followed, *place, PROTOCOL, PACKAGE, broken)
+        return ShardHello(self.index, self.incarnation, followed, *place, PROTOCOL, PACKAGE, broken, over)

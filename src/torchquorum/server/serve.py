@@ -25,13 +25,14 @@ from torchquorum.cluster.signals import Signals
 from torchquorum.errors import DeadlineError, InterruptedRunError, RefusedError, TaskLostError
 from torchquorum.formats.storage import locate, write_whole
 from torchquorum.memory.segments import host_id
+from torchquorum.server.farewell import Farewell
 from torchquorum.server.identity import Identity
 from torchquorum.server.leading import Leading
 from torchquorum.server.outbox import Outbox
 from torchquorum.server.processes import ProcessWatch
 from torchquorum.server.reply import LEADER
 from torchquorum.server.saver import Jobs, Saver
-from torchquorum.server.service import Service
+from torchquorum.server.service import OVER, Service
 from torchquorum.update.updater import warm_up
 from torchquorum.wire import transports
 from torchquorum.wire.address import refuses
@@ -45,9 +46,9 @@ SAVING_TICK_S = 0.01
 FASTPATH_TICK_S = 0.02
 SAY_EVERY_S = 15.0
 WAIT_FOR_CHIEF_S = 3600.0
-FAREWELL_S = 10.0
 LEADER_SILENCE_S = 30.0  # of one whose host says that nobody listens there
 LEADER_LOST_S = 1800.0  # of one that may only be paused, or cut off
+LEADER_DIAL_S = 5.0  # a connection on which it has been silent for so long is made anew
 PAUSE_S = 1.0  # a longer turn of the loop was a pause of this task
 RECEIVED_AT_ONCE = 64
 
@@ -134,15 +135,15 @@ class PsTask:
         self._leader = leader
         if index > 0 and leader is None and options.make_service is Service:
             name = f"ps/{index}/{incarnation:016x}".encode()
-            self._leader = transports.connector(cluster, options.access, self._clock)(
-                cluster.address(TaskId("ps", 0)), name
-            )
+            dial = transports.connector(cluster, options.access, self._clock, silence_s=LEADER_DIAL_S)
+            self._leader = dial(cluster.address(TaskId("ps", 0)), name)
         self.service = options.make_service(me, self._say, self._clock, Saver(self._clock, options.jobs))
         self.service.turned_away = lambda: self._listener.turned_away
         self.service.moved_bytes = self._listener.moved_bytes
         self._outbox = Outbox(self.service, self._listener, self._leader)
         self._signals = Signals(self._announce, "stopping the run")
-        self._stopped = self._between_jobs = False
+        self._stopped = self._between_jobs = self._led = False
+        self._farewell_to = Farewell(cluster, options.refuses, self._announce, self._answer)
         self.processes = ProcessWatch(self.service.pids)
 
     def _announce(self, line: str) -> None:
@@ -183,14 +184,18 @@ class PsTask:
         last, end = None, self._serve_job(None)
         while end.ok and end is not last and self._end is None and self._begin_again():
             last, end = end, self._serve_job(end)
+        if end.ok and self._led and self._end is None:
+            self._dismiss()
         if not end.ok and self.service.failure is None and not self._options.alone:
             self._announce(f"ended: {end.why}")
         return end.ok
 
     def _begin_again(self) -> bool:
-        """The job is over: whether there may be another, as the programs of workers go on."""
+        """The job is over: whether there may be another, as the programs of workers go on. For all ps tasks shard 0 knows."""
         with self._turn:
-            return self.service.begin_again(self._clock.now())
+            if self._leader is not None:
+                return not self.service.over and self.service.begin_again()
+            return self.service.staying.somebody(self._seen.now()) and self.service.begin_again()
 
     def _serve_job(self, before: End | None) -> End:
         """Serves until a job ends; after another one, until no worker's program is left that could begin one."""
@@ -206,18 +211,32 @@ class PsTask:
                     if now - counted >= 1.0:
                         counted = now
                         self.service.rate_limit.reset()
-            self._check_leader(now)
             self._obey_signals()
+            if self.service.run is None and before is not None and (self._signals.asked or self._is_over(now)):
+                return before
+            self._check_leader(now)
             if self.service.run is None and before is not None:
-                if self._signals.asked or not self.service.staying.somebody(now):
-                    return before
-            elif self.service.run is None and now - said >= SAY_EVERY_S:
+                continue
+            if self.service.run is None and now - said >= SAY_EVERY_S:
                 said = now
                 self._wait_for_chief(now - started)
         end = self.ended
+        if end is OVER and before is None:
+            self._announce("the job is over: /job:ps/task:0 has ended it")
         if self._end is None:
             self._farewell()
         return end
+
+    def _is_over(self, now: float) -> bool:
+        """Between two jobs: whether no other will come, because no worker's program goes on. Shard 0 says so to the others.
+
+        If it has gone, the last job is over all the same.
+        """
+        if self._leader is not None:
+            heard = self.service.leader_heard_at
+            if heard is None or now - heard <= LEADER_SILENCE_S:
+                return False
+        return not self.service.staying.somebody(now)
 
     def close(self) -> None:
         """Closes sockets and files, and releases memory."""
@@ -323,6 +342,8 @@ class PsTask:
     def _check_leader(self, now: float) -> None:
         if self.service.refused:
             raise RefusedError(f"{self.task}: {self.service.refused}")
+        if self._leader is not None and self.service.run is not None and self.service.leader_heard_at is None:
+            self.service.leader_heard_at = now  # a run has begun, and shard 0 has yet to say its first word
         heard = self.service.leader_heard_at
         if heard is None or now - heard <= LEADER_SILENCE_S or now - self._leader_asked_at < SAY_EVERY_S:
             return
@@ -346,14 +367,25 @@ class PsTask:
             with self._turn:
                 self._send_heartbeat()
             return
+        self._led = True
         self._write_report(run)
-        deadline = self._seen.turn() + FAREWELL_S
-        while run.plan.num_shards > 1 and run.leader.log.entries and self._seen.turn() < deadline:
-            received = self._listener.receive(0.05)
-            if received is not None:
-                self._handle(*received)
-                with self._turn:
-                    self._outbox.commit()
+        self._farewell_to.wait(lambda: run.leader.log.behind() - self.service.life.followers.elsewhere)
+
+    def _dismiss(self) -> None:
+        """No other job will come: the other ps tasks end with this one."""
+        with self._turn:
+            self._outbox.send(self.service.say_over())
+        others = set(range(1, self.service.life.me.cluster.num_tasks("ps")))
+        self._farewell_to.wait(lambda: others - self.service.life.followers.left)
+
+    def _answer(self, timeout_s: float) -> float:
+        """Answers the next message, if one comes in time; returns the time."""
+        received = self._listener.receive(timeout_s)
+        if received is not None:
+            self._handle(*received)
+            with self._turn:
+                self._outbox.commit()
+        return self._seen.turn()
 
     def _write_report(self, run: Leading) -> None:
         with self._turn:

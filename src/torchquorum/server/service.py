@@ -38,6 +38,7 @@ from torchquorum.wire.channel import Peer
 from torchquorum.wire.codec import Frame
 
 MAX_FAULT = 4000
+OVER = m.End(True, "the job is over")
 # What a worker or a chief wants of a run: when an update has failed, the answer is why. It may still leave.
 REFUSED_WHEN_BROKEN = frozenset(
     {
@@ -74,6 +75,7 @@ class Service:
         pids: The processes of workers on this host.
         staying: The workers' programs that may begin another session.
         refused: Why shard 0 does not accept this task, if it does not.
+        over: No other job will come: shard 0 ends, and with it every ps task.
         leader_heard_at: When shard 0 was last heard of; None before the first time, and on shard 0.
         failure: What made an update impossible, if something did.
         turned_away: Returns the connections that the listener refused, by reason.
@@ -96,6 +98,7 @@ class Service:
         self.pids: Pids = {}
         self.rate_limit = RateLimit()
         self.refused = ""
+        self.over = False
         self.leader_heard_at: float | None = None
         self.turned_away: Callable[[], dict[str, int]] = dict
         self.failure: UpdateError | JournalError | None = None
@@ -113,6 +116,7 @@ class Service:
             m.ShardHello: self._heard_of_shard,
             m.Fault: self._fault,
             m.Stay: self._stay,
+            m.Over: self._hear_over,
         }
 
     # -- messages -----------------------------------------------------------------------------------------------------
@@ -250,17 +254,33 @@ class Service:
         return self.run.requests.probe(got)
 
     def _heard_of_shard(self, got: Incoming[m.Have | m.HaveKeys | m.ShardHello]) -> list[Reply]:
-        log_ends = self.run.shard.followed if self.run is not None else 0
+        log_ends = self.run.shard.followed if self.run is not None else None
         refused = self.life.followers.hear(got.peer, got.message, self.generation, log_ends, got.now)
+        over = [got.reply(m.Over())] if self.over else []
         if refused is not None:
-            return [got.reply(refused)]
-        return self.run.heard_of_shard(got) if isinstance(self.run, Leading) else []
+            return [got.reply(refused), *over]
+        return [*(self.run.heard_of_shard(got) if isinstance(self.run, Leading) else []), *over]
 
-    def begin_again(self, now: float) -> bool:
-        """The job is over: forgets it, if there may be another one; returns whether there may."""
-        if self.run is None or not self.staying.somebody(now):
+    def say_over(self) -> list[Reply]:
+        """No other job will come: returns what tells the other shards, which are told again whenever they ask."""
+        self.over = True
+        return self.life.followers.say_over()
+
+    def _hear_over(self, got: Incoming[m.Over]) -> list[Reply]:
+        """Shard 0 ends: so does this task, whatever it has heard of the log."""
+        if got.peer != LEADER:
+            return [_not_for_a_ps(got)]
+        self.over = True
+        heard = self.heartbeat()
+        return [heard] if heard is not None else []
+
+    def begin_again(self) -> bool:
+        """The job is over, and there may be another one: forgets it; returns whether there was one."""
+        if self.run is None:
             return False
         run, self.run = self.run, None
+        if isinstance(run, Leading):
+            self.life.followers.job_is_over(run.generation, run.leader.log)
         run.discard()
         wall = self.life.clock.wall()
         self.life = replace(self.life, tally=Tally(wall), ending=Ending())
@@ -316,7 +336,7 @@ class Service:
             return None
         followed = self.run.shard.followed if self.run is not None else 0
         broken = self.run.broken if self.run is not None else ""
-        return Reply(LEADER, self.life.me.shard_hello(self.generation, followed, broken))
+        return Reply(LEADER, self.life.me.shard_hello(self.generation, followed, broken, over=self.over))
 
     @property
     def uncommitted(self) -> bool:
@@ -332,7 +352,8 @@ class Service:
     def ended(self) -> m.End | None:
         """Returns the end of the job, once it has come. May be called on any thread."""
         run = self.run  # which another thread may take away
-        return run.shard.ended if run is not None else None
+        end = run.shard.ended if run is not None else None
+        return end or (OVER if self.over else None)
 
     def status(self) -> dict[str, Any]:
         """Returns the state of the run for people and reports."""

@@ -16,9 +16,10 @@ import torchquorum.wire.messages as m
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.cluster import ClusterSpec
 from torchquorum.wire import codec
-from torchquorum.wire.channel import Channel
+from torchquorum.wire.entry_channel import EntryChannel
 
 INTERVAL_S = 1.0
+GOODBYE_S = 1.0  # at the end of the program, for connections that are just being made
 
 
 class Presence:
@@ -35,7 +36,7 @@ class Presence:
     """
 
     def __init__(
-        self, cluster: ClusterSpec, worker: int, connect: Callable[[str, bytes], Channel], clock: Clock = SYSTEM
+        self, cluster: ClusterSpec, worker: int, connect: Callable[[str, bytes], EntryChannel], clock: Clock = SYSTEM
     ) -> None:
         self._cluster, self._worker, self._connect, self._clock = cluster, worker, connect, clock
         self.generation: int | None = None
@@ -50,17 +51,17 @@ class Presence:
             self._stop.clear()
             self._thread = threading.Thread(target=self._run, name="torchquorum-stay", daemon=True)
             self._thread.start()
-            atexit.register(self._end)
+            atexit.register(self.end)
 
     def pause(self) -> None:
         """A session has begun."""
         if self._thread is not None:
-            atexit.unregister(self._end)
+            atexit.unregister(self.end)
             self._stop.set()
-            self._thread.join(timeout=2.0)
+            self._thread.join(timeout=2 * GOODBYE_S)
             self._thread = None
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """The program ends."""
         self._over = True
         self.pause()
@@ -72,11 +73,15 @@ class Presence:
             stopped = self._stop.is_set()
             message = codec.encode(m.Stay(self._worker, self._over))
             for channel in channels:
-                if not (stopped and not self._over) and not channel.closed:
+                if not stopped or self._over:
                     channel.send([message])
                     channel.receive(0.01)  # a connection that is just being made goes on while somebody waits for it
             if stopped:
                 break
             self._clock.wait(self._stop, INTERVAL_S)
+        until = self._clock.now() + GOODBYE_S
         for channel in channels:
+            while self._over and not channel.is_connected and self._clock.now() < until:
+                channel.receive(0.05)  # with the connection goes what was sent
+            channel.flush(max(0.0, until - self._clock.now()))
             channel.close()

@@ -42,6 +42,8 @@ class EntryChannel:
         access: The secret, if the cluster has one.
         who: The task's name, for messages.
         clock: Tells the time.
+        silence_s: A connection on which nothing comes for so long, though something was sent, is given up for a new one: after a cut
+            the system may wait for as long as that lasted before it sends again.
 
     Raises:
         ClusterError: There is no such host, or no file descriptor is left.
@@ -49,7 +51,14 @@ class EntryChannel:
 
     closed = False  # it connects again by itself
 
-    def __init__(self, address: str, access: Access = OPEN, who: str = "the task", clock: Clock = SYSTEM) -> None:
+    def __init__(
+        self,
+        address: str,
+        access: Access = OPEN,
+        who: str = "the task",
+        clock: Clock = SYSTEM,
+        silence_s: float | None = None,
+    ) -> None:
         self._where, self._clock = f"{who} ({address})", clock
         self._side = connecting_side(access.secret) if access.secret is not None else None
         self._family, self._place = find_place(address)
@@ -58,6 +67,7 @@ class EntryChannel:
         self._opening: ChannelOpening | None = None
         self._channel: StreamChannel | None = None
         self._since = 0.0
+        self._silence_s, self._asked_at, self._heard_bytes = silence_s, 0.0, -1
         self._next_try, self._pause_s = clock.now(), FIRST_PAUSE_S
         try:
             self._epoll = select.epoll()
@@ -91,6 +101,8 @@ class EntryChannel:
     def send(self, frames: Sequence[Frame | Pieces]) -> None:
         """Sends a message; without a connection, small ones are kept for it."""
         self._advance()
+        if self._channel is not None:
+            self._give_up_silent(self._channel)
         if self._channel is not None:
             self._channel.send(frames)
             self._is_open()
@@ -155,7 +167,8 @@ class EntryChannel:
         if self._channel is not None:
             return
         now = self._clock.now()
-        if self._socket is not None and now - self._since > OPENING_S:
+        connecting_s = self._silence_s if self._opening is None and self._silence_s is not None else OPENING_S
+        if self._socket is not None and now - self._since > connecting_s:
             self._lost()
         if self._socket is None:
             if now < self._next_try:
@@ -201,7 +214,7 @@ class EntryChannel:
         self._epoll.modify(stream.fileno(), select.EPOLLIN)
         self._channel = StreamChannel(stream, largest_frame_bytes(), reuse=False, spin_s=SPIN_S, clock=self._clock)
         self._socket = self._opening = None
-        self._pause_s = FIRST_PAUSE_S
+        self._pause_s, self._heard_bytes = FIRST_PAUSE_S, -1
         while self._kept and self._is_open():
             self._channel.send(self._kept.popleft())
         self._is_open()
@@ -211,6 +224,18 @@ class EntryChannel:
         if self._channel is not None and self._channel.closed:
             self._lost()
         return self._channel is not None
+
+    def _give_up_silent(self, channel: StreamChannel) -> None:
+        """Makes a connection anew on which nothing has come for too long since something was sent."""
+        if self._silence_s is None:
+            return
+        now, heard = self._clock.now(), channel.progress().received
+        if heard != self._heard_bytes:
+            self._heard_bytes, self._asked_at = heard, now
+        elif now - self._asked_at > self._silence_s:
+            self._drop()
+            self._next_try = now
+            self._advance()
 
     def _lost(self) -> None:
         """There is no connection any more; the next one is tried after a pause."""

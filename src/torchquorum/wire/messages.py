@@ -70,6 +70,7 @@ from torchquorum.wire.shard_messages import (
     Have,
     HaveKeys,
     Log,
+    Over,
     Part,
     PartTaken,
     Release,
@@ -160,6 +161,7 @@ AnyMessage = (
     | Have
     | HaveKeys
     | Log
+    | Over
     | Part
     | PartTaken
 )

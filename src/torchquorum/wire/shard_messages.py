@@ -8,7 +8,10 @@ from torchquorum.wire.protocol import Message
 
 
 class ShardHello(Message):
-    """A shard tells shard 0 that it is there, how far it has followed the log, and why it cannot, if so; repeated as a heartbeat."""
+    """A shard tells shard 0 that it is there, how far it has followed the log, and why it cannot, if so; repeated as a heartbeat.
+
+    With `over` it has heard that the job is over, and ends.
+    """
 
     shard: int
     incarnation: int
@@ -19,6 +22,7 @@ class ShardHello(Message):
     protocol: int = 1  # of one that does not say
     package: str = ""
     broken: str = ""
+    over: bool = False
 
 
 class Have(Message):
@@ -111,6 +115,10 @@ class End(Message):
 
     ok: bool
     why: str
+
+
+class Over(Message):
+    """Shard 0 ends, and with it every ps task: the job is over, and no program goes on that could begin another."""
 
 
 class RowsOut(Message):

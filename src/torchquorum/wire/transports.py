@@ -29,12 +29,21 @@ def find(kind: str) -> Transport | None:
     return next((transport for transport in TRANSPORTS if transport.kind == kind), None)
 
 
-def connector(cluster: ClusterSpec, access: Access, clock: Clock = SYSTEM) -> Callable[[str, bytes], EntryChannel]:
-    """Returns how the entry of a cluster's tasks is reached: a function of address and a name, which only networks of tests use."""
+def connector(
+    cluster: ClusterSpec, access: Access, clock: Clock = SYSTEM, silence_s: float | None = None
+) -> Callable[[str, bytes], EntryChannel]:
+    """Returns how the entry of a cluster's tasks is reached: a function of address and a name, which only networks of tests use.
+
+    Args:
+        cluster: Who exists.
+        access: The secret, if the cluster has one.
+        clock: Tells the time.
+        silence_s: A connection on which nothing comes for so long, though something was sent, is made anew.
+    """
     names = {cluster.address(task): str(task) for job in cluster.jobs for task in cluster.tasks(job)}
 
     def connect(address: str, _name: bytes) -> EntryChannel:
-        return EntryChannel(address, access, names.get(address, "the task"), clock)
+        return EntryChannel(address, access, names.get(address, "the task"), clock, silence_s)
 
     return connect
 

@@ -140,6 +140,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         st.text(),
     ),
     m.PartTaken: st.builds(m.PartTaken, numbers),
+    m.Over: st.just(m.Over()),
     m.Stay: st.builds(m.Stay, numbers, st.booleans()),
     m.PullRows: st.builds(m.PullRows, numbers, numbers, numbers, numbers),
     m.TakeEvicted: st.builds(m.TakeEvicted, numbers, numbers, numbers, numbers),

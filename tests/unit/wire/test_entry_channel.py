@@ -49,8 +49,9 @@ class Both:
         self.listener = listen_at_entry(Listening(address=self.address, access=self.access))
         return self.listener
 
-    def connect(self, access: Access | None = None) -> EntryChannel:
-        self.channels.append(EntryChannel(self.address, access or self.access, "/job:ps/task:0"))
+    def connect(self, access: Access | None = None, silence_s: float | None = None) -> EntryChannel:
+        made = EntryChannel(self.address, access or self.access, "/job:ps/task:0", silence_s=silence_s)
+        self.channels.append(made)
         return self.channels[-1]
 
     def heard(self, channel: EntryChannel) -> tuple[bytes, list[bytes]]:
@@ -180,6 +181,27 @@ def test_a_task_that_is_restarted_is_reached_again_by_the_same_channel_and_descr
         until(lambda: channel.receive(0.01) is None and not channel.is_connected)
         assert channel.fileno() == fd and not channel.closed
     both.listen()
+    both.talk(channel)
+
+
+def test_a_connection_on_which_nothing_is_answered_any_more_is_made_anew_and_one_that_answers_stays(both: Both) -> None:
+    listener, channel = both.listen(), both.connect(silence_s=0.3)
+    peers: list[bytes] = []
+
+    def ask(*, answered: bool) -> None:
+        channel.send([b"hello"])
+        if (message := listener.receive(0.01)) is not None:
+            peers.append(message[0])
+            if answered:
+                listener.send(message[0], [b"here"])
+        channel.receive(0.01)
+
+    until_s = time.monotonic() + 1.0
+    while time.monotonic() < until_s:
+        ask(answered=True)
+    assert len(set(peers)) == 1
+    until(lambda: ask(answered=False) or len(set(peers)) > 1)  # as on a connection that a cut has broken
+    until(lambda: listener.receive(0.05) is None)
     both.talk(channel)
 
 

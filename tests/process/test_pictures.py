@@ -167,6 +167,7 @@ def test_status_watches_a_cluster_from_outside_until_it_is_gone() -> None:
 
 def _doctor(*arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
     done = run("doctor", "--json", *arguments)
+    assert done.stdout, f"exit code {done.returncode}: {done.stderr}"
     return done.returncode, {f["name"]: f for f in json.loads(done.stdout)}
 
 

@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -54,17 +55,16 @@ def check_machine(logdir: Location) -> list[CheckResult]:
         ("open files", _open_files),
         ("run folder", lambda: [_run_folder(logdir)]),
     ]
-    found: list[CheckResult] = []
-    for name, check in checks:
-        try:
-            found += check()
-        except Exception as error:
-            found.append(
-                CheckResult(
-                    name, "fail", f"{type(error).__name__}: {error}", "this check itself failed: please report it"
-                )
-            )
-    return found
+    return [found for name, check in checks for found in _guarded(name, check)]
+
+
+def _guarded(name: str, check: Callable[[], list[CheckResult]]) -> list[CheckResult]:
+    """Returns what a check finds, or that it failed itself: the others are made all the same."""
+    try:
+        return check()
+    except Exception as error:
+        text, advice = f"{type(error).__name__}: {error}", "this check itself failed: please report it"
+        return [CheckResult(name, "fail", text, advice)]
 
 
 def _python() -> list[CheckResult]:
@@ -252,9 +252,9 @@ def check_hosts(hosts: Mapping[str, Sequence[str]], timeout_s: float, access: Ac
     ps = [(f"ps {i}", a) for i, a in enumerate(hosts.get("ps", ()))]
     workers = [(f"worker {i}", a) for i, a in enumerate(hosts.get("worker", ()))]
     with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="torchquorum-doctor") as pool:
-        found = [pool.submit(_ps, name, address, timeout_s, access) for name, address in ps]
-        found += [pool.submit(_worker, name, address) for name, address in workers]
-        return [f.result() for f in found]
+        checks = [(name, lambda n=name, a=address: [_ps(n, a, timeout_s, access)]) for name, address in ps]
+        checks += [(name, lambda n=name, a=address: [_worker(n, a)]) for name, address in workers]
+        return [result for found in pool.map(lambda check: _guarded(*check), checks) for result in found]
 
 
 def _split(address: str) -> tuple[str, int]:
@@ -312,9 +312,9 @@ def _ask_ps(name: str, address: str, shown: str, timeout_s: float, access: Acces
     from torchquorum.launcher.watch import Watcher
     from torchquorum.wire.procnet import listening_process
 
-    watcher = Watcher(address, access=access)
     try:
-        body = watcher.ask(timeout_s)
+        with closing(Watcher(address, access=access)) as watcher:
+            body = watcher.ask(timeout_s)
     except SecretError as error:
         return CheckResult(name, "fail", f"{shown}: refuses the connection", str(error))
     except TorchQuorumError:  # no answer, or not one of ours
@@ -326,8 +326,6 @@ def _ask_ps(name: str, address: str, shown: str, timeout_s: float, access: Acces
         return CheckResult(
             name, "fail", f"{shown}: something else answers there, not a ps task of torchquorum{who}", advice
         )
-    finally:
-        watcher.close()
     expected = f"/job:ps/task:{name.split()[1]}"
     if body.get("task") != expected:
         text = f"{shown}: {body.get('task')} answers, not {expected}"

@@ -74,7 +74,7 @@ class EntryChannel:
         except OSError as error:
             raise self._no_file(error) from None
         try:
-            self._advance()
+            self._dial(clock.now())  # and no more: what the other side says to that is heard where it is waited for
         except BaseException:
             self.close()
             raise

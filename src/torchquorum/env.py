@@ -22,6 +22,7 @@ ACCEPT_LOSS = "TORCHQUORUM_ACCEPT_LOSS"
 RECORD = "TORCHQUORUM_RECORD"
 REPLAY = "TORCHQUORUM_REPLAY"
 FORK = "TORCHQUORUM_FORK"
+JOINED = "TORCHQUORUM_JOINED"
 STARTED_AT = "TORCHQUORUM_STARTED_AT"
 SECRET = "TORCHQUORUM_SECRET"
 SECRET_FILE = "TORCHQUORUM_SECRET_FILE"
@@ -119,6 +120,12 @@ def record() -> bool:
 def replay() -> str | None:
     """Returns the file that says which life of a recorded worker this process is, or None."""
     return _read(REPLAY)
+
+
+def joined() -> int | None:
+    """Returns the descriptor on which the launcher learns that this process has joined, or None."""
+    text = _read(JOINED) or ""
+    return int(text) if text.isdecimal() else None
 
 
 def is_fork() -> bool:

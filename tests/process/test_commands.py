@@ -61,6 +61,15 @@ def test_run_starts_anybodys_script_with_its_own_arguments(tmp_path: Path) -> No
     assert json.loads(report.read_text())["updates"] == 30
 
 
+def test_a_script_that_never_joins_is_an_error_and_not_three_copies_that_train_alone(tmp_path: Path) -> None:
+    script = tmp_path / "alone.py"
+    script.write_text("print('trained')\n")
+    done = run("run", str(script))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "alone.py ended on /job:ps/task:0 without calling tq.join()" in done.stdout
+    assert done.stdout.count("Put `task = tq.join()` at its beginning") == 1
+
+
 def test_run_fails_when_the_script_does(tmp_path: Path) -> None:
     done = run("run", "--workers=1", str(PROGRAM), "--fail-at=3")
     assert done.returncode == 1

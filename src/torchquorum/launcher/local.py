@@ -12,28 +12,37 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
 from torchquorum import env
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.cluster import ClusterSpec, TaskId, launcher_task
+from torchquorum.cluster.joined import Joined
 from torchquorum.errors import ConfigError
 from torchquorum.launcher.launched import LaunchedCluster, LaunchOptions, Note, Running, TaskOutput, ignore
 from torchquorum.launcher.links import LinkedHosts, LinkRate
+from torchquorum.launcher.outcome import FAILED
 from torchquorum.launcher.process import Process, die_with_parent
 
 LOOPBACK = "127.0.0.1"
 
 
 class LocalCluster(LaunchedCluster):
-    """The processes of a cluster on this machine."""
+    """The processes of a cluster on this machine.
+
+    Attributes:
+        no_task: Whether the program has turned out not to call `tq.join()`.
+    """
+
+    no_task = False
 
     def __init__(
         self, options: LaunchOptions, output: TaskOutput, note: Note = ignore, *, clock: Clock = SYSTEM
     ) -> None:
         super().__init__(options, output, note, clock=clock)
+        self._joined = Joined()
         self._hosts: LinkedHosts | None = None
         if options.link is not None:
             self._hosts = LinkedHosts(LinkRate.read(options.link), options.range.most)
@@ -52,10 +61,11 @@ class LocalCluster(LaunchedCluster):
 
     def _start(self, task: TaskId) -> Running:
         held = self._sockets[task.index] if task.job == "ps" else None
-        fds = [held.fileno()] if held is not None else []
+        fds = [held.fileno(), self._joined.fd] if held is not None else [self._joined.fd]
         threads = self.options.threads or max(1, (os.cpu_count() or 1) // self.options.range.most)
         extra: dict[str, str | None] = {
-            env.TASK: launcher_task(self.cluster, task, self.options.transport, fds[0] if fds else None),
+            env.TASK: launcher_task(self.cluster, task, self.options.transport, fds[0] if held is not None else None),
+            env.JOINED: str(self._joined.fd),
             env.STARTED_AT: repr(self.started_at),
             env.REPORT: self.options.report,
             env.LOGDIR: self.options.logdir,
@@ -97,11 +107,34 @@ class LocalCluster(LaunchedCluster):
             for line in pipe:
                 self._output(task, line.decode(errors="replace").rstrip("\r\n"))
 
+    def _find_dead_end(self) -> str | None:
+        return super()._find_dead_end() or self._find_no_task()
+
+    def _find_no_task(self) -> str | None:
+        """Returns what to change in a program that has ended on a ps without having called `tq.join()`."""
+        strange = [t.task for t in self.tasks if t.task.job == "ps" and t.code == 0 and not self._joined.has(t.task)]
+        if not strange:
+            return None
+        self.no_task = True
+        program = next((word for word in self.options.command[1:] if word.endswith(".py")), "the program")
+        return (
+            f"{program} ended on {strange[0]} without calling tq.join(), so nothing was trained together: every task ran the whole "
+            "program alone. Put `task = tq.join()` at its beginning, and a tq.Session around its loop"
+        )
+
+    def wait(self, each: Callable[[], None] | None = None) -> int:
+        """As that of every launcher; a program that is no task is a failure."""
+        code = super().wait(each)
+        return FAILED if self.no_task and code == 0 else code
+
     def stop(self, first: signal.Signals) -> None:
         """Ends every task that still runs, and releases the ports."""
         super().stop(first)
+        if not self.no_task and (why := self._find_no_task()) is not None:
+            self.say(why)
         for held in self._sockets:
             held.close()
+        self._joined.close()
         if self._hosts is not None:
             hosts, self._hosts = self._hosts, None
             for i, (up, down) in enumerate(hosts.bytes()):

@@ -22,6 +22,7 @@ from torchquorum import env
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.cluster import ClusterSpec, Resolved, TaskArguments, TaskId, resolve, slurm, torchrun
 from torchquorum.cluster.environment import LAUNCHER, explain_alone
+from torchquorum.cluster.joined import tell
 from torchquorum.cluster.program import fill_in, own_flags, read_program_flags
 from torchquorum.cluster.secret import OPEN, Access
 from torchquorum.devices.inventory import configure, limit_gpu_memory
@@ -268,6 +269,7 @@ def join(
         limit_gpu_memory(options.memory_fraction)
     if found is None:
         return _join_alone(report, flags)
+    tell(found.task)
     if argv is None:
         sys.argv[1:] = found.remaining
     if replayed is None:

@@ -41,7 +41,7 @@ def checkpoints(run: str, verify: bool) -> int:
         problem = info.problem or (checkpoint.verify(info.path) if verify else None)
         bad += problem is not None
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.created_at)) if info.created_at else ""
-        state = problem or ("good" if verify else "")
+        state = problem or ", ".join(filter(None, ["good" if verify else "", _changes(info.path)]))
         table.add_row(info.path.name, str(info.step), when, f"{info.size_bytes / 1e6:.1f} MB", state)
     console.print(table)
     return 1 if bad else 0
@@ -79,6 +79,14 @@ def export(run: str, file: str, averages: bool, step: int | None) -> int:
     target = checkpoint_write.export(path, locate(file), averages=averages)
     click.echo(f"wrote {target} from {path.name}")
     return 0
+
+
+def _changes(path: Location) -> str:
+    """Returns in words whether a checkpoint's rows are in several files: all of an earlier one, then changes."""
+    from torchquorum.formats.checkpoint_manifest import load_manifest
+
+    changes = max((len(table.files) - 1 for table in load_manifest(path).tables), default=0)
+    return f"rows: all and {changes} times changes" if changes else ""
 
 
 def _folder(run: str) -> Location:

@@ -55,6 +55,9 @@ def with_owner(manifest: Manifest, owner: str) -> Manifest:
         files={renamed[name]: info for name, info in manifest.files.items()},
         pieces=[msgspec.structs.replace(piece, file=renamed[piece.file]) for piece in manifest.pieces],
         buffers=[msgspec.structs.replace(piece, file=renamed[piece.file]) for piece in manifest.buffers],
+        tables=[
+            msgspec.structs.replace(table, files=[renamed[name] for name in table.files]) for table in manifest.tables
+        ],
     )
 
 

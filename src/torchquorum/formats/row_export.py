@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torchquorum.errors import ConfigError
 from torchquorum.formats.checkpoint import CheckpointReader
 from torchquorum.formats.checkpoint_manifest import Manifest
-from torchquorum.formats.row_file import KEYS, VALUES, read_rows
+from torchquorum.formats.row_file import read_chain
 from torchquorum.formats.storage import Location
 
 
@@ -58,11 +58,9 @@ def export_rows(path: Location, target: str, dtype: str, only: str | None = None
             raise ConfigError(f"{path} has no table {only or ''}; it has {', '.join(names) or 'none'}")
         for name in names if only is None else [only]:
             parts = [
-                (chunk[KEYS], chunk[VALUES])
+                read_chain([reader.file(file) for file in stored.files], name)
                 for stored in reader.manifest.tables
                 if stored.name == name
-                for file in stored.files
-                for chunk in read_rows(reader.file(file), name)
             ]
             keys, order = torch.cat([keys for keys, _ in parts]).sort()
             rows = torch.cat([rows for _, rows in parts])[order]

@@ -42,9 +42,10 @@ class RowSource(Protocol):
         ...
 
 
-def part_file(shard: int, num_shards: int) -> str:
-    """Returns the name of a shard's file of rows."""
-    return f"rows-{shard:05d}-of-{num_shards:05d}.safetensors"
+def part_file(shard: int, num_shards: int, changes: int = 0) -> str:
+    """Returns the name of a shard's file of rows: all of them, or the nth with changes."""
+    nth = f"-changes-{changes:03d}" if changes else ""
+    return f"rows-{shard:05d}-of-{num_shards:05d}{nth}.safetensors"
 
 
 def write_rows(path: Path, sources: Sequence[RowSource]) -> None:
@@ -84,3 +85,17 @@ def read_rows(path: Path, table: str) -> Iterator[dict[str, torch.Tensor]]:
         for start in range(0, max(count, 1), READ_ROWS):
             yield {**beside, **{name: found[start : start + READ_ROWS] for name, found in slices.items()}}
             beside = {}
+
+
+def read_chain(files: Sequence[Path], table: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the keys and the values of a table's rows: all of the first file, with the changes of the others in their order."""
+    keys, rows = torch.empty(0, dtype=torch.int64), None
+    for path in files:
+        chunks = list(read_rows(path, table))
+        changed = torch.cat([chunk[KEYS] for chunk in chunks])
+        gone = torch.cat([changed, *(chunk[REMOVED] for chunk in chunks if REMOVED in chunk)])
+        kept = ~torch.isin(keys, gone)
+        keys = torch.cat([keys[kept], changed])
+        rows = torch.cat([*([rows[kept]] if rows is not None else []), *(chunk[VALUES] for chunk in chunks)])
+    assert rows is not None, "a table has a file"
+    return keys, rows

@@ -16,7 +16,6 @@ import msgspec
 from torchquorum.formats.checkpoint_manifest import CheckpointError, FileInfo, Manifest, Stored, StoredTable
 from torchquorum.formats.checkpoint_write import begin, part_name
 from torchquorum.formats.journal import JournalError
-from torchquorum.formats.row_file import part_file
 from torchquorum.formats.storage import Location, locate
 from torchquorum.server.buffer_home import BufferHome
 from torchquorum.server.leader import Leader
@@ -60,6 +59,9 @@ def part_of(shard: int, written: Written) -> Part:
     info, snapshot = written.info or FileInfo(0, ""), written.snapshot
     pieces = msgspec.to_builtins(snapshot.pieces)
     rows, tables = written.rows or FileInfo(0, ""), msgspec.to_builtins(snapshot.tables)
+    chain = snapshot.chain
+    if chain is not None:
+        chain.info = written.rows
     return Part(
         shard=shard,
         number=written.number,
@@ -71,6 +73,10 @@ def part_of(shard: int, written: Written) -> Part:
         tables=tables,
         rows_bytes=rows.size_bytes,
         rows_sha256=rows.sha256,
+        rows_file=chain.name if chain is not None else "",
+        shared=[(name, info.size_bytes, info.sha256) for name, info in chain.files.items()]
+        if chain is not None
+        else [],
     )
 
 
@@ -121,6 +127,7 @@ class Checkpoints:
         self._next: tuple[int, str, int] | None = None
         self.first_is_due = False
         self.last_good = ""
+        self._base = ("", "")  # the newest of this creation, and the folder in which it was written
 
     @property
     def busy(self) -> bool:
@@ -162,7 +169,7 @@ class Checkpoints:
             position=self._leader.position,
             versions=[track.version for track in self._leader.quorum.tracks],
         )
-        self._leader.snapshot(number, str(partial))
+        self._leader.snapshot(number, str(partial), *self._base)
 
     def state(self, number: int) -> SaveState | None:
         """Returns how checkpoint `number` goes, if it is known."""
@@ -191,7 +198,7 @@ class Checkpoints:
         if due and not self.busy and self._plan.logdir is not None:
             self.first_is_due = bool(self._plan.durable)
             self.last, self.last_good, self.saved_version = SaveState(-1, "none", -1, "", ""), "", -1
-            self._saved_place = -1
+            self._saved_place, self._base = -1, ("", "")
             self.save(UNASKED - self._leader.quorum.place, self._plan.logdir, self._plan.keep, now)
 
     def save_unasked(self, now: float) -> None:
@@ -293,6 +300,7 @@ class Checkpoints:
         self._saved_place = saving.place
         self._failures.succeeded()
         self.last_good = str(result.path)
+        self._base = (self.last_good, str(saving.partial))
         self.last = SaveState(saving.number, "done", saving.version, self.last_good, "")
         self._leader.history.note("saved", text=result.path.name, values={"step": saving.version})
         self._say(f"saved {result.path}")
@@ -351,7 +359,8 @@ class Checkpoints:
             pieces += msgspec.convert(part.pieces, list[Stored])
             scalars.update(part.scalars)
             if part.tables:
-                files[part_file(shard, self._plan.num_shards)] = FileInfo(part.rows_bytes, part.rows_sha256)
+                files |= {name: FileInfo(size_bytes, digest) for name, size_bytes, digest in part.shared}
+                files[part.rows_file] = FileInfo(part.rows_bytes, part.rows_sha256)
                 tables += msgspec.convert(part.tables, list[StoredTable])
         return Manifest(
             step=saving.version,

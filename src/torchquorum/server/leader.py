@@ -243,9 +243,9 @@ class Leader:
         """The chief's loop is over: if the last step was made, nothing else of it is waited for."""
         self.decisions.follow(self.quorum.conclude(), wall)
 
-    def snapshot(self, number: int, partial: str) -> None:
-        """Every shard writes itself, as it is now."""
-        self.log.append(Snapshot(number, self.quorum.version, partial))
+    def snapshot(self, number: int, partial: str, base: str = "", base_partial: str = "") -> None:
+        """Every shard writes itself, as it is now; of tables perhaps what has changed since the checkpoint `base`."""
+        self.log.append(Snapshot(number, self.quorum.version, partial, base, base_partial))
 
     def end(self, *, ok: bool, why: str) -> None:
         """The job is over: every shard exits when it comes to this entry."""

@@ -30,7 +30,7 @@ from torchquorum.formats.checkpoint_write import (
 )
 from torchquorum.formats.journal import clear
 from torchquorum.formats.ledger_write import sync_ledger
-from torchquorum.formats.row_file import part_file, write_rows
+from torchquorum.formats.row_file import write_rows
 from torchquorum.formats.storage import Location
 from torchquorum.server.snapshot import ShardSnapshot
 
@@ -117,10 +117,8 @@ class Saver:
         def job() -> Written:
             try:
                 part, rows = write_part(partial, shard, num_shards, snapshot.tensors), None
-                if snapshot.rows:
-                    rows = write_file(
-                        partial, part_file(shard, num_shards), lambda path: write_rows(path, snapshot.rows)
-                    )
+                if snapshot.rows and snapshot.chain is not None:
+                    rows = write_file(partial, snapshot.chain.name, lambda path: write_rows(path, snapshot.rows))
                 return Written(number, snapshot, part, "", rows)
             except (TorchQuorumError, OSError) as error:
                 return Written(number, snapshot, None, str(error))

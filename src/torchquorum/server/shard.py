@@ -21,6 +21,7 @@ from torchquorum.rules.quorum import Key
 from torchquorum.server.decision_log import LogEntry
 from torchquorum.server.pending_gradients import PendingGradients
 from torchquorum.server.reply import Reply
+from torchquorum.server.row_chains import RowChains
 from torchquorum.server.row_requests import RowRequests
 from torchquorum.server.shard_track import ShardTrack
 from torchquorum.server.shard_variables import ShardVariables
@@ -59,6 +60,7 @@ class Shard:
         tracks: What there is for each optimizer.
         workers: The workers that have joined here.
         row_requests: Who has asked for rows of tables.
+        row_chains: The files of rows of its checkpoints.
         followed: How many entries of the log were followed.
         snapshots: Those that the log has asked for and the saver has not been given.
         ended: The end of the job, once the log has it.
@@ -94,6 +96,7 @@ class Shard:
                 self.tracks.append(track)
             made.pop_all()  # all are there
         self.row_requests = RowRequests()
+        self.row_chains = RowChains(index, plan.num_shards, plan.full_every)
         self.followed = 0
         self.snapshots: list[tuple[Snapshot, ShardSnapshot]] = []
         self.ended: End | None = None
@@ -257,16 +260,27 @@ class Shard:
                 return self.row_requests.answer(entry, [track.version for track in self.tracks])
             case Snapshot():
                 snapshot = self.snapshot()
-                for track in self.tracks:
-                    rows, tables = track.tables.snapshot()
-                    snapshot.rows += rows
-                    snapshot.tables += tables
+                self._add_rows(entry, snapshot)
                 self.snapshots.append((entry, snapshot))
                 if self.journal is not None:
                     self.journal.rotate(self.place)
             case End():
                 self.ended = entry
         return []
+
+    def _add_rows(self, entry: Snapshot, snapshot: ShardSnapshot) -> None:
+        """Adds the rows of tables: all, or those that have changed since the checkpoint before."""
+        if not any(track.tables for track in self.tracks):
+            return
+        versions = [track.version for track in self.tracks]
+        chain, since = self.row_chains.begin(entry, versions, sum(track.tables.rows for track in self.tracks))
+        for track, version in zip(self.tracks, since, strict=True):
+            rows, tables = track.tables.snapshot(chain.names, version)
+            snapshot.rows += rows
+            snapshot.tables += tables
+        if chain.files:
+            chain.changed += sum(table.rows for table in snapshot.rows)
+        snapshot.chain = chain
 
     def _keep(self, record: Record, payload: Payload) -> None:
         """Writes an update to the journal."""

@@ -16,7 +16,7 @@ import torch
 
 from torchquorum.formats.checkpoint import CheckpointReader
 from torchquorum.formats.checkpoint_manifest import Manifest, StoredTable
-from torchquorum.formats.row_file import KEYS, REMOVED, SIGHTED, STAMPS, TIMES, VALUES, part_file, read_rows
+from torchquorum.formats.row_file import KEYS, REMOVED, SIGHTED, STAMPS, TIMES, VALUES, read_rows
 from torchquorum.memory.key_index import Keys
 from torchquorum.placement.layout import CONSTANT
 from torchquorum.rules.quorum import Key
@@ -157,16 +157,25 @@ class ShardTables:
         """Removes the rows whose time is over; returns how many."""
         return sum(table.evict(version, time) for table in self.tables)
 
-    def snapshot(self) -> tuple[list[TableSnapshot], list[StoredTable]]:
-        """Returns the rows as they are now, to be read while the tables go on, and what a checkpoint says of them."""
-        rows, stored = [table.snapshot() for table in self.tables], list[StoredTable]()
-        file = part_file(self._index, self._num_shards)
+    @property
+    def rows(self) -> int:
+        """Returns how many rows there are."""
+        return sum(table.size for table in self.tables)
+
+    def snapshot(self, files: Sequence[str], since: int = -1) -> tuple[list[TableSnapshot], list[StoredTable]]:
+        """Returns the rows as they are now, to be read while the tables go on, and what a checkpoint says of them.
+
+        Args:
+            files: Those that the checkpoint has them in, the last of which is to be written.
+            since: Only those updated after this version; all by default.
+        """
+        rows, stored = [table.snapshot(since) for table in self.tables], list[StoredTable]()
         for table, snapshot in zip(self.tables, rows, strict=True):
             spec = table.spec
             stored.append(
                 StoredTable(
                     name=spec.name,
-                    files=[file],
+                    files=list(files),
                     rows=snapshot.rows,
                     dim=spec.dim,
                     dtype=spec.dtype,
@@ -183,7 +192,7 @@ class ShardTables:
             for part in stored:
                 for file in part.files:
                     for chunk in read_rows(reader.file(file), part.name):
-                        _take(table, chunk)
+                        _take(table, chunk, is_last=file == part.files[-1])
             table.restore([part.scalars for part in stored])
 
     def _options_of(self, settings: Settings) -> list[dict[str, Any]]:
@@ -250,10 +259,10 @@ def read_keys(frame: Frame, count: int) -> Keys:
     return frame_tensor(frame, count * 8).view(torch.int64).numpy()
 
 
-def _take(table: TablePart, chunk: dict[str, torch.Tensor]) -> None:
+def _take(table: TablePart, chunk: dict[str, torch.Tensor], *, is_last: bool) -> None:
     if REMOVED in chunk:
         table.remove(chunk[REMOVED].numpy())
-    if SIGHTED in chunk:
+    if SIGHTED in chunk and is_last:  # each file has all of them
         table.load_sightings(chunk[SIGHTED].numpy(), chunk[TIMES].numpy())
     table.load(chunk[KEYS].numpy(), chunk, chunk[STAMPS].numpy())
 

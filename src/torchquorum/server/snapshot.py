@@ -19,6 +19,7 @@ from torchquorum.formats.checkpoint_write import part_name, tensor_key
 from torchquorum.formats.storage import Location
 from torchquorum.memory.slots import section_views
 from torchquorum.placement.layout import Layout, Region, Variable
+from torchquorum.server.row_chains import RowChain
 from torchquorum.update.table_snapshot import TableSnapshot
 from torchquorum.update.updater import Updater
 from torchquorum.wire.codec import Frame
@@ -37,6 +38,7 @@ class ShardSnapshot:
     scalars: dict[str, Any]
     rows: list[TableSnapshot] = field(default_factory=list)
     tables: list[StoredTable] = field(default_factory=list)
+    chain: RowChain | None = None
 
     def add(self, other: ShardSnapshot) -> None:
         """Adds what the same shard has of another optimizer: no variable is in two of them."""

@@ -45,15 +45,18 @@ class StopOptions:
 class SaveOptions:
     """When checkpoints are made, by seconds or by global steps (0 s: only at the end; None: the default), and how many are kept.
 
-    `required`: a run whose last step cannot be saved has failed.
+    `required`: a run whose last step cannot be saved has failed. `full_every`: of how many checkpoints one has all rows of tables.
     """
 
     every_s: float | None = None
     every_steps: int | None = None
     keep: int = 5
     required: bool = True
+    full_every: int | None = None
 
     def __post_init__(self) -> None:
+        if self.full_every is not None and self.full_every < 1:
+            raise ConfigError(f"full_every={self.full_every}: must be 1 or more; 1 writes all rows each time")
         if self.every_s is not None and self.every_steps is not None:
             raise ConfigError(
                 f"save_every_s={self.every_s} and save_every_steps={self.every_steps}: give one of the two"

@@ -31,6 +31,8 @@ from torchquorum.worker.optimizer import Optimizer
 from torchquorum.worker.polls import wait_until_settled
 from torchquorum.worker.row_tables import RowTables, find_tables
 
+FULL_EVERY = 8  # checkpoints, of which one has all rows
+
 
 def _spec_of(optimizer: Optimizer, variables: list[Variable], tables: RowTables, num_workers: int) -> TrackSpec:
     """Returns an optimizer after the first as it travels."""
@@ -90,6 +92,7 @@ class Initializer:
             liveness_s=setup.member.liveness_s,
             logdir=setup.logdir,
             keep=setup.save.keep,
+            full_every=setup.save.full_every or FULL_EVERY,
             durable=setup.restore.durable,
             tied=tied_names(setup.model),
             min_workers=setup.task.min_workers if setup.task.cluster.elastic else 0,
@@ -130,6 +133,10 @@ class Initializer:
             )
 
         found = [of(k, optimizer) for k, optimizer in enumerate(setup.optimizers)]
+        if setup.save.full_every is not None and not any(found):
+            raise ConfigError(
+                f"full_every={setup.save.full_every}: the model has no table of rows, so it has no effect; leave it out"
+            )
         if setup.reading is not None:
             if not any(found):
                 raise ConfigError(

@@ -69,6 +69,8 @@ class Session:
         save_every_s: Seconds between checkpoints, written while training continues; 0 for one at the end only.
         save_every_steps: Global steps between checkpoints, instead of seconds.
         keep: How many checkpoints are kept.
+        full_every: One of so many checkpoints has all rows of the model's tables, those between only rows that have changed; 8 by default,
+            1 for all rows in each.
         require_save: Whether a run whose last step cannot be saved has failed, in every task. It is tried again for
             `Patience.save_s`. False prints that it failed, and ends well.
         restore: Whether to continue from the newest good checkpoint in the folder.
@@ -112,6 +114,7 @@ class Session:
         save_every_s: float | None = None,
         save_every_steps: int | None = None,
         keep: int = 5,
+        full_every: int | None = None,
         require_save: bool = True,
         restore: bool = True,
         wait_for_workers: int | None = None,
@@ -145,7 +148,13 @@ class Session:
             logdir=folder,
             patience=patience or Patience(),
             stop=StopOptions(last_step=last_step, num_steps=num_steps, max_seconds=max_seconds),
-            save=SaveOptions(every_s=save_every_s, every_steps=save_every_steps, keep=keep, required=require_save),
+            save=SaveOptions(
+                every_s=save_every_s,
+                every_steps=save_every_steps,
+                keep=keep,
+                required=require_save,
+                full_every=full_every,
+            ),
             restore=read_restore(mode, restore=restore, start_afresh=start_afresh, accept_loss=accept_loss),
             member=MemberOptions(
                 liveness_s=liveness_s,

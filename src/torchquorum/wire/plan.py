@@ -146,6 +146,7 @@ class Plan(msgspec.Struct, kw_only=True):
     record: bool = False
     name: str = ""
     more: list[TrackSpec] = []
+    full_every: int = 8
 
     def tracks(self) -> list[Plan]:
         """Returns a plan for each optimizer, as if it were the only one: the first has the constants and the last step."""

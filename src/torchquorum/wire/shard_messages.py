@@ -103,11 +103,16 @@ class Assigned(Message):
 
 
 class Snapshot(Message):
-    """Log entry: every shard writes itself, as it is at this place of the log, into the folder `partial`. The version is the first's."""
+    """Log entry: every shard writes itself, as it is at this place of the log, into the folder `partial`. The version is the first's.
+
+    Of tables it may write what has changed since the checkpoint `base`, which was written in `base_partial`.
+    """
 
     number: int
     version: int
     partial: str
+    base: str = ""
+    base_partial: str = ""
 
 
 class End(Message):
@@ -150,6 +155,8 @@ class Part(Message):
     tables: list[dict[str, Any]] = []
     rows_bytes: int = 0
     rows_sha256: str = ""
+    rows_file: str = ""
+    shared: list[tuple[str, int, str]] = []
 
 
 class PartTaken(Message):

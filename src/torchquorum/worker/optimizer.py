@@ -286,7 +286,7 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             What the closure returned; None without one, as in torch.optim.
         """
-        attached = self.check()
+        attached = self._ready()
         if self._local is not None:
             return attached.local_step(self._local, closure, loss)
         found = None
@@ -310,12 +310,12 @@ class Optimizer(torch.optim.Optimizer):
             return self._local.inner_step
         return self._attached.link.local_step if self._attached is not None else 0
 
-    def check(self) -> AttachedOptimizer:
-        """Returns what it does in the session.
+    def check(self) -> None:
+        """Raises ConfigError if there is no session, or the program sets learning rates beside a schedule, or a state where none counts."""
+        self._ready()
 
-        Raises:
-            ConfigError: There is no session, or the program sets learning rates beside a schedule, or a state where none counts.
-        """
+    def _ready(self) -> AttachedOptimizer:
+        """Returns what it does in the session, if all is well."""
         if self._attached is None:
             raise ConfigError(
                 "optimizer.step() outside of `with tq.Session(task, model, optimizer)`: there is no ps to push to"
@@ -339,7 +339,7 @@ class Optimizer(torch.optim.Optimizer):
         Args:
             loss: The loss; or a function that returns it, called when the gradients have been computed.
         """
-        assert self._attached is not None
+        assert self._attached is not None, "checked before"
         return self._attached.push(loss)
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torchquorum.worker.requests import Requests
 from torchquorum.worker.residuals import Residuals
 from torchquorum.worker.run_view import RunView
 from torchquorum.worker.step import Step
-from torchquorum.worker.track_member import LaterLoss, TrackMember
+from torchquorum.worker.track_member import LaterLoss, OwnTrack, TrackMember
 
 
 class RunMember:
@@ -65,18 +65,10 @@ class RunMember:
         self.tracks: list[TrackMember] = []
         try:
             for k, (of, flat) in enumerate(zip(plan.tracks(), flats, strict=True)):
-                track = TrackMember(
-                    k,
-                    of,
-                    flat,
-                    shared,
-                    member=self,
-                    requests=requests,
-                    view=view,
-                    positions=positions,
-                    residuals=residuals[k] if residuals is not None else None,
+                own = OwnTrack(k, of, flat, residuals[k] if residuals is not None else None)
+                self.tracks.append(
+                    TrackMember(own, shared, member=self, requests=requests, view=view, positions=positions)
                 )
-                self.tracks.append(track)
         except BaseException:
             self.close()
             raise

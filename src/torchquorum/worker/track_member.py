@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -46,19 +47,33 @@ class _Member(Protocol):
     def finish_request(self) -> None: ...
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class OwnTrack:
+    """What a worker has of one optimizer before it joins.
+
+    Attributes:
+        index: Which of the run's optimizers.
+        plan: The plan of this optimizer.
+        flat: Its parameters.
+        residuals: What this worker has computed and not yet given, where something can be kept.
+    """
+
+    index: int
+    plan: m.Plan
+    flat: FlatParameters
+    residuals: Residuals | None
+
+
 class TrackMember:
     """A worker's part in one optimizer of a run.
 
     Args:
-        index: Which of the run's optimizers.
-        plan: The plan of this optimizer.
-        flat: Its parameters.
+        own: What the worker has of it.
         shared: Of each ps task, whether memory is shared with it.
         member: The worker's part in the run.
         requests: How the ps tasks are asked.
         view: Where this worker stands; kept up to date here.
         positions: Notes where it stood at each version.
-        residuals: What this worker has computed and not yet given, where something can be kept.
 
     Attributes:
         exchange: The memory that gradients and variables go through.
@@ -73,29 +88,26 @@ class TrackMember:
 
     def __init__(
         self,
-        index: int,
-        plan: m.Plan,
-        flat: FlatParameters,
+        own: OwnTrack,
         shared: Sequence[bool],
         *,
         member: _Member,
         requests: Requests,
         view: RunView,
         positions: Positions,
-        residuals: Residuals | None = None,
     ) -> None:
-        self.index, self.plan, self.flat, self.residuals = index, plan, flat, residuals
-        self.exchange = Exchange(flat, shared, in_place=not plan.rule.pipeline and residuals is None)
+        self.index, self.plan, self.flat, self.residuals = own.index, own.plan, own.flat, own.residuals
+        self.exchange = Exchange(own.flat, shared, in_place=not own.plan.rule.pipeline and own.residuals is None)
         self.fastpath: FastPathSteps | None = None
-        self._rows = (
-            RowExchange(flat.tables, requests.channels, index, lambda: self.view.version) if flat.tables else None
-        )
+        self._rows: RowExchange | None = None
+        if own.flat.tables:
+            self._rows = RowExchange(own.flat.tables, requests.channels, own.index, lambda: self.view.version)
         self._member, self._requests, self._channels = member, requests, requests.channels
         self._run, self._positions = view, positions
-        self.view = view.tracks[index]
+        self.view = view.tracks[own.index]
         end = requests.channels.end
         self._who, self._round_s, self._clock = (end.index, end.incarnation), end.patience.round_s, end.clock
-        self.watch: Watch = WriteWatch(flat, end.clock)
+        self.watch: Watch = WriteWatch(own.flat, end.clock)
         self.previous: m.Variables | None = None
         self._pushed_at = 0
         self.state: list[tuple[m.StateRef, Frame]] = []

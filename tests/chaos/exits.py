@@ -1,6 +1,6 @@
 """Exceptions and exits of each worker's program, at each moment: exit codes, who saves, and what the ledger says.
 
-`python -m tests.chaos` runs them after the matrix. docs/exit_codes.md has the same table in prose. Those of ps tasks are a failing update
+`python -m tests.chaos` runs them after the matrix. docs/faults.md has the same table in prose. Those of ps tasks are a failing update
 and signals (`tests/process/test_endings.py`), and the deaths of the matrix: a user's program does not run there.
 """
 

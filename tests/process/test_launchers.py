@@ -64,7 +64,7 @@ def test_srun_of_three_tasks_trains_with_one_ps_and_two_workers(tmp_path: Path) 
             assert expand_hosts(hosts, label="X") == theirs.stdout.split()
 
 
-# -- exit codes: the table of docs/exit_codes.md ------------------------------------------------------------------------
+# -- exit codes: the table of docs/faults.md ------------------------------------------------------------------------
 
 
 def begin(command: list[str], env: dict[str, str], folder: Path, *flags: str) -> Started:

@@ -232,7 +232,7 @@ class LaunchedCluster:
             each: Called on every poll.
 
         Returns:
-            The exit code of the run, see docs/exit_codes.md: 0 if it reached its end and that is saved.
+            The exit code of the run, see docs/faults.md: 0 if it reached its end and that is saved.
         """
         with self._interrupts as interrupts:
             try:

@@ -1,6 +1,6 @@
 """What the exit codes of tasks mean: who is started again, what ends a run, and the launcher's own exit code. Pure.
 
-Used by `launched` for every launcher. docs/exit_codes.md has the same as a table. What always holds: the same codes mean the same under
+Used by `launched` for every launcher. docs/faults.md has the same as a table. What always holds: the same codes mean the same under
 every launcher; a program that failed is not started again, as it would fail again; one that a signal ended is.
 """
 

@@ -87,7 +87,7 @@ class Session:
             evaluated: those of the `chief`; the `average` over the workers; or `local`: each worker's stay with it, unsaved.
         durable: Journal every update in the run's folder, so that a ps that is killed at any moment comes back with every
             version that a worker has seen: True or `write`; `fsync` survives a loss of power too, and waits for the disk.
-        record: Record the run in its folder, so that `torchquorum replay` makes it again, bit for bit; docs/replay.md says what
+        record: Record the run in its folder, so that `torchquorum replay` makes it again, bit for bit; docs/simulate.md says what
             that costs. By default as `torchquorum run --record` says.
         patience: How long to wait for what.
         hooks: Called around the loop, in this order; see `torchquorum.session.hooks.hook`.

@@ -47,7 +47,7 @@ class Optimizer(torch.optim.Optimizer):
         slice_bytes: A variable of more bytes is sliced over all ps tasks.
         average: Moving averages of the variables, see `tq.ExponentialMovingAverage`; evaluate with `session.averaged()`.
         compress: Sends gradients in fewer bytes and keeps what that loses for the next one: `int8`, `int4`, `bfloat16`, `topk:64/4096`,
-            `topk:64/4096+2bit`; see docs/slow-networks.md.
+            `topk:64/4096+2bit`; see docs/rules.md.
         after_update: What is done to the variables after every update, where that is made: `tq.Clamp`, `tq.MaxNorm`, `tq.UnitNorm`.
         allow_nonfinite: Apply gradients with NaN or infinity, as plain PyTorch does; by default they are refused.
         name: What it is called in a session of several, in reports and messages; opt0, opt1 and so on by default.

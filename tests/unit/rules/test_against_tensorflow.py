@@ -2,7 +2,7 @@
 
 The file drives the test: any scenario with the same columns can stand in it. A time step becomes the quorum's version, an
 applied gradient a push computed at that version, a take of n the round of a quorum with `aggregate=n`. A round that the
-rule does not keep is told apart by its rows, and docs/accumulator.md says why it is not kept.
+rule does not keep is told apart by its rows, and docs/rules.md says why it is not kept.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchquorum.rules import Quorum, Rule, Sync
 from torchquorum.rules.quorum import Accepted, Applied, Key, Reason, Refused
 
 TESTS = Path(__file__).parents[2]
-DOCUMENT = TESTS.parent / "docs" / "accumulator.md"
+DOCUMENT = TESTS.parent / "docs" / "rules.md"
 GOLDEN = np.load(TESTS / "golden" / "accumulator.npz", allow_pickle=False)
 NAMES: list[str] = GOLDEN["names"].tolist()
 
@@ -33,7 +33,7 @@ class Op(IntEnum):
 
 
 class Difference(StrEnum):
-    """Why a round is not kept; docs/accumulator.md has a paragraph for each."""
+    """Why a round is not kept; docs/rules.md has a paragraph for each."""
 
     MORE_THAN_N = "mean of more than n"
     SET_IN_ROUND = "time step set within a round"

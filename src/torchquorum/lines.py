@@ -1,4 +1,4 @@
-"""Prints whole lines.
+"""Prints whole lines, and makes one of an error.
 
 Used by everything that prints a line. What always holds: a line and its newline are one write, so lines of several threads, or
 of tasks that share a terminal, do not mix. `print` writes the newline separately where the output is unbuffered, as in tasks of
@@ -18,5 +18,20 @@ def write_line(line: str, file: TextIO | None = None) -> None:
     """
     stream = sys.stdout if file is None else file
     if stream is not None:  # None in a process without a console; print() ignores that too
-        stream.write(f"{line}\n")
+        try:
+            stream.write(f"{line}\n")
+        except UnicodeEncodeError:  # an odd file name, or a terminal that knows few characters
+            stream.write(f"{line}\n".encode(stream.encoding, "backslashreplace").decode(stream.encoding))
         stream.flush()
+
+
+def text_of(error: BaseException) -> str:
+    """Returns what an error of a user's program says, so that it can be sent and printed, whatever the error is.
+
+    Characters that cannot be, such as those of a file's name that is no UTF-8, are written with a backslash.
+    """
+    try:
+        text = str(error)
+    except Exception as failure:
+        text = f"{type(failure).__name__} where its text is made"
+    return "".join(c if c.isprintable() or c.isspace() else c.encode("unicode_escape").decode() for c in text)

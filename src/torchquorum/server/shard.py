@@ -16,6 +16,7 @@ from torchquorum.formats.checkpoint import CheckpointReader, load_manifest
 from torchquorum.formats.checkpoint_manifest import Manifest
 from torchquorum.formats.journal import JournalError, JournalWriter, Payload, Record
 from torchquorum.formats.storage import Location
+from torchquorum.lines import text_of
 from torchquorum.placement.layout import Region
 from torchquorum.rules.quorum import Key
 from torchquorum.server.decision_log import LogEntry
@@ -312,7 +313,7 @@ def states_of(create: Create) -> dict[int, StateRef]:
 
 def explain_failed_update(shard: int, version: int, error: Exception) -> str:
     """Returns in words that an update failed, and what would help."""
-    text = " ".join(str(error).split())
+    text = " ".join(text_of(error).split())
     memory = isinstance(error, MemoryError) or any(
         sign in text.lower() for sign in ("out of memory", "allocate memory")
     )

@@ -28,7 +28,7 @@ from torchquorum.cluster.secret import OPEN, Access
 from torchquorum.devices.inventory import configure, limit_gpu_memory
 from torchquorum.devices.options import ConfigProto, read_device_options
 from torchquorum.errors import ConfigError, InterruptedRunError, TorchQuorumError
-from torchquorum.lines import write_line
+from torchquorum.lines import text_of, write_line
 from torchquorum.server.serve import PsTask, ServeOptions, serve
 from torchquorum.session import position
 from torchquorum.session.presence import Presence
@@ -162,7 +162,7 @@ class Alone:
             TorchQuorumError: It has ended by an error, which is the cause of this one.
         """
         if (error := self._error) is not None:
-            text = f"{type(error).__name__}: {error}"
+            text = f"{type(error).__name__}: {text_of(error)}"
             raise TorchQuorumError(f"the ps in this process has failed, and the run with it: {text}") from error
 
     @property

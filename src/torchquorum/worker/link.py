@@ -16,6 +16,7 @@ import torch
 import torchquorum.wire.messages as m
 from torchquorum.errors import DeadlineError, RefusedError, SegmentError, TaskLostError
 from torchquorum.formats.ledger import name_life
+from torchquorum.lines import text_of
 from torchquorum.wire.settings import Settings
 from torchquorum.worker import joining
 from torchquorum.worker.buffer_exchange import BufferExchange
@@ -331,7 +332,7 @@ class Link(RunView):
 
 def _in_a_line(error: BaseException) -> str:
     """Returns an error in one line, for the others of the run."""
-    lines = str(error).split("\n")
+    lines = text_of(error).split("\n")
     inner = next((i for i, line in enumerate(lines) if line.startswith("Original Traceback")), None)
     if inner is not None:  # of a child of torch's DataLoader: where it was raised is in the task's own output
         lines = [*lines[:inner], *[line for line in lines if line.strip()][-1:]]

@@ -62,11 +62,11 @@ class ComputeSession(Session):
     @property
     def meanwhile(self) -> Callable[[], None]:
         """Is called at every step and while the session waits."""
-        return self._lifecycle.meanwhile
+        return self._lifecycle.requests.meanwhile
 
     @meanwhile.setter
     def meanwhile(self, function: Callable[[], None]) -> None:
-        self._lifecycle.meanwhile = function
+        self._lifecycle.requests.meanwhile = function
 
     @property
     def client(self) -> Link:

@@ -63,11 +63,91 @@ class _NoLink:
         return Step(self.version, 0, False, "evaluator", 0, lr[0] if lr else 0.0, True)
 
 
+class EvaluatedRun:
+    """The checkpoint that is in the model, with the methods of a worker's `RunState`.
+
+    Attributes:
+        saved_step: Its global step, -1 for none.
+    """
+
+    def __init__(self, setup: Setup, link: _NoLink) -> None:
+        self._setup, self._link, self.saved_step = setup, link, -1
+        self._reader: CheckpointReader | None = None  # of the checkpoint that is being evaluated
+        self._path: Location | None = None
+
+    @contextmanager
+    def taking(self, info: CheckpointInfo) -> Iterator[None]:
+        """Takes a checkpoint into the model; inside this block its file is open."""
+        try:
+            with CheckpointReader(info.path) as reader:
+                self._load(reader.state_dict())
+                self.saved_step = self._link.version = info.step
+                self._path, self._reader = info.path, reader
+                yield
+        finally:
+            self._reader = None
+
+    def _load(self, values: dict[str, Any]) -> None:
+        model = self._setup.model
+        plain = plain_names(model)
+        own = {plain(name): name for name in model.state_dict()}
+        values = {own.get(name, name): value for name, value in values.items()}
+        missing, unexpected = model.load_state_dict(values, strict=False)
+        known = dict(model.named_parameters(remove_duplicate=False))
+        lacking = [name for name in missing if name in known]
+        if lacking or unexpected:
+            what = ", ".join(
+                [*(f"no {n}" for n in lacking[:3]), *(f"{n}, which the model has not" for n in unexpected[:3])]
+            )
+            raise TorchQuorumError(
+                f"{self._setup.task}: the checkpoints in {self._setup.logdir} are of another model: {what}"
+            )
+
+    def pull(self) -> int:
+        """Returns the global step of the checkpoint in the model."""
+        return self._link.version
+
+    def prefetch(self, ids: Any) -> None:
+        """Does nothing: an evaluator has the rows of a checkpoint."""
+
+    def pull_buffers(self) -> None:
+        """Does nothing: the run's buffers came with the checkpoint."""
+
+    @contextmanager
+    def averaged(self) -> Iterator[int]:
+        """Inside this block the model's parameters are the checkpoint's moving averages."""
+        with self._open() as reader:
+            self._load(reader.state_dict(averages=True))
+            try:
+                yield self._link.version
+            finally:
+                self._load(reader.state_dict())
+
+    @contextmanager
+    def shared_buffers(self) -> Iterator[None]:
+        """Does nothing: the run's buffers came with the checkpoint."""
+        yield
+
+    def save(self, wait_s: float) -> str | None:
+        """Does nothing: an evaluator saves nothing."""
+        return None
+
+    @contextmanager
+    def _open(self) -> Iterator[CheckpointReader]:
+        if self._reader is not None:
+            yield self._reader
+            return
+        if self._path is None:
+            raise ConfigError(f"{self._setup.task}: no checkpoint has come yet")
+        with CheckpointReader(self._path) as reader:
+            yield reader
+
+
 class Evaluator:
     """Follows a run's checkpoints, with the methods of a worker's `Lifecycle`.
 
     Attributes:
-        saved_step: The global step of the checkpoint in the model, -1 for none.
+        run: The checkpoint in the model.
         leads: True: what an evaluator measures is written.
     """
 
@@ -81,9 +161,8 @@ class Evaluator:
         self.states = StateMachine()
         self.signals = Signals(setup.say, "leaving the run")
         self.link: Any = _NoLink([optimizer.lr for optimizer in setup.optimizers])
-        self.saved_step, self._seen, self.leads = -1, (0.0, -1), True
-        self._reader: CheckpointReader | None = None  # of the checkpoint that is being evaluated
-        self._path: Location | None = None
+        self.run = EvaluatedRun(setup, self.link)
+        self._seen, self.leads = (0.0, -1), True
 
     # -- begin and end ------------------------------------------------------------------------------------------------
 
@@ -110,7 +189,7 @@ class Evaluator:
         """Ends the hooks that evaluate, unless there was an error or no checkpoint."""
         self.states.go(SessionState.STOPPING if error is None else SessionState.FAILED)
         try:
-            if error is None and self.saved_step >= 0:
+            if error is None and self.run.saved_step >= 0:
                 self._hooks.end([hook for hook in self._hooks.all if evaluates(hook)])
             if error is None:
                 self.states.go(SessionState.CLOSED)
@@ -131,7 +210,11 @@ class Evaluator:
                 over = watch.is_over()  # asked first: what the run saved before it ended is still evaluated
                 for info in newest:
                     self._take(info)
-                if over or self.signals.asked or (watch.last_step is not None and self.saved_step >= watch.last_step):
+                if (
+                    over
+                    or self.signals.asked
+                    or (watch.last_step is not None and self.run.saved_step >= watch.last_step)
+                ):
                     return
                 self._setup.clock.sleep(LOOK_EVERY_S)
                 newest = [info for info in sorted(list_checkpoints(self._folder), key=age) if age(info) > self._seen]
@@ -142,31 +225,10 @@ class Evaluator:
         """Takes a checkpoint into the model and evaluates it; a damaged or deleted one is skipped."""
         self._seen = age(info)
         try:
-            with CheckpointReader(info.path) as reader:
-                self._load(reader.state_dict())
-                self.saved_step = self.link.version = info.step
-                self._path, self._reader = info.path, reader
+            with self.run.taking(info):
                 self._hooks.after_checkpoint()
         except CheckpointError as error:
             self._setup.say(f"passing over {info.path}: {error}")
-        finally:
-            self._reader = None
-
-    def _load(self, values: dict[str, Any]) -> None:
-        model = self._setup.model
-        plain = plain_names(model)
-        own = {plain(name): name for name in model.state_dict()}
-        values = {own.get(name, name): value for name, value in values.items()}
-        missing, unexpected = model.load_state_dict(values, strict=False)
-        known = dict(model.named_parameters(remove_duplicate=False))
-        lacking = [name for name in missing if name in known]
-        if lacking or unexpected:
-            what = ", ".join(
-                [*(f"no {n}" for n in lacking[:3]), *(f"{n}, which the model has not" for n in unexpected[:3])]
-            )
-            raise TorchQuorumError(
-                f"{self._setup.task}: the checkpoints in {self._setup.logdir} are of another model: {what}"
-            )
 
     # -- what a program asks of its session ---------------------------------------------------------------------------
 
@@ -186,48 +248,9 @@ class Evaluator:
     def request_stop(self) -> None:
         """Does nothing: its loop does not run."""
 
-    def pull(self) -> int:
-        """Returns the global step of the checkpoint in the model."""
-        return self.link.version
-
-    def prefetch(self, ids: Any) -> None:
-        """Does nothing: an evaluator has the rows of a checkpoint."""
-
     def assign(self) -> bool:
         """Does nothing: an evaluator has no values to give."""
         return False
-
-    def pull_buffers(self) -> None:
-        """Does nothing: the run's buffers came with the checkpoint."""
-
-    @contextmanager
-    def averaged(self) -> Iterator[int]:
-        """Inside this block the model's parameters are the checkpoint's moving averages."""
-        with self._open() as reader:
-            self._load(reader.state_dict(averages=True))
-            try:
-                yield self.link.version
-            finally:
-                self._load(reader.state_dict())
-
-    @contextmanager
-    def shared_buffers(self) -> Iterator[None]:
-        """Does nothing: the run's buffers came with the checkpoint."""
-        yield
-
-    def save(self, wait_s: float) -> str | None:
-        """Does nothing: an evaluator saves nothing."""
-        return None
-
-    @contextmanager
-    def _open(self) -> Iterator[CheckpointReader]:
-        if self._reader is not None:
-            yield self._reader
-            return
-        if self._path is None:
-            raise ConfigError(f"{self._setup.task}: no checkpoint has come yet")
-        with CheckpointReader(self._path) as reader:
-            yield reader
 
 
 class _Watch:

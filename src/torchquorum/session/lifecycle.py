@@ -8,11 +8,8 @@ runs on the thread of the training loop. What always holds: after `end` nothing 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, TypeVar
-
-import torch
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from torchquorum.cluster.signals import Signals
 from torchquorum.errors import (
@@ -21,7 +18,6 @@ from torchquorum.errors import (
     InterruptedRunError,
     LostPlaceError,
     LostVariablesError,
-    SavedElsewhereError,
     TaskLostError,
     TorchQuorumError,
     UpdateError,
@@ -34,9 +30,11 @@ from torchquorum.session.hooks.hook import HookCalls
 from torchquorum.session.join import say
 from torchquorum.session.presence import Presence
 from torchquorum.session.recording import Determinism
+from torchquorum.session.run_state import RunState
 from torchquorum.session.share import Share
 from torchquorum.session.states import SessionState, StateMachine
 from torchquorum.session.stop_condition import StopCondition
+from torchquorum.session.stop_requests import StopRequests
 from torchquorum.worker.link import Link
 from torchquorum.worker.loaded_state import LoadedState
 from torchquorum.worker.parameter_places import ParameterPlaces
@@ -44,8 +42,6 @@ from torchquorum.worker.polls import wait_until_saved
 from torchquorum.worker.step import Step
 
 _Answer = TypeVar("_Answer")
-# How long a wait goes on after a signal: the chief's stop, or the next answer, usually ends it sooner.
-SIGNAL_S = 5.0
 
 
 class Lifecycle:
@@ -60,8 +56,8 @@ class Lifecycle:
 
     Attributes:
         states: The session's state.
-        meanwhile: Is called at every step and while the worker waits; a compute task looks after its inbox there.
-        saved_step: The global step of the last checkpoint that was waited for or restored, -1 for none.
+        requests: Who wants this worker to stop.
+        run: The run's variables, buffers and checkpoints.
         presence: Says after the session that the program goes on; None where it does not matter.
         confirms: Whether the chief confirms live variables before it continues with them; a client has done so for its compute tasks.
     """
@@ -76,19 +72,16 @@ class Lifecycle:
     ) -> None:
         self._setup, self._stop, self._hooks, self._devices, self._recorded = setup, stop, hooks, devices, recorded
         self.states = StateMachine()
-        self._attachment = Attachment(setup, stop, self.check_requests)
+        self._attachment = Attachment(setup, stop, lambda: self.requests.check())
         self._connection = self._attachment.connection
         self.signals = Signals(setup.say, "saving and ending the run" if setup.task.is_chief else "leaving the run")
+        self.requests = StopRequests(setup, stop, self._connection, self.states, self.signals)
+        self.run = RunState(setup, self._attachment, self.signals, self.surviving)
         self.after_run = hooks.after_run
         self._places: ParameterPlaces | None = None
-        self.meanwhile: Callable[[], None] = lambda: None
         self.confirms = True
         self.presence: Presence | None = None
         self._determinism = Determinism(setup.say)
-        self.saved_step = -1
-        self._stop_requested = self._after_loop = False
-        self._signal_seen_at: float | None = None
-        self._reached = 0
 
     # -- begin, recover, end ------------------------------------------------------------------------------------------
 
@@ -118,7 +111,7 @@ class Lifecycle:
             self.presence.pause()
         # What the journal has beyond the checkpoint, or what others have made since, is in no checkpoint yet.
         restored = link.version > 0 and (not task.is_chief or is_saved(self._setup.logdir, link.version))
-        self.saved_step = link.version if restored else -1
+        self.run.saved_step = link.version if restored else -1
         self._attach_optimizers(link)
         trained = (
             p for optimizer in self._setup.optimizers for group in optimizer.param_groups for p in group["params"]
@@ -154,11 +147,12 @@ class Lifecycle:
             LostVariablesError: There is nothing to continue from; or the loop is over and the run is back before its end.
         """
         task, start_s = self._setup.task, self._setup.patience.start_s
-        after_loop = self._after_loop = self.states.state is SessionState.STOPPING
+        after_loop = self.states.state is SessionState.STOPPING
         self.states.go(SessionState.RECOVERING)
         say(f"{error}\n{task}: trying to go on for {start_s:.0f} s")
         before = self.link
-        self._reached = before.version
+        reached = before.version
+        self.requests.ended_at = reached if after_loop else None
         shares = any(isinstance(hook, Share) for hook in self._hooks.all)
         try:
             found = self._attachment.attach(
@@ -176,7 +170,7 @@ class Lifecycle:
         self._attach_optimizers(link)
         self.states.go(SessionState.STOPPING if after_loop else SessionState.RUNNING)
         back = f", {found.steps_back} steps before where it was" if found.steps_back else ""
-        if found.steps_back and found.version > self._reached - found.steps_back:
+        if found.steps_back and found.version > reached - found.steps_back:
             back = f"; {found.steps_back} steps that this task had seen are lost, others have gone on since"
         self._setup.say(f"going on at global step {found.version}{back}")
         if not after_loop:
@@ -216,7 +210,7 @@ class Lifecycle:
             self.states.go(SessionState.STOPPING if finished else SessionState.FAILED)
         try:
             if finished and self.link.pipeline:
-                self.pull()
+                self.run.pull()
             if finished:
                 self.surviving(self._look_for_writes)
                 self._hooks.end()
@@ -284,19 +278,14 @@ class Lifecycle:
         if why:
             raise TorchQuorumError(f"{setup.task}: {why}")
 
-    def _check_retries(self, why: str) -> None:
-        """The last checkpoint is tried again: not after a signal."""
-        if self.signals.asked:
-            raise InterruptedRunError(f"{self._setup.task}: {self.signals.name}: the last step is not saved: {why}")
-
     def _describe_interrupt(self) -> str:
         """Returns what became of a run that a signal has ended for this task."""
         task, step = self._setup.task, self.link.version
         if not task.is_chief:
             return f"{task}: {self.signals.name}: has left the run at global step {step}"
-        step = max(step, self.saved_step)  # without rounds others may have pushed since this worker's last answer
-        saved = "saved" if self.saved_step == step else "not saved"
-        more = "; the next start goes on from there" if self.saved_step == step else ""
+        step = max(step, self.run.saved_step)  # without rounds others may have pushed since this worker's last answer
+        saved = "saved" if self.run.saved_step == step else "not saved"
+        more = "; the next start goes on from there" if self.run.saved_step == step else ""
         return f"{task}: {self.signals.name}: the run was stopped at global step {step}, which is {saved}{more}"
 
     def _close(self) -> None:
@@ -311,59 +300,17 @@ class Lifecycle:
         if self._setup.task.alone is not None:
             self._setup.task.alone.finish()
 
-    # -- when to stop -------------------------------------------------------------------------------------------------
-
-    def check_requests(self) -> None:
-        """Sees whether this worker has to stop: a signal, the end of the run's time, a request to leave.
-
-        Called at every step and by the link while it waits. The chief ends the run for all workers; who stands in for it does so
-        when the time is up.
-
-        Raises:
-            SavedElsewhereError: The run ended well while the chief, its loop over, was looking for the ps tasks.
-            InterruptedRunError: A signal came some time ago, and what is waited for does not come.
-            TorchQuorumError: The ps in this process, of a program that trains alone, has failed.
-        """
-        if self._setup.task.alone is not None:
-            self._setup.task.alone.check()
-        if self._connection.asked_to_leave and not self._stop_requested:
-            self._stop_requested = True
-            self._setup.say("asked to leave the run, because fewer workers are wanted")
-        late = self._stop.is_late and self.leads
-        if not self._stop_requested and (self.signals.asked or late):
-            self._stop_requested = True
-            if self._setup.task.is_chief or late:
-                self.link.stop()
-        if self.signals.asked and self.states.state in (SessionState.RUNNING, SessionState.RECOVERING):
-            self._end_wait()
-        missed_the_end = self.states.state is SessionState.RECOVERING and self._after_loop and self._setup.task.is_chief
-        if missed_the_end and is_saved(self._setup.logdir, self._reached):
-            self.states.go(SessionState.STOPPING)
-            raise SavedElsewhereError(f"step {self._reached} was saved without this task; the ps tasks have ended")
-        self.meanwhile()
-
-    def _end_wait(self) -> None:
-        """Ends a wait, or a loop that does not ask `should_stop`, some time after a signal."""
-        now = self._setup.clock.now()
-        if self._signal_seen_at is None:
-            self._signal_seen_at = now
-        elif now - self._signal_seen_at > SIGNAL_S:
-            raise InterruptedRunError(
-                f"{self._setup.task}: {self.signals.name}: left the run at global step {self.link.version} without waiting any longer; "
-                f"what is not saved, ps task 0 saves if it can"
-            )
-
     def should_stop(self) -> bool:
         """Whether the run is over for this worker."""
-        self.check_requests()
-        over = self._stop_requested or self.running_link.stopped
+        self.requests.check()
+        over = self.requests.stop or self.running_link.stopped
         if over:
             self.running_link.positions.before_push()
         return over
 
     def request_stop(self) -> None:
         """Ends this worker's loop."""
-        self._stop_requested = True
+        self.requests.stop = True
 
     # -- where it stands ----------------------------------------------------------------------------------------------
 
@@ -382,16 +329,6 @@ class Lifecycle:
         """Whether this worker does the chief's work: it is the chief, or stands in for it while it is dead."""
         return self._setup.task.index == self._connection.lead
 
-    # -- variables, buffers, checkpoints ------------------------------------------------------------------------------
-
-    def pull(self) -> int:
-        """Takes the cluster's current version into the model's parameters; returns it."""
-        return self.surviving(lambda: self.running_link.pull())
-
-    def prefetch(self, ids: Any) -> None:
-        """Asks for the rows of a later batch, see `tq.Session.prefetch`."""
-        self._attachment.initializer.prefetch(ids)
-
     def assign(self, loaded: LoadedState | None = None, track: int = 0) -> bool:
         """What the chief has written to its parameters, and loaded for an optimizer, becomes the next version, for all workers.
 
@@ -407,45 +344,6 @@ class Lifecycle:
         while not self.surviving(ask):
             gives = True  # the chief is dead, and this worker stands in for it
         return gives
-
-    @contextmanager
-    def averaged(self) -> Iterator[int]:
-        """Inside this block the model holds the moving averages and the run's buffers."""
-        with self.shared_buffers():
-            version = self.surviving(lambda: self.running_link.pull(averaged=True))
-            try:
-                yield version
-            finally:
-                self.pull()
-
-    @contextmanager
-    def shared_buffers(self) -> Iterator[None]:
-        """Inside this block the model's buffers are the run's."""
-        with self._attachment.buffers.shared(self._ask_buffers):
-            yield
-
-    def pull_buffers(self) -> None:
-        """Takes the run's buffers into the model, to stay."""
-        self._attachment.buffers.take(self._ask_buffers)
-
-    def _ask_buffers(self) -> dict[str, torch.Tensor]:
-        return self.surviving(lambda: self.running_link.take_buffers())
-
-    def save(self, wait_s: float) -> str | None:
-        """Makes a checkpoint of the current version; returns its path if it was waited for."""
-        folder, keep = self._setup.logdir, self._setup.save.keep
-        if folder is None:
-            raise ConfigError("session.save(): the session has no logdir to save into")
-        self._attachment.initializer.has_saved = True
-        self.running_link.positions.send(self.running_link.place, final=wait_s > 0)
-        draw, retries = self._setup.task.random_bits, self._check_retries
-        state = self.surviving(lambda: self.running_link.save(draw(48), folder, keep, wait_s=wait_s, retries=retries))
-        if state is None:
-            return None
-        if state.state != "done":
-            raise TorchQuorumError(f"no checkpoint at step {state.step}: {state.text}")
-        self.saved_step = state.step
-        return state.path
 
 
 def _lost_at_the_end(error: Exception) -> LostVariablesError:

@@ -249,7 +249,7 @@ class Session:
         Returns:
             Its path, if it was waited for.
         """
-        return self._part.save(wait_s)
+        return self._part.run.save(wait_s)
 
     def should_stop(self) -> bool:
         """Whether the run is over: the last step has been reached, or a stop was requested."""
@@ -330,7 +330,7 @@ class Session:
             ConfigError: A module has no rows on the ps tasks.
         """
         _ = self._part.running_link
-        self._part.prefetch(ids)
+        self._part.run.prefetch(ids)
 
     def prefetched(self, batches: Iterable[_Batch], ids: Callable[[_Batch], Any]) -> Iterator[_Batch]:
         """Goes through a DataLoader, or other batches, and asks for the rows of each one batch ahead.
@@ -395,7 +395,7 @@ class Session:
     @property
     def saved_step(self) -> int:
         """Returns the global step of the last checkpoint that was waited for or restored, -1 for none."""
-        return self._part.saved_step
+        return self._part.run.saved_step
 
     @property
     def leads(self) -> bool:
@@ -419,7 +419,7 @@ class Session:
 
     def pull(self) -> int:
         """Takes the cluster's current version into the model's parameters; returns it."""
-        return self._part.pull()
+        return self._part.run.pull()
 
     def assign(self) -> int:
         """Makes what the chief has written to the model's parameters the next version, for all workers; returns it.
@@ -437,15 +437,15 @@ class Session:
 
         Inside it the buffers are the run's, as in `shared_buffers`.
         """
-        return self._part.averaged()
+        return self._part.run.averaged()
 
     def shared_buffers(self) -> AbstractContextManager[None]:
         """Inside this block the model's buffers are the run's, see `buffers=`; afterwards they are this worker's again."""
-        return self._part.shared_buffers()
+        return self._part.run.shared_buffers()
 
     def pull_buffers(self) -> None:
         """Takes the run's buffers, see `buffers=`, into the model, to stay."""
-        self._part.pull_buffers()
+        self._part.run.pull_buffers()
 
     def record(self, **results: Any) -> None:
         """Notes this worker's final `loss` and `accuracy` for the report."""

@@ -1,0 +1,90 @@
+"""Who wants a worker to stop: a signal, the end of the run's time, ps task 0, or the program itself.
+
+Owned by the session's lifecycle; on the thread of the training loop. What always holds: a request is seen at every step and during every
+wait, and said once; the chief ends the run for all workers; a wait ends soon after a signal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torchquorum.cluster.signals import Signals
+from torchquorum.errors import InterruptedRunError, SavedElsewhereError
+from torchquorum.session.config import Setup
+from torchquorum.session.connection import WorkerConnection
+from torchquorum.session.durable import is_saved
+from torchquorum.session.states import SessionState, StateMachine
+from torchquorum.session.stop_condition import StopCondition
+
+# How long a wait goes on after a signal: the chief's stop, or the next answer, usually ends it sooner.
+SIGNAL_S = 5.0
+
+
+class StopRequests:
+    """What asks one worker to stop.
+
+    Attributes:
+        stop: Whether its loop ends.
+        ended_at: The global step at which its loop ended, while it looks for ps tasks that were lost after that.
+        meanwhile: Is called at every step and while the worker waits; a compute task looks after its inbox there.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        condition: StopCondition,
+        connection: WorkerConnection,
+        states: StateMachine,
+        signals: Signals,
+    ) -> None:
+        self._setup, self._condition, self._connection = setup, condition, connection
+        self._states, self._signals = states, signals
+        self.stop = False
+        self.ended_at: int | None = None
+        self.meanwhile: Callable[[], None] = lambda: None
+        self._signal_seen_at: float | None = None
+
+    def check(self) -> None:
+        """Sees whether this worker has to stop.
+
+        Called at every step and by the link while it waits. The chief ends the run for all workers; who stands in for it does so
+        when the time is up.
+
+        Raises:
+            SavedElsewhereError: The run ended well while the chief, its loop over, was looking for the ps tasks.
+            InterruptedRunError: A signal came some time ago, and what is waited for does not come.
+            TorchQuorumError: The ps in this process, of a program that trains alone, has failed.
+        """
+        task, state = self._setup.task, self._states.state
+        if task.alone is not None:
+            task.alone.check()
+        if self._connection.asked_to_leave and not self.stop:
+            self.stop = True
+            self._setup.say("asked to leave the run, because fewer workers are wanted")
+        late = self._condition.is_late and task.index == self._connection.lead
+        if not self.stop and (self._signals.asked or late):
+            self.stop = True
+            if task.is_chief or late:
+                self._connection.known.stop()
+        if self._signals.asked and state in (SessionState.RUNNING, SessionState.RECOVERING):
+            self._end_wait()
+        if state is SessionState.RECOVERING and self.ended_at is not None and task.is_chief:
+            self._look_for_end(self.ended_at)
+        self.meanwhile()
+
+    def _end_wait(self) -> None:
+        """Ends a wait, or a loop that does not ask `should_stop`, some time after a signal."""
+        now = self._setup.clock.now()
+        if self._signal_seen_at is None:
+            self._signal_seen_at = now
+        elif now - self._signal_seen_at > SIGNAL_S:
+            raise InterruptedRunError(
+                f"{self._setup.task}: {self._signals.name}: left the run at global step {self._connection.known.version} without waiting "
+                "any longer; what is not saved, ps task 0 saves if it can"
+            )
+
+    def _look_for_end(self, step: int) -> None:
+        """The chief's loop is over and a ps task is lost: the others may have saved the last step and ended."""
+        if is_saved(self._setup.logdir, step):
+            self._states.go(SessionState.STOPPING)
+            raise SavedElsewhereError(f"step {step} was saved without this task; the ps tasks have ended")

@@ -16,16 +16,16 @@ from torchquorum.fastpath.tables import RateTable
 from torchquorum.rules.quorum import Key
 
 RECORDS = 8192
-_RECORD = struct.Struct("=7q4d")
+_RECORD = struct.Struct("=7q4dq")
 _SLOT = struct.Struct("=q")
 _SLOT_AT = 6 * 8
 
 
 @dataclass(frozen=True, slots=True)
 class GradientId:
-    """Which gradient of a worker it is, by which request it would be pushed, at which version it was computed, and its norm.
+    """Which gradient of a worker it is, by which request it would be pushed, at which version it was computed, its norm and its sample.
 
-    The norm is NaN if it is not known yet.
+    The norm is NaN, and `sample` 0, if nobody has looked yet.
     """
 
     incarnation: int
@@ -33,14 +33,15 @@ class GradientId:
     request: int
     computed_at: int
     norm: float = math.nan
+    sample: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GradientRecord:
     """One gradient that became part of `version`, in `slot`; `now` and `wall` are when it was given.
 
-    `norm` is its norm, NaN if nobody looked. `rates` are the learning rates of that update, where a program sets them; they lie in the
-    page's table.
+    `norm` is its norm, NaN if nobody looked, `sample` the checksum of a sample of it, or 0. `rates` are the learning rates of that update,
+    where a program sets them; they lie in the page's table.
     """
 
     worker: int
@@ -54,6 +55,7 @@ class GradientRecord:
     wall: float
     now: float
     norm: float = math.nan
+    sample: int = 0
     rates: tuple[float, ...] = ()
 
     @property
@@ -144,10 +146,11 @@ class RecordRing:
             self._clock.wall(),
             self._clock.now(),
             gradient.norm,
+            gradient.sample,
         )
 
     def _read(self, index: int) -> GradientRecord:
-        worker, incarnation, local_step, request, computed_at, version, slot, loss, wall, now, norm = (
+        worker, incarnation, local_step, request, computed_at, version, slot, loss, wall, now, norm, sample = (
             _RECORD.unpack_from(self._records, index * _RECORD.size)
         )
         return GradientRecord(
@@ -162,5 +165,6 @@ class RecordRing:
             wall=wall,
             now=now,
             norm=norm,
+            sample=sample,
             rates=tuple(self._rates.of(version - 1)) if self._rates is not None and self._rates.held else (),
         )

@@ -24,6 +24,7 @@ class Arrival:
     settings: Settings = field(default_factory=list)
     norm: float | None = None
     track: int = 0
+    sample: int = 0
     shards: set[int] = field(default_factory=set)
 
 
@@ -43,6 +44,7 @@ class Arrivals:
         if push is not None:
             arrival.version, arrival.loss, arrival.finite = push.version, push.loss, push.finite
             arrival.settings, arrival.norm, arrival.track = push.settings, push.norm, push.track
+            arrival.sample = push.sample
         while len(self._open) > REMEMBERED_ARRIVALS:
             self._open.popitem(last=False)
         if len(arrival.shards) < self._num_shards or arrival.version is None:

@@ -12,6 +12,7 @@ from typing import Any
 from torchquorum.errors import UpdateError
 from torchquorum.formats.ledger_write import LedgerWriter
 from torchquorum.rules import quorum
+from torchquorum.rules.equal_gradients import ROUNDS, EqualGradients
 from torchquorum.rules.gates import Gates
 from torchquorum.rules.quorum import Quorum
 from torchquorum.server.arrivals import Arrival
@@ -58,7 +59,7 @@ class Decisions:
         self.scheduled_rates: Callable[[int, int], list[float]] = lambda _track, _version: []
         self.settings = [RunSettings(s) for s in settings or [of.optimizer.groups for of in self.plans]]
         self.membership = Membership(plan, quorum)
-        self.data, self.gates = SharedData(), Gates()
+        self.data, self.gates, self._equal = SharedData(), Gates(), EqualGradients()
         self.requests: dict[int, tuple[int, int]] = {}
         self.about: dict[int, int] = {}
         self.outcomes: dict[int, Outcome] = {}
@@ -116,6 +117,8 @@ class Decisions:
                     named = [(k.worker, k.incarnation, k.local_step) for k in keys]
                     gone_at = self.evictions[of].at(version, wall)
                     self.log.append(Apply(named, version, batches, self.settings[of].take(), gone_at, of))
+                    if self.plans[of].rule.once_per_round:
+                        self._compare(keys, of, wall)
                     if of == 0:
                         counts.updated(wall)
                 case quorum.Released(worker, incarnation, _, version, stop):
@@ -161,6 +164,8 @@ class Decisions:
             self.outcomes[key.worker] = Outcome(accepted, action.reason.value, action.met)
         batches = self.data.decided(key, action.reason, accepted=accepted) if self.data else {}
         self.gates.decided(key, accepted=accepted)
+        if accepted and self.plans[push.track].rule.once_per_round:
+            self._equal.given(key, push.sample, push.norm)
         name = self.plan.names[push.track]
         self.history.decided(action, push.loss, wall, batches, rates, norm=push.norm, optimizer=name)
         if self.recorder is not None:
@@ -169,6 +174,20 @@ class Decisions:
             self.note(self.history.largest())
         if not accepted:
             self.log.append(Drop([(key.worker, key.incarnation, key.local_step)]))
+
+    def _compare(self, keys: Sequence[quorum.Key], track: int, wall: float) -> None:
+        """An update was made; says, once, that workers read the same batches."""
+        workers = self._equal.applied(keys, track)
+        if workers:
+            self.history.wall = wall
+            self.history.note("equal gradients", values={"workers": list(workers)})
+            who = ", ".join(f"/job:worker/task:{worker}" for worker in workers[:4])
+            more = f" and {len(workers) - 4} more" if len(workers) > 4 else ""
+            self.notes.append(
+                f"{who}{more} gave equal gradients in {ROUNDS} rounds running: they read the same batches, so all but one compute for "
+                "nothing. Divide the data: DataLoader(..., sampler=tq.data.Sampler(dataset, task)), session.share(dataset, batch_size), "
+                "or what the program reads by task.index and task.num_workers"
+            )
 
     def _chose(self, action: quorum.Chose, wall: float) -> None:
         """The rule waits for another number of gradients: in the ledger, so that the run can be followed."""

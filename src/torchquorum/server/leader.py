@@ -149,7 +149,11 @@ class Leader:
         if record.rates:
             self.settings[track].offer_rates(record.rates)
         push = Arrival(
-            record.computed_at, record.loss, track=track, norm=None if math.isnan(record.norm) else record.norm
+            record.computed_at,
+            record.loss,
+            track=track,
+            norm=None if math.isnan(record.norm) else record.norm,
+            sample=record.sample,
         )
         self.arrived(0, record.key, record.request, record.now, record.wall, push=push)
 

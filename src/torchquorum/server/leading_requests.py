@@ -67,7 +67,7 @@ class LeadingRequests(WorkerRequests):
 
     def _arrived(self, got: Incoming[m.Push], key: Key) -> list[Reply]:
         push = got.message
-        arrival = Arrival(push.version, push.loss, push.finite, push.settings, push.norm, push.track)
+        arrival = Arrival(push.version, push.loss, push.finite, push.settings, push.norm, push.track, push.sample)
         self._leader.arrived(0, key, push.request, got.now, got.wall, push=arrival)
         return []
 

@@ -75,8 +75,8 @@ class Push(Message):
     """One gradient; in frame 0, or in the worker's shared memory at `slot`; rows of tables follow in one more. Answered by Variables.
 
     `finite` is False if it holds NaN or infinity: it will be refused. `settings` are those of the program, from the worker that leads and
-    only to shard 0, where they differ from the run's as the worker knows them, at `revision`. `norm` is that of the whole gradient.
-    `track` is the optimizer whose it is.
+    only to shard 0, where they differ from the run's as the worker knows them, at `revision`. `norm` is that of the whole gradient,
+    `sample` a checksum of some of its elements, or 0. `track` is the optimizer whose it is.
     """
 
     worker: int
@@ -93,6 +93,7 @@ class Push(Message):
     norm: float | None = None
     rows: list[RowPart] = []
     track: int = 0
+    sample: int = 0
 
 
 class PullRows(Message):

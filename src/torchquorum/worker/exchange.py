@@ -14,6 +14,7 @@ import torch
 
 import torchquorum.wire.messages as m
 from torchquorum.memory.slots import Sections, Slots, section_views
+from torchquorum.update.gradient_sample import sample_of
 from torchquorum.wire import codec
 from torchquorum.wire.channel import Choose, Pieces
 from torchquorum.wire.codec import Frame
@@ -136,6 +137,10 @@ class Exchange:
         if self._flat.gradients is not None and any(pusher.whole for pusher in self._pushers):
             return self._flat.gradients.norm()
         return math.hypot(*(pusher.norm() for pusher in self._pushers))
+
+    def sample(self) -> int:
+        """Returns a checksum of an even sample of what was filled in last."""
+        return sample_of([tensor for pusher in self._pushers for tensor in pusher.on_host])
 
     def nonfinite(self) -> list[str]:
         """Returns the variables whose gradients hold NaN or infinity."""

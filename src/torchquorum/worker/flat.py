@@ -392,6 +392,11 @@ class Pusher:
         there = self._lie_there() if self._unblocked else []
         return norm_of(there or self._parts or self._sections)
 
+    @property
+    def on_host(self) -> list[torch.Tensor]:
+        """Returns what was copied last, or looked at where it is, in the host's memory."""
+        return self._parts or self._sections
+
     def _lie_there(self) -> list[torch.Tensor]:
         """Returns the gradients on the GPU, as they were copied; none if they were copied otherwise."""
         given = [(p, p.grad, part) for p, _, _, part in self.entries if p.grad is not None and p.is_floating_point()]

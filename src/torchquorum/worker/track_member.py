@@ -18,6 +18,7 @@ import torchquorum.wire.messages as m
 from torchquorum.fastpath.records import GradientId
 from torchquorum.fastpath.steps import FastPathSteps
 from torchquorum.memory.slots import Slots
+from torchquorum.update.gradient_sample import is_sampled
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import pack_parts
 from torchquorum.wire.settings import RATE, Settings, changes, only_rates, with_rates
@@ -112,6 +113,7 @@ class TrackMember:
         self._pushed_at = 0
         self.state: list[tuple[m.StateRef, Frame]] = []
         self._listen_at = 0.0
+        self._sampled = own.plan.rule.once_per_round and own.plan.num_workers > 1
 
     def memory(self, k: int) -> m.TrackMemory:
         """Returns where shard k finds the gradients, and whether this worker can make updates by itself."""
@@ -181,15 +183,16 @@ class TrackMember:
         rows = self._rows.collect() if self._rows is not None else None
         norm = math.hypot(exchange.norm(), self._rows.norm if self._rows is not None else 0.0)
         finite = allow_nonfinite or math.isfinite(norm)
+        sample = exchange.sample() if self._sampled and is_sampled(computed_at) else 0
         if self.residuals is not None:
             self.residuals.apply(exchange.sections(), finite=finite)
         if fastpath is not None and not fastpath.direct and finite and not absent[0]:
-            step = self._push_fast(fastpath, number, loss, rates, norm)
+            step = self._push_fast(fastpath, number, loss, rates, norm, sample)
             if step is not None:
                 return step
         # By message, under the same numbers: what the fast path may have begun cannot count twice.
         push = m.Push(*self._who, number, self._run.local_step, computed_at, -1, [], loss, finite, norm=norm)
-        push.track = self.index
+        push.track, push.sample = self.index, sample
         self._send_push(push, absent, rows, settings if change else [])
         if self.plan.rule.pipeline:
             return self._step(previous, before)
@@ -219,6 +222,7 @@ class TrackMember:
         loss: float | LaterLoss | None,
         rates: list[float] | None,
         norm: float = math.nan,
+        sample: int = 0,
     ) -> Step | None:
         """Makes the update with the other workers of this host, or None: then it goes by message, under the same number."""
         view, channels, exchange = self.view, self._channels, self.exchange
@@ -228,7 +232,7 @@ class TrackMember:
         if channels.closed(0):
             return None
         computed_at = view.version
-        gradient = GradientId(self._who[1], self._run.local_step, number, computed_at, norm)
+        gradient = GradientId(self._who[1], self._run.local_step, number, computed_at, norm, sample)
         taken = fastpath.step(gradient, lambda: _known(loss), rates)
         if taken is None:
             return None

@@ -13,12 +13,12 @@ from torch.nn.functional import cross_entropy
 
 import torchquorum as tq
 from tests.harness import PATIENCE, Cluster
-from torchquorum.fastpath.policy import fastpath_kernels
 from torchquorum.session.join import Task
 from torchquorum.wire.messages import Plan
 from torchquorum.worker import overlap as early
 from torchquorum.worker import track_member
 from torchquorum.worker.exchange import Exchange
+from torchquorum.worker.fastpath import can_use_fastpath
 from torchquorum.worker.overlap import Overlap
 
 pytestmark = pytest.mark.library_keeps_sockets  # of pipes and sockets: those that CUDA opens once
@@ -198,13 +198,14 @@ def both(monkeypatch: pytest.MonkeyPatch, run: Run) -> list[int]:
     return held
 
 
-def as_on_a_gpu(plan: Plan, exchange: Exchange) -> bool:
-    """Workers with a GPU make updates of one operation themselves, and leave the others to the ps."""
-    return all(kernel.plain for kernel in fastpath_kernels(plan) or [])
+def as_on_a_gpu(plan: Plan, *, on_gpu: bool) -> bool:
+    """A worker on the CPU makes those updates itself that one with a GPU would."""
+    assert not on_gpu
+    return can_use_fastpath(plan, on_gpu=True)
 
 
 def at_once(exchange: Exchange, may: Callable[[], bool]) -> None:
-    exchange._early = Overlap(exchange._flat, exchange._pushers, may)
+    exchange.begin_overlap(may)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -244,13 +245,13 @@ def test_captured_steps_are_the_same_and_those_before_the_capture_are_early(
     "loop", [ordinary, changed(_clip), changed(_none), None], ids=["ordinary", "clip", "none", "captured"]
 )
 def test_a_slow_side_stream_is_waited_for(monkeypatch: pytest.MonkeyPatch, loop: Loop | None) -> None:
-    real = Overlap._copy_out
+    real = Overlap.copy_out
 
     def slow(self: Overlap, variable: int, sent: torch.Tensor) -> None:
         torch.cuda._sleep(20_000_000)
         real(self, variable, sent)
 
-    monkeypatch.setattr(Overlap, "_copy_out", slow)
+    monkeypatch.setattr(Overlap, "copy_out", slow)
     assert max(both(monkeypatch, Run(loop, "cuda"))) == 6
 
 

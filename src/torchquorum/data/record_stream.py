@@ -88,8 +88,8 @@ class Shuffler(Generic[_T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """What is read, and in which order.
+class RecordSource:
+    """Which records are read, and in which order.
 
     Attributes:
         paths: The files.
@@ -132,16 +132,16 @@ class RecordStream:
         taken: How many of its records have been taken.
     """
 
-    def __init__(self, reading: Reading, epoch: int, taken: int, end: int | None) -> None:
+    def __init__(self, records: RecordSource, epoch: int, taken: int, end: int | None) -> None:
         """Goes to a position; reads nothing before the first record.
 
         Args:
-            reading: What is read.
+            records: What is read.
             epoch: The first epoch.
             taken: How many records of this epoch to skip.
             end: The epoch before which the stream ends, None for never.
         """
-        self._reading, self._end = reading, end
+        self._records, self._end = records, end
         self.epoch, self.taken = epoch, taken
         self._reader: ShareReader | None = None
         self._shuffler: Shuffler[Record] | None = None
@@ -173,19 +173,19 @@ class RecordStream:
     def _finish_epoch(self) -> None:
         if self.taken == 0 and self._end is None:
             self.close()
-            paths = self._reading.paths
+            paths = self._records.paths
             which = str(paths[0]) if len(paths) == 1 else f"{paths[0]} and {len(paths) - 1} more"
             raise DataError(
-                f"{which}: no records for this share ({self._reading.name}), and repeat=None would search for ever; "
+                f"{which}: no records for this share ({self._records.name}), and repeat=None would search for ever; "
                 "use at least as many records as workers, or fewer workers"
             )
         self.close()
         self.epoch, self.taken = self.epoch + 1, 0
 
     def _begin(self) -> None:
-        reading = self._reading
-        self._reader = reading.open(self.epoch)
-        if self.taken == 0 or reading.shuffle == 0:
+        records = self._records
+        self._reader = records.open(self.epoch)
+        if self.taken == 0 or records.shuffle == 0:
             self._reader.skip(self.taken)
             self._shuffler = self._make_shuffler(self._reader.read)
             return
@@ -197,11 +197,11 @@ class RecordStream:
             if total is None:
                 return
             self._reader.close()  # the epoch is shorter than assumed, so its last records come in another order
-            self._reader = reading.open(self.epoch)
+            self._reader = records.open(self.epoch)
 
     def _make_shuffler(self, source: Callable[[int], Sequence[_T]]) -> Shuffler[_T]:
-        reading = self._reading
-        return Shuffler(source, reading.shuffle, f"records {reading.seed} {self.epoch} {reading.name}")
+        records = self._records
+        return Shuffler(source, records.shuffle, f"records {records.seed} {self.epoch} {records.name}")
 
     def _load(self, numbers: Shuffler[int]) -> int | None:
         """Reads the records whose numbers are in a shuffle buffer; if the epoch has too few records, returns their number."""

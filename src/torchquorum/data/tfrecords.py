@@ -19,7 +19,7 @@ from torchquorum.data.columns import RowError
 from torchquorum.data.coordinator import Prefetcher
 from torchquorum.data.features import Specs, check_specs
 from torchquorum.data.parsing import BatchParser
-from torchquorum.data.record_stream import Reading, Record, RecordStream
+from torchquorum.data.record_stream import Record, RecordSource, RecordStream
 from torchquorum.data.shares import PLACE_BITS, FileShare, check_share, find_files
 from torchquorum.errors import ConfigError, DataError
 from torchquorum.formats.compression import parse_compression
@@ -73,10 +73,10 @@ class _Order:
         """Returns the share as text: index/count."""
         return "{}/{}".format(*check_share(self.share))
 
-    def reading(self, paths: tuple[Path, ...], compression: str | None, verify: bool) -> Reading:
+    def source(self, paths: tuple[Path, ...], compression: str | None, verify: bool) -> RecordSource:
         """Returns what is read of these files."""
         share = FileShare(tuple(range(len(paths)))).divide(*check_share(self.share))
-        return Reading(paths, share, self.part, self.seed, self.shuffle, self.shuffle_files, compression, verify)
+        return RecordSource(paths, share, self.part, self.seed, self.shuffle, self.shuffle_files, compression, verify)
 
     def identity(self, paths: tuple[Path, ...]) -> dict[str, Any]:
         """Returns the settings that must be equal for a position to mean the same records."""
@@ -147,14 +147,14 @@ class TFRecordDataset(IterableDataset[Any]):
         )
         parse_compression(compression)
         paths = find_files(files)
-        self._reading = order.reading(paths, compression, verify)
+        self._source = order.source(paths, compression, verify)
         self._identity = order.identity(paths)
         self._cursor = _Cursor()
 
     @property
     def files(self) -> tuple[Path, ...]:
         """Returns the files, of all shares, in order."""
-        return self._reading.paths
+        return self._source.paths
 
     @property
     def epoch(self) -> int:
@@ -201,18 +201,18 @@ class TFRecordDataset(IterableDataset[Any]):
 
     def _start(self) -> _Elements | Prefetcher[Any]:
         """Begins a pass, at the loaded position if there is one; returns its elements."""
-        reading, loader = self._reading, get_worker_info()
+        source, loader = self._source, get_worker_info()
         if loader is not None:
             if self._cursor.jump is not None:
                 raise ConfigError(
                     "the processes of a DataLoader cannot start at a position; use num_workers=0, or load the "
                     "position into tq.data.Prefetcher(loader)"
                 )
-            part = reading.share.divide(loader.id, loader.num_workers)
-            name = f"{reading.name} {loader.id}/{loader.num_workers}"
-            reading = replace(reading, share=part, name=name)
+            part = source.share.divide(loader.id, loader.num_workers)
+            name = f"{source.name} {loader.id}/{loader.num_workers}"
+            source = replace(source, share=part, name=name)
         position = self._cursor.begin(self._delivery.repeat or 1)
-        elements = _Elements(reading, self._delivery, position)
+        elements = _Elements(source, self._delivery, position)
         return Prefetcher(elements, self._delivery.prefetch) if self._delivery.prefetch else elements
 
 
@@ -298,8 +298,8 @@ class _Pass:
 class _Elements:
     """The elements of a pass, with positions. Owned by one thread, that of the reader if there is one."""
 
-    def __init__(self, reading: Reading, delivery: _Delivery, position: Position) -> None:
-        self._reading, self._delivery = reading, delivery
+    def __init__(self, source: RecordSource, delivery: _Delivery, position: Position) -> None:
+        self._source, self._delivery = source, delivery
         self._parser = BatchParser(delivery.features) if delivery.features is not None else None
         self.load_state_dict(position)
 
@@ -324,7 +324,7 @@ class _Elements:
         self._first = state["first_epoch"]
         repeat = self._delivery.repeat
         end = None if repeat is None else self._first + repeat
-        self._stream = RecordStream(self._reading, state["epoch"], state["taken"], end)
+        self._stream = RecordStream(self._source, state["epoch"], state["taken"], end)
 
     def close(self) -> None:
         """Closes the open file."""
@@ -350,7 +350,7 @@ class _Elements:
         return data[0] if single else data
 
     def _place(self, place: int) -> str:
-        path = self._reading.paths[place >> PLACE_BITS]
+        path = self._source.paths[place >> PLACE_BITS]
         return f"{path}: the record at byte {place & ((1 << PLACE_BITS) - 1)}"
 
 

@@ -33,11 +33,11 @@ from torchquorum.formats.checkpoint_manifest import (
     by_tensor,
     load_manifest,
     reading_failed,
-    title,
     torch_dtype,
 )
 from torchquorum.formats.row_file import KEYS, VALUES, read_rows
 from torchquorum.formats.storage import Location, RemotePath
+from torchquorum.formats.stored_tensors import StoredTensors
 
 __all__ = [
     "CheckpointError",
@@ -193,16 +193,16 @@ def damage(path: Location) -> str | None:
     return None
 
 
-class CheckpointReader:
+class CheckpointReader(StoredTensors):
     """Reads ranges of tensors from a checkpoint, across its files; for one thread.
 
     The files of a remote checkpoint are copied to a temporary folder of this host when they are first needed.
     """
 
     def __init__(self, path: Location, manifest: Manifest | None = None) -> None:
-        self.path = path
+        self.path = self.where = path
         self.manifest = load_manifest(path) if manifest is None else manifest
-        self._tensors = by_tensor(self.manifest)
+        self.tensors = by_tensor(self.manifest.stored)
         self._files: dict[str, Any] = {}
         self._copies: tempfile.TemporaryDirectory[str] | None = None
 
@@ -241,72 +241,11 @@ class CheckpointReader:
 
     def variables(self) -> dict[str, Spec]:
         """Returns the spec of each variable."""
-        return {name: p[0].spec for (kind, name, _), p in self._tensors.items() if kind == "variable"}
-
-    def averages(self) -> dict[str, Spec]:
-        """Returns the spec of each moving average, by variable."""
-        return {name: p[0].spec for (kind, name, _), p in self._tensors.items() if kind == "average"}
+        return {name: p[0].spec for (kind, name, _), p in self.tensors.items() if kind == "variable"}
 
     def buffers(self, owner: str = "") -> dict[str, Spec]:
         """Returns the spec of each buffer of the model; with an owner, such as "worker 1", of that worker's own buffers."""
-        return {name: p[0].spec for (kind, name, s), p in self._tensors.items() if (kind, s) == ("buffer", owner)}
-
-    def states(self, variable: str) -> dict[str, Spec]:
-        """Returns the spec of each optimizer state of a variable."""
-        return {s: p[0].spec for (kind, name, s), p in self._tensors.items() if (kind, name) == ("optimizer", variable)}
-
-    def read(
-        self,
-        kind: Kind,
-        variable: str,
-        state: str = "",
-        start: int = 0,
-        stop: int | None = None,
-        *,
-        expect: Spec | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Reads the elements [start, stop) of a flattened tensor.
-
-        Args:
-            kind: Variable, optimizer, average or buffer.
-            variable: The variable's or the buffer's name.
-            state: The state's name for an optimizer state; the owner for a worker's own buffer.
-            start: The first element.
-            stop: The element after the last; None for the tensor's end.
-            expect: The expected spec of the whole tensor; None accepts any.
-            out: The destination, of one dimension and the right dtype; None creates a tensor.
-
-        Returns:
-            A tensor of one dimension: a new one, or `out`.
-
-        Raises:
-            CheckpointError: There is no such tensor or element, it does not match `expect`, or a file is damaged.
-        """
-        pieces, what = self._tensors.get((kind, variable, state)), title(kind, variable, state)
-        if pieces is None:
-            raise CheckpointError(f"{self.path} holds no {what}; was it saved from another model or optimizer?")
-        spec = pieces[0].spec
-        if expect is not None and spec != expect:
-            raise CheckpointError(f"{what} is {spec} in {self.path} and {expect} here: it was saved from another model")
-        stop = spec.numel if stop is None else stop
-        if not 0 <= start <= stop <= spec.numel:
-            raise CheckpointError(f"{what} has {spec.numel} elements in {self.path}; [{start}, {stop}) was asked for")
-        if out is None:
-            out = torch.empty(stop - start, dtype=torch_dtype(spec.dtype))
-        assert out.shape == (stop - start,) and out.dtype == torch_dtype(spec.dtype), (out.shape, out.dtype)
-        reached = start
-        for piece in pieces:
-            first, last = max(start, piece.start), min(stop, piece.stop)
-            if first < last:
-                if first != reached:
-                    break
-                values = self.open_slice(piece)[first - piece.start : last - piece.start]
-                out[first - start : last - start].copy_(values)
-                reached = last
-        if reached != stop:
-            raise CheckpointError(f"{what}: element {reached} of {spec.numel} is missing in {self.path}")
-        return out
+        return {name: p[0].spec for (kind, name, s), p in self.tensors.items() if (kind, s) == ("buffer", owner)}
 
     def state_dict(self, *, averages: bool = False) -> dict[str, torch.Tensor]:
         """Returns every variable and buffer of the model, in its shape, under each of its names.

@@ -11,6 +11,7 @@ import errno
 import math
 import re
 import stat
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -252,7 +253,7 @@ def check_manifest(manifest: Manifest) -> None:
         missing = [file for file in table.files if file not in manifest.files]
         if missing or not table.files:
             raise ValueError(f"table {table.name[:100]} is in {missing[:1]}, which is not in the list of files")
-    tensors = by_tensor(manifest)
+    tensors = by_tensor(manifest.stored)
     for (kind, variable, state), pieces in tensors.items():
         name = title(kind, variable, state)
         spec = pieces[0].spec
@@ -312,10 +313,10 @@ def _unpack(value: Any) -> Any:
     return [_unpack(v) for v in value] if isinstance(value, list) else value
 
 
-def by_tensor(manifest: Manifest) -> dict[tuple[Kind, str, str], list[Stored]]:
+def by_tensor(stored: Iterable[Stored]) -> dict[tuple[Kind, str, str], list[Stored]]:
     """Returns the pieces of each tensor, by kind, variable and state, in order."""
     found: dict[tuple[Kind, str, str], list[Stored]] = {}
-    for piece in manifest.stored:
+    for piece in stored:
         found.setdefault((piece.kind, piece.variable, piece.state), []).append(piece)
     for pieces in found.values():
         pieces.sort(key=lambda piece: (piece.start, piece.stop))

@@ -11,20 +11,21 @@ from typing import Any
 import msgspec
 import torch
 
-from torchquorum.formats.checkpoint_manifest import Manifest, Spec, Stored, torch_dtype
+from torchquorum.formats.checkpoint_manifest import Manifest, Stored, by_tensor
+from torchquorum.formats.stored_tensors import StoredTensors
 from torchquorum.server.shard import Shard
 from torchquorum.wire.messages import Plan
 
 
-@dataclass(slots=True)
-class KeptState:
+@dataclass
+class KeptState(StoredTensors):
     """The whole state of a run at one version: what all shards have added.
 
     Attributes:
         version: The version.
         plan: The plan it was made with.
         pieces: Where every tensor is.
-        tensors: The tensors by key, flat.
+        values: The pieces by key, flat.
         scalars: The optimizer's numbers.
         settings: The options of the optimizer.
         shards: The shards that have added theirs.
@@ -33,16 +34,20 @@ class KeptState:
     version: int
     plan: Plan
     pieces: list[Stored] = field(default_factory=list)
-    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
     scalars: dict[str, Any] = field(default_factory=dict)
     settings: list[dict[str, Any]] = field(default_factory=list)
     shards: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.where, self.tensors = f"what was kept of version {self.version}", {}
 
     def add(self, shard: Shard) -> None:
         """Adds a shard as it is now."""
         snapshot = shard.variables.snapshot()
         self.pieces += snapshot.pieces
-        self.tensors |= {key: tensor.clone() for key, tensor in snapshot.tensors.items()}
+        self.tensors = by_tensor(self.pieces)
+        self.values |= {key: tensor.clone() for key, tensor in snapshot.tensors.items()}
         self.scalars |= msgspec.msgpack.decode(msgspec.msgpack.encode(snapshot.scalars))
         shard.variables.snapshot_written()
         self.settings = shard.variables.update.settings
@@ -65,44 +70,15 @@ class KeptState:
             files={},
         )
 
-    # -- as a checkpoint's reader -------------------------------------------------------------------------------------
+    # -- read as a checkpoint is --------------------------------------------------------------------------------------
 
-    def read(
-        self,
-        kind: str,
-        variable: str,
-        state: str = "",
-        start: int = 0,
-        stop: int | None = None,
-        *,
-        expect: Spec | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Returns elements of a tensor, flat, as `CheckpointReader.read` does."""
-        found = [p for p in self.pieces if (p.kind, p.variable, p.state) == (kind, variable, state)]
-        assert found, (kind, variable, state)
-        whole = torch.cat([self.tensors[p.key] for p in sorted(found, key=lambda p: p.start)])
-        values = whole[start:stop]
-        if out is not None:
-            out.copy_(values)
-            return out
-        return values
-
-    def states(self, variable: str) -> dict[str, Spec]:
-        """Returns the shape and dtype of each state of a variable."""
-        found = [p for p in self.pieces if p.kind == "optimizer" and p.variable == variable]
-        return {p.state: Spec(tuple(p.shape), p.dtype) for p in found}
-
-    def averages(self) -> bool:
-        """Whether it has moving averages."""
-        return any(p.kind == "average" for p in self.pieces)
+    def open_slice(self, piece: Stored) -> torch.Tensor:
+        """Returns a piece."""
+        return self.values[piece.key]
 
     def whole(self) -> dict[tuple[str, str, str], torch.Tensor]:
         """Returns every tensor, by kind, variable and state, in its own shape."""
-        found: dict[tuple[str, str, str], torch.Tensor] = {}
-        for piece in self.pieces:
-            key = piece.kind, piece.variable, piece.state
-            if key not in found:
-                values = self.read(*key)
-                found[key] = values.to(torch_dtype(piece.dtype)).view(tuple(piece.shape))
-        return found
+        return {
+            (kind, name, state): self.read(kind, name, state).view(pieces[0].spec.shape)
+            for (kind, name, state), pieces in self.tensors.items()
+        }

@@ -32,8 +32,8 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
-    """The gradient joined the round that was open at version `met`."""
+class Verdict:
+    """What is decided of a gradient that was computed at `version`, when the version was `met`."""
 
     key: Key
     version: int
@@ -43,14 +43,13 @@ class Accepted:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    """The gradient is not used; its worker is told."""
+class Accepted(Verdict):
+    """The gradient joined the round that was open at version `met`."""
 
-    key: Key
-    version: int
-    met: int
-    reason: Reason
-    now: float
+
+@dataclass(frozen=True, slots=True)
+class Refused(Verdict):
+    """The gradient is not used; its worker is told."""
 
 
 @dataclass(frozen=True, slots=True)

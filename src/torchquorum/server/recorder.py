@@ -16,24 +16,13 @@ import msgspec
 import torch
 
 import torchquorum.wire.messages as m
+import torchquorum.wire.recorded as r
 from torchquorum.formats.record_file import RecordFile, RunRecordError
 from torchquorum.formats.storage import locate
 from torchquorum.rules.quorum import Accepted, Refused
 from torchquorum.version import __version__
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.plan import Plan
-from torchquorum.wire.recorded import (
-    Answer,
-    AnyItem,
-    Began,
-    Decided,
-    GaveBuffers,
-    Gone,
-    Handed,
-    Life,
-    Placed,
-    encode_items,
-)
 
 
 class Recorder:
@@ -46,7 +35,7 @@ class Recorder:
 
     def __init__(self, file: RecordFile, say: Callable[[str], None]) -> None:
         self._file, self._say = file, say
-        self._items: list[AnyItem] = []
+        self._items: list[r.AnyItem] = []
         self._lives: set[tuple[int, int]] = set()
         self._handed: dict[int, int] = {}
         self._asked: dict[int, tuple[str, int]] = {}
@@ -54,7 +43,7 @@ class Recorder:
 
     # -- the run ------------------------------------------------------------------------------------------------------
 
-    def began(self, began: Began) -> None:
+    def began(self, began: r.Began) -> None:
         """The variables were created."""
         self._items.append(began)
 
@@ -62,34 +51,34 @@ class Recorder:
         """A worker joins; of its first time in this creation it is written what its process is."""
         if join.life and (join.worker, join.incarnation) not in self._lives:
             self._lives.add((join.worker, join.incarnation))
-            self._items.append(Life(join.worker, join.incarnation, join.life))
+            self._items.append(r.Life(join.worker, join.incarnation, join.life))
 
     def asks(self, worker: int, kind: str, number: int = 0) -> None:
         """A worker asks for something; what it is answered later is the answer to that."""
         self._asked[worker] = kind, number
 
-    def entry(self, entry: AnyItem, outcome: m.Outcome | None) -> None:
+    def entry(self, entry: r.AnyItem, outcome: m.Outcome | None) -> None:
         """The log has a further entry; `outcome` is that of the gradient of a worker that is answered by it."""
         if isinstance(entry, m.Release):
             kind, number = self._asked.get(entry.worker, ("", 0))
-            self._items.append(Answer(entry, kind, number, outcome))
+            self._items.append(r.Answer(entry, kind, number, outcome))
         else:
             self._items.append(entry)
 
     def decided(self, action: Accepted | Refused, loss: float | None) -> None:
         """A gradient was accepted or refused."""
         accepted, reason = isinstance(action, Accepted), action.reason.value
-        self._items.append(Decided(*action.key, action.version, action.met, accepted, reason, loss))
+        self._items.append(r.Decided(*action.key, action.version, action.met, accepted, reason, loss))
 
     def gone(self, worker: int, incarnation: int, how: str, why: str) -> None:
         """A life went out of the run."""
-        self._items.append(Gone(worker, incarnation, how, why))
+        self._items.append(r.Gone(worker, incarnation, how, why))
 
     # -- what else workers are told -----------------------------------------------------------------------------------
 
     def placed(self, worker: int, incarnation: int, position: dict[str, Any]) -> None:
         """A worker is given the position that a checkpoint has of it."""
-        self._items.append(Placed(worker, incarnation, msgspec.msgpack.encode(position)))
+        self._items.append(r.Placed(worker, incarnation, msgspec.msgpack.encode(position)))
 
     def handed(self, take: m.TakeBatches, answer: m.LeasedBatches) -> None:
         """A worker is given batches; an answer that says nothing, or was given before, is left out."""
@@ -97,11 +86,11 @@ class Recorder:
             return
         self._handed[take.worker] = take.request
         share, numbers = take.share.name, answer.numbers
-        self._items.append(Handed(take.worker, take.incarnation, share, numbers, answer.over, answer.void))
+        self._items.append(r.Handed(take.worker, take.incarnation, share, numbers, answer.over, answer.void))
 
     def gave_buffers(self, take: m.TakeBuffers, whose: Sequence[int], values: torch.Tensor) -> None:
         """A worker is given the run's buffers."""
-        self._items.append(GaveBuffers(take.worker, take.incarnation, list(whose), values.numpy().tobytes()))
+        self._items.append(r.GaveBuffers(take.worker, take.incarnation, list(whose), values.numpy().tobytes()))
 
     # -- the file -----------------------------------------------------------------------------------------------------
 
@@ -113,7 +102,7 @@ class Recorder:
         if self._broken:
             return
         try:
-            self._file.append(encode_items(items))
+            self._file.append(r.encode_items(items))
         except RunRecordError as error:
             self._broken = True
             self._say(f"{error}: the run goes on, and can be replayed up to here")
@@ -132,7 +121,7 @@ def open_recorder(plan: Plan, say: Callable[[str], None]) -> Recorder | None:
 
 def describe_beginning(
     plan: Plan, generation: int, version: int, base: int, frames: Sequence[Frame], wall: float
-) -> Began:
+) -> r.Began:
     """Returns what a record has of a creation; `base` is the generation that it goes on from, -1 for the chief's values in `frames`."""
     checksum = zlib.crc32(frames[1], zlib.crc32(frames[0])) if base < 0 else 0
     task = {
@@ -142,4 +131,4 @@ def describe_beginning(
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
     }
-    return Began(generation, plan, version, base, checksum, task, wall)
+    return r.Began(generation, plan, version, base, checksum, task, wall)

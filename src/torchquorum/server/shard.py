@@ -16,6 +16,7 @@ from torchquorum.formats.checkpoint import CheckpointReader, load_manifest
 from torchquorum.formats.checkpoint_manifest import Manifest
 from torchquorum.formats.journal import JournalError, JournalWriter, Payload, Record
 from torchquorum.formats.storage import Location
+from torchquorum.formats.stored_tensors import StoredTensors
 from torchquorum.lines import text_of
 from torchquorum.placement.layout import Region
 from torchquorum.rules.quorum import Key
@@ -26,7 +27,7 @@ from torchquorum.server.row_chains import RowChains
 from torchquorum.server.row_requests import RowRequests
 from torchquorum.server.shard_track import ShardTrack
 from torchquorum.server.shard_variables import ShardVariables
-from torchquorum.server.snapshot import SavedTrack, ShardSnapshot, StateReader, check_same_model, frames_of
+from torchquorum.server.snapshot import SavedTrack, ShardSnapshot, check_same_model, frames_of
 from torchquorum.server.worker_table import TrackWorkers, WorkerTable
 from torchquorum.wire.channel import Peer
 from torchquorum.wire.codec import Frame
@@ -133,7 +134,7 @@ class Shard:
             return shard, manifest
 
     @classmethod
-    def made_of(cls, index: int, plan: Plan, reader: StateReader, manifest: Manifest, generation: int = 0) -> Shard:
+    def made_of(cls, index: int, plan: Plan, reader: StoredTensors, manifest: Manifest, generation: int = 0) -> Shard:
         """Makes a shard of a saved state of the whole run."""
         saved = [SavedTrack.of(manifest, k) for k in range(len(plan.rules))]
         frames = [frame for of in plan.tracks() for frame in frames_of(reader, of, index)]

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 
 import torch
 
+from torchquorum.formats.stored_tensors import StoredTensors
 from torchquorum.memory.slots import section_views
 from torchquorum.server.given_state import GivenState
 from torchquorum.server.mean_gradient import MeanGradient
 from torchquorum.server.run_settings import resumed
-from torchquorum.server.snapshot import SavedState, SavedTrack, ShardSnapshot, SnapshotBuilder, StateReader, read_region
+from torchquorum.server.snapshot import SavedState, SavedTrack, ShardSnapshot, SnapshotBuilder, read_region
 from torchquorum.server.versions import SAVING, Versions
 from torchquorum.update.averages import Averages
 from torchquorum.update.constraints import Constraints
@@ -67,7 +68,7 @@ class ShardVariables:
         self.mean = MeanGradient(region, plan.variables)
         self.revision = 0
 
-    def restore(self, reader: StateReader, saved: SavedTrack) -> None:
+    def restore(self, reader: StoredTensors, saved: SavedTrack) -> None:
         """Takes settings, the optimizer's state and moving averages from a checkpoint."""
         settings = resumed(self._plan, saved.plan, saved.settings)
         self.update.change(changes(self.update.settings, settings))

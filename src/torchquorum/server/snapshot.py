@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,6 +17,7 @@ from torchquorum.formats.checkpoint import CheckpointReader
 from torchquorum.formats.checkpoint_manifest import CheckpointError, Manifest, Spec, Stored, StoredTable, torch_dtype
 from torchquorum.formats.checkpoint_write import part_name, tensor_key
 from torchquorum.formats.storage import Location
+from torchquorum.formats.stored_tensors import StoredTensors
 from torchquorum.memory.slots import section_views
 from torchquorum.placement.layout import Layout, Region, Variable
 from torchquorum.server.row_chains import RowChain
@@ -104,36 +105,10 @@ class SnapshotBuilder:
                 self.add(kind, piece.variable, kept[piece.offset : piece.offset + piece.numel], piece.start)
 
 
-class StateReader(Protocol):
-    """A saved state of a whole run: a checkpoint, or what a replay has kept."""
-
-    def states(self, variable: str) -> dict[str, Spec]:
-        """Returns the shape and dtype of each state of a variable."""
-        ...
-
-    def averages(self) -> Any:
-        """Returns something true if it has moving averages."""
-        ...
-
-    def read(
-        self,
-        kind: Any,
-        variable: str,
-        state: str = "",
-        start: int = 0,
-        stop: int | None = None,
-        *,
-        expect: Spec | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Returns elements of a tensor, flat."""
-        ...
-
-
 class SavedState:
     """A checkpoint's optimizer state, as `Update.restore` asks for it."""
 
-    def __init__(self, reader: StateReader) -> None:
+    def __init__(self, reader: StoredTensors) -> None:
         self._reader = reader
 
     def states(self, variable: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -157,7 +132,7 @@ def state_frame(update: Updater) -> tuple[StateRef, Frame]:
     return ref, b"".join(parts)
 
 
-def read_region(reader: StateReader, kind: Any, region: Region, variables: tuple[Variable, ...]) -> torch.Tensor:
+def read_region(reader: StoredTensors, kind: Any, region: Region, variables: tuple[Variable, ...]) -> torch.Tensor:
     """Returns the memory of a region, read from a checkpoint."""
     memory = torch.zeros(region.size_bytes, dtype=torch.uint8)
     for section, values in zip(region.sections, section_views(region, memory), strict=True):
@@ -169,7 +144,7 @@ def read_region(reader: StateReader, kind: Any, region: Region, variables: tuple
     return memory
 
 
-def frames_of(reader: StateReader, plan: Plan, index: int) -> tuple[memoryview, memoryview]:
+def frames_of(reader: StoredTensors, plan: Plan, index: int) -> tuple[memoryview, memoryview]:
     """Returns what a Create would have carried for this shard: its variables and its constants."""
     layout = plan.layout()
     regions = layout.trained[index], layout.constants[index]

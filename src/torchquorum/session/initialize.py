@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from msgspec.structs import asdict
 
 from torchquorum.errors import ConfigError, LostVariablesError
 from torchquorum.placement.layout import Variable
@@ -24,6 +25,7 @@ from torchquorum.session.replayed import Replayed
 from torchquorum.session.stop_condition import StopCondition
 from torchquorum.update.constraints import check_after_update
 from torchquorum.wire.messages import JournalRef, Plan, TrackSpec
+from torchquorum.wire.plan import OptimizerPlan
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.link import Link
 from torchquorum.worker.local_buffers import tied_names
@@ -34,20 +36,22 @@ from torchquorum.worker.row_tables import RowTables, find_tables
 FULL_EVERY = 8  # checkpoints, of which one has all rows
 
 
-def _spec_of(optimizer: Optimizer, variables: list[Variable], tables: RowTables, num_workers: int) -> TrackSpec:
-    """Returns an optimizer after the first as it travels."""
-    return TrackSpec(
-        name=optimizer.called,
-        variables=variables,
-        tables=tables.specs,
-        optimizer=optimizer.spec(num_workers),
-        rule=optimizer.rule,
-        schedule=optimizer.options.schedule,
-        average=optimizer.options.average,
-        after_update=optimizer.options.after_update,
-        compress=optimizer.options.compress or "",
-        placement=optimizer.options.placement,
-        slice_bytes=optimizer.options.slice_bytes,
+def _plan_of(optimizer: Optimizer, variables: list[Variable], tables: RowTables, num_workers: int) -> dict[str, Any]:
+    """Returns what a plan has of one optimizer, by the names of its fields."""
+    options = optimizer.options
+    return asdict(
+        OptimizerPlan(
+            variables=variables,
+            tables=tables.specs,
+            optimizer=optimizer.spec(num_workers),
+            rule=optimizer.rule,
+            schedule=options.schedule,
+            average=options.average,
+            after_update=options.after_update,
+            compress=options.compress or "",
+            placement=options.placement,
+            slice_bytes=options.slice_bytes,
+        )
     )
 
 
@@ -76,18 +80,9 @@ class Initializer:
                 self._let_rows_go()
         described = describe_each(setup.model, setup.optimizers, self._tables)
         plan = Plan(
-            variables=described[0][0],
-            optimizer=optimizer.spec(setup.task.num_workers),
-            tables=self._tables[0].specs,
-            rule=optimizer.rule,
-            schedule=optimizer.options.schedule,
-            average=optimizer.options.average,
-            after_update=optimizer.options.after_update,
-            compress=optimizer.options.compress or "",
+            **_plan_of(optimizer, described[0][0], self._tables[0], setup.task.num_workers),
             num_shards=setup.task.num_ps,
             num_workers=setup.task.num_workers,
-            placement=optimizer.options.placement,
-            slice_bytes=optimizer.options.slice_bytes,
             last_step=self._stop.last_step,
             liveness_s=setup.member.liveness_s,
             logdir=setup.logdir,
@@ -104,7 +99,7 @@ class Initializer:
         if more:
             plan.name = optimizer.called
             plan.more = [
-                _spec_of(of, variables, tables, setup.task.num_workers)
+                TrackSpec(name=of.called, **_plan_of(of, variables, tables, setup.task.num_workers))
                 for of, (variables, _), tables in zip(more, described[1:], self._tables[1:], strict=True)
             ]
         layouts = [of.layout() for of in plan.tracks()]

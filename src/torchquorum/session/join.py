@@ -12,7 +12,6 @@ import os
 import secrets
 import sys
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -182,8 +181,8 @@ class Alone:
         self._thread = None
         if ps.service.run is not None:
             thread.join(ENDS_IN_S)
-            deadline = time.monotonic() + SAVES_IN_S
-            while thread.is_alive() and ps.is_saving and time.monotonic() < deadline:
+            deadline = SYSTEM.now() + SAVES_IN_S
+            while thread.is_alive() and ps.is_saving and SYSTEM.now() < deadline:
                 thread.join(0.5)
         if thread.is_alive():
             ps.end("its one worker has gone without a word")

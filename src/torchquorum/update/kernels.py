@@ -114,9 +114,7 @@ class Sgd(_Elementwise):
         self, at: Moment, old: torch.Tensor, gradient: torch.Tensor, new: torch.Tensor, before: Tensors, after: Tensors
     ) -> None:
         """Writes the next values and the next momentum."""
-        step = gradient
-        if self._decay or self._maximize:
-            step = _directed(gradient, old, self._scratch.like(new), self._decay, self._maximize)
+        step = _directed(gradient, old, new, self._scratch, self._decay, self._maximize)
         if self.state:
             buffer = after[0]
             if at.step == 0:
@@ -148,8 +146,7 @@ class Adam(_Elementwise):
         """Writes the next values and moments."""
         step = at.step + 1
         into_gradient = 0 if self._decoupled else self._decay
-        if into_gradient or self._maximize:
-            gradient = _directed(gradient, old, self._scratch.like(new), into_gradient, self._maximize)
+        gradient = _directed(gradient, old, new, self._scratch, into_gradient, self._maximize)
         first, second = after[:2]
         torch.lerp(before[0], gradient, 1 - self._beta1, out=first)
         torch.mul(before[1], self._beta2, out=second).addcmul_(gradient, gradient, value=1 - self._beta2)
@@ -185,8 +182,7 @@ class Adagrad(_Elementwise):
         self, at: Moment, old: torch.Tensor, gradient: torch.Tensor, new: torch.Tensor, before: Tensors, after: Tensors
     ) -> None:
         """Writes the next values and sums."""
-        if self._decay or self._maximize:
-            gradient = _directed(gradient, old, self._room.like(new), self._decay, self._maximize)
+        gradient = _directed(gradient, old, new, self._room, self._decay, self._maximize)
         torch.addcmul(before[0], gradient, gradient, value=1, out=after[0])
         denominator = torch.sqrt(after[0], out=self._scratch.like(new)).add_(self._eps)
         rate = at.rate / (1 + at.step * self._lr_decay)
@@ -210,8 +206,7 @@ class RmsProp(_Elementwise):
         self, at: Moment, old: torch.Tensor, gradient: torch.Tensor, new: torch.Tensor, before: Tensors, after: Tensors
     ) -> None:
         """Writes the next values and means."""
-        if self._decay or self._maximize:
-            gradient = _directed(gradient, old, self._room.like(new), self._decay, self._maximize)
+        gradient = _directed(gradient, old, new, self._room, self._decay, self._maximize)
         squares = torch.mul(before[0], self._alpha, out=after[0])
         squares.addcmul_(gradient, gradient, value=1 - self._alpha)
         denominator = self._scratch.like(new)
@@ -229,9 +224,12 @@ class RmsProp(_Elementwise):
 
 
 def _directed(
-    gradient: torch.Tensor, old: torch.Tensor, out: torch.Tensor, decay: float, maximize: bool
+    gradient: torch.Tensor, old: torch.Tensor, new: torch.Tensor, room: Scratch, decay: float, maximize: bool
 ) -> torch.Tensor:
     """Returns the gradient with the sign in which the values go down, and with the weight decay in it."""
+    if not decay and not maximize:
+        return gradient
+    out = room.like(new)
     if maximize:
         gradient = torch.neg(gradient, out=out)
     return torch.add(gradient, old, alpha=decay, out=out) if decay else gradient

@@ -98,10 +98,9 @@ class TableSpec(msgspec.Struct, kw_only=True):
     capacity: int = 0
 
 
-class TrackSpec(msgspec.Struct, kw_only=True):
-    """One more optimizer of a run, with its variables, its tables and its rule."""
+class OptimizerPlan(msgspec.Struct, kw_only=True):
+    """What the ps tasks need to know of one optimizer: its variables, its tables, its rule."""
 
-    name: str
     variables: list[Variable]
     optimizer: OptimizerSpec
     rule: Rule
@@ -114,23 +113,20 @@ class TrackSpec(msgspec.Struct, kw_only=True):
     tables: list[TableSpec] = []
 
 
-class Plan(msgspec.Struct, kw_only=True):
+class TrackSpec(OptimizerPlan, kw_only=True):
+    """One more optimizer of a run."""
+
+    name: str
+
+
+class Plan(OptimizerPlan, kw_only=True):
     """All that the ps tasks need to know of a run; the chief makes it.
 
-    `variables` to `slice_bytes`, and `tables`, are of the first optimizer, `more` are the others: see `tracks`.
+    What it has of an optimizer is of the first, `more` are the others: see `tracks`.
     """
 
-    variables: list[Variable]
-    optimizer: OptimizerSpec
-    rule: Rule
     num_shards: int
     num_workers: int
-    schedule: ScheduleSpec | None = None
-    average: AverageSpec | None = None
-    after_update: list[AfterSpec] = []
-    compress: str = ""
-    placement: str = "round_robin"
-    slice_bytes: int | None = None
     last_step: int | None = None
     liveness_s: float = 5.0
     logdir: str | None = None
@@ -142,7 +138,6 @@ class Plan(msgspec.Struct, kw_only=True):
     min_workers: int = 0
     must_save: bool = True
     save_s: float = 0.0
-    tables: list[TableSpec] = []
     record: bool = False
     name: str = ""
     more: list[TrackSpec] = []

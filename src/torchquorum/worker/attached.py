@@ -6,7 +6,6 @@ another link; `last` is what became of the last push.
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -133,13 +132,14 @@ class AttachedOptimizer:
         if self.observer is None:
             return self._pushed(loss)
         self.observer.before_run()
-        started = time.perf_counter()
+        clock = self.link.end.clock
+        started = clock.now()
         try:
             step = self._pushed(loss)
         except (LostPlaceError, TaskLostError) as error:
             step = self.last = self.observer.recover(error)
             self._keep_unused(step)
-        self.observer.after_run(step, loss() if callable(loss) else loss, time.perf_counter() - started, self.track)
+        self.observer.after_run(step, loss() if callable(loss) else loss, clock.now() - started, self.track)
         return step
 
     def _pushed(self, loss: float | LaterLoss | None) -> Step:

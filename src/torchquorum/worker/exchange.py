@@ -83,7 +83,11 @@ class Exchange:
     def copy_early(self, may: Callable[[], bool]) -> None:
         """From now on gradients leave a GPU during the backward pass, whenever `may` allows it and it is worth it."""
         if self._pinned is not None and self._pinned.complete and is_worth_it(self._flat):
-            self._early = Overlap(self._flat, self._pushers, may, torch.cuda.Stream(self.device))
+            self.begin_overlap(may, torch.cuda.Stream(self.device))
+
+    def begin_overlap(self, may: Callable[[], bool], stream: torch.cuda.Stream | None = None) -> None:
+        """From now on gradients are copied during the backward pass, on a stream; without one, each at once."""
+        self._early = Overlap(self._flat, self._pushers, may, stream)
 
     def close(self) -> None:
         """Gives the memory up."""

@@ -23,12 +23,12 @@ from torchquorum.worker.exchange import Exchange
 from torchquorum.worker.flat import FlatParameters
 
 
-def can_use_fastpath(plan: Plan, exchange: Exchange) -> bool:
+def can_use_fastpath(plan: Plan, *, on_gpu: bool) -> bool:
     """Whether a worker can make updates by itself: on a GPU only those of one operation, else the ps makes them."""
     kernels = fastpath_kernels(plan) or []
-    if plan.record and exchange.device is not None:
+    if plan.record and on_gpu:
         return False  # a replay makes the updates where the ps makes them
-    return supported() and (exchange.device is None or all(kernel.plain for kernel in kernels))
+    return supported() and (not on_gpu or all(kernel.plain for kernel in kernels))
 
 
 def open_fastpath(

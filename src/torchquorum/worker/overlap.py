@@ -90,13 +90,14 @@ class Overlap:
             sent = gradient.detach().clone()  # the gradient itself may be changed or freed before it is copied
             self._begun[variable] = sent
             if self._stream is None:
-                self._copy_out(variable, sent)
+                self.copy_out(variable, sent)
                 return
             self._stream.wait_stream(torch.cuda.current_stream(sent.device))
             with torch.cuda.stream(self._stream):
-                self._copy_out(variable, sent)
+                self.copy_out(variable, sent)
 
-    def _copy_out(self, variable: int, sent: torch.Tensor) -> None:
+    def copy_out(self, variable: int, sent: torch.Tensor) -> None:
+        """Copies a gradient to the shards' memory; on a GPU this only begins, on the current stream."""
         for target, part in self._targets[variable]:
             target.copy_(sent if part is None else sent.reshape(-1)[part], non_blocking=self._stream is not None)
 

@@ -30,7 +30,7 @@ AHEAD = 2  # as many as a ps keeps of each table
 
 
 @dataclass
-class AskedRows:
+class RowPull:
     """A request for rows: what goes to each ps task, and what has come back."""
 
     message: m.PullRows
@@ -62,7 +62,7 @@ class RowExchange:
         self._tables, self._channels, self._specs = tables, channels, tables.specs
         self._num_shards, self._track, self._version = len(channels), track, version
         self.norm = 0.0
-        self._ahead: dict[int, deque[AskedRows]] = {}
+        self._ahead: dict[int, deque[RowPull]] = {}
         keep = tables.reading.keep
         self.kept = [KeptRows(spec, keep) for spec in tables.specs] if keep else []
         tables.pull, tables.evicted, tables.prefetch = self.pull, self.evicted, self.prefetch
@@ -127,10 +127,10 @@ class RowExchange:
                     self.kept[table].put(asked.keys, asked.rows, asked.version)
         return None
 
-    def _drop(self, table: int, asked: AskedRows) -> None:
+    def _drop(self, table: int, asked: RowPull) -> None:
         self._ahead[table] = deque((other for other in self._ahead[table] if other is not asked), maxlen=AHEAD)
 
-    def _is_good(self, table: int, asked: AskedRows) -> bool:
+    def _is_good(self, table: int, asked: RowPull) -> bool:
         """Whether rows that were asked for ahead of time can be used: those that are too old by now are fetched again."""
         if asked.rows is None and not self._finish(asked):
             return False
@@ -142,7 +142,7 @@ class RowExchange:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, table: int, keys: Keys, *, ahead: bool = False, since: AskedRows | None = None) -> AskedRows:
+    def _begin(self, table: int, keys: Keys, *, ahead: bool = False, since: RowPull | None = None) -> RowPull:
         """Asks every ps task for its part of some rows, or for what has changed of those that were asked for before."""
         channels, end = self._channels, self._channels.end
         message = m.PullRows(end.index, end.incarnation, channels.next_number(), table, self._track, ahead)
@@ -156,9 +156,9 @@ class RowExchange:
             frames = [[tensor_frame(torch.from_numpy(own).view(torch.uint8))] for own in packed]
         for k in range(self._num_shards):
             channels.post(k, message, frames[k])
-        return AskedRows(message, keys, places, frames)
+        return RowPull(message, keys, places, frames)
 
-    def _finish(self, asked: AskedRows, since: AskedRows | None = None) -> bool:
+    def _finish(self, asked: RowPull, since: RowPull | None = None) -> bool:
         """Waits for the answers to a request; False if they are not of one version, or a ps task does not know what `since` was.
 
         The rows are then in the request, those of a change in the one that it is about.
@@ -197,7 +197,7 @@ class RowExchange:
             self._change(since, found)
         return True
 
-    def _joined(self, asked: AskedRows) -> torch.Tensor:
+    def _joined(self, asked: RowPull) -> torch.Tensor:
         """Returns the rows of all ps tasks, in the order of the keys."""
         spec = self._specs[asked.message.table]
         dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -212,7 +212,7 @@ class RowExchange:
             rows[torch.from_numpy(mine)] = values
         return rows
 
-    def _change(self, asked: AskedRows, found: dict[int, tuple[m.Rows, list[Frame]]]) -> None:
+    def _change(self, asked: RowPull, found: dict[int, tuple[m.Rows, list[Frame]]]) -> None:
         """Takes what has changed of rows."""
         spec = self._specs[asked.message.table]
         dtype: torch.dtype = getattr(torch, spec.dtype)
@@ -237,7 +237,7 @@ class RowExchange:
                     return True
         return False
 
-    def _take(self, k: int, asked: AskedRows) -> None:
+    def _take(self, k: int, asked: RowPull) -> None:
         """Takes what a ps task has sent while another was waited for."""
         number = asked.message.request
         while (arrived := self._channels.arrive(k, 0.0)) is not None:

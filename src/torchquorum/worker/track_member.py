@@ -118,7 +118,8 @@ class TrackMember:
     def memory(self, k: int) -> m.TrackMemory:
         """Returns where shard k finds the gradients, and whether this worker can make updates by itself."""
         slots = self.exchange.memory_of(k)
-        return m.TrackMemory(slots.ref if slots is not None else None, can_use_fastpath(self.plan, self.exchange))
+        updates = can_use_fastpath(self.plan, on_gpu=self.exchange.device is not None)
+        return m.TrackMemory(slots.ref if slots is not None else None, updates)
 
     def joined(self) -> None:
         """The worker has joined: from a GPU, gradients may leave during the backward pass."""

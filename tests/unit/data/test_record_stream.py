@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 
 from tests.unit.data.parts import write_parts
-from torchquorum.data.record_stream import Reading, RecordStream, Shuffler
+from torchquorum.data.record_stream import RecordSource, RecordStream, Shuffler
 from torchquorum.data.shares import FileShare
 from torchquorum.errors import DataError
 
 
 def reading(
     paths: tuple[Path, ...], *, shuffle: int = 0, stride: int = 1, files: bool = False, seed: int = 0
-) -> Reading:
+) -> RecordSource:
     share = FileShare(tuple(range(len(paths))), stride, stride - 1)
-    return Reading(paths, share, "0/1", seed, shuffle, files, "auto", True)
+    return RecordSource(paths, share, "0/1", seed, shuffle, files, "auto", True)
 
 
 def drain(stream: RecordStream, count: int = 7) -> list[bytes]:

@@ -33,6 +33,7 @@ def test_a_ps_that_is_slow_to_accept_hears_all_the_same_that_the_program_has_end
         time.sleep(0.2)
         until(has_heard)
         program.join()
+        assert not program.is_alive()
     finally:
         presence.pause()
         listener.close()

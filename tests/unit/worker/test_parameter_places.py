@@ -83,6 +83,9 @@ def test_values_wrappers_and_what_the_optimizer_does_not_know_are_no_change() ->
     model.frozen = nn.Linear(7, 7)
     nn.DataParallel(model)
     places.check()
+    model.last.weight = nn.Parameter(torch.zeros(5, 4))
+    with pytest.raises(ConfigError, match="last.weight"):
+        places.check()
 
 
 def test_a_large_model_is_looked_at_now_and_then_and_a_change_is_still_found() -> None:

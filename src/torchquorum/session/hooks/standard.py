@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import math
 import sys
-import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,7 +92,7 @@ class StepCounterHook(Hook):
 
     def after_create_session(self, session: HookSession) -> None:
         """Starts to count; after a recovery, again."""
-        self._from = (time.perf_counter(), session.global_step, session.local_step)
+        self._from = (session.task.clock.now(), session.global_step, session.local_step)
 
     def after_run(self, session: HookSession, ran: Ran) -> None:
         """Counts."""
@@ -101,7 +100,7 @@ class StepCounterHook(Hook):
         at, global_step, local_step = self._from
         if ran.step.version - global_step < self._every:
             return
-        now = time.perf_counter()
+        now = session.task.clock.now()
         seconds = max(now - at, 1e-9)
         self._from = (now, ran.step.version, ran.step.local_step)
         self.global_steps_per_s = (ran.step.version - global_step) / seconds
@@ -186,7 +185,7 @@ class LogHook(Hook):
 
     def after_create_session(self, session: HookSession) -> None:
         """Starts the clock, once."""
-        self._started = time.perf_counter() if self._started is None else self._started
+        self._started = session.task.clock.now() if self._started is None else self._started
 
     def after_run(self, session: HookSession, ran: Ran) -> None:
         """Prints a line if one is due."""
@@ -199,7 +198,7 @@ class LogHook(Hook):
         if ran.loss is None:
             self._told = self._told or _tell_no_loss("LogHook", session)
         assert self._started is not None
-        sec_per_batch = (time.perf_counter() - self._started) / max(1, global_step)
+        sec_per_batch = (session.task.clock.now() - self._started) / max(1, global_step)
         loss = math.nan if ran.loss is None else ran.loss
         write_line(self._format % (step, global_step, loss, sec_per_batch))
 
@@ -226,7 +225,7 @@ class ProgressHook(Hook):
         """Draws the bar, if there is a terminal for it."""
         if self._last_step is None:
             self._last_step = session.last_step
-        now = time.perf_counter()
+        now = session.task.clock.now()
         self._shown_at, self._from = now, (now, session.local_step)
         terminal = self._console.is_terminal if self._console is not None else sys.stdout.isatty()
         if not terminal or self._progress is not None:
@@ -251,13 +250,13 @@ class ProgressHook(Hook):
 
     def after_run(self, session: HookSession, ran: Ran) -> None:
         """Shows the progress, if it is due."""
-        now = time.perf_counter()
+        now = session.task.clock.now()
         if now - self._shown_at >= (self.REFRESH_S if self._progress is not None else self._every_s):
             self._show(session, ran.loss, now)
 
     def end(self, session: HookSession) -> None:
         """Shows the end and leaves the bar as it is."""
-        self._show(session, None, time.perf_counter())
+        self._show(session, None, session.task.clock.now())
         self._close()
 
     def _show(self, session: HookSession, loss: float | None, now: float) -> None:

@@ -8,7 +8,6 @@ writer is behind, histograms are left out first, then whole moments.
 from __future__ import annotations
 
 import copy
-import time
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +72,7 @@ class SummaryHook(Hook):
         self._batch_size = batch_size if batch_size is not None else _first_dimension(example)
         self._thread: SummaryThread | None = None
         self._clock: Clock = SYSTEM
-        self._last = (0.0, 0)
+        self.noted = (0.0, 0)
         self._histograms_at = self._asked_at = 0.0
         self._loss: float | None = None
         self._told_no_folder = False
@@ -83,9 +82,9 @@ class SummaryHook(Hook):
         if not session.leads:
             return
         if self._thread is not None:
-            if session.global_step < self._last[1]:
+            if session.global_step < self.noted[1]:
                 self._thread.put(Rewind(session.global_step))
-            self._last = (time.perf_counter(), session.global_step)
+            self.noted = (session.task.clock.now(), session.global_step)
             return
         folder = self._logdir if self._logdir is not None else session.logdir
         if folder is None:
@@ -94,7 +93,7 @@ class SummaryHook(Hook):
                 f"{session.task}: no summaries: there is no folder for them; give tq.Session a logdir=. Training goes on"
             )
             return
-        self._last = (time.perf_counter(), session.global_step)
+        self.noted = (session.task.clock.now(), session.global_step)
         self._clock = session.task.clock
         self._thread = SummaryThread(
             str(folder),
@@ -117,10 +116,10 @@ class SummaryHook(Hook):
             return
         self._loss = ran.loss
         if self._every_steps is not None:
-            due = ran.step.version - self._last[1] >= self._every_steps
+            due = ran.step.version - self.noted[1] >= self._every_steps
         else:
             assert self._every_s is not None
-            due = time.perf_counter() - self._last[0] >= self._every_s
+            due = session.task.clock.now() - self.noted[0] >= self._every_s
         if due and self._thread.behind < MOST_BEHIND:
             self._note(session, ran.step.version, histograms=self._thread.behind == 0)
 
@@ -162,9 +161,9 @@ class SummaryHook(Hook):
 
     def _note(self, session: HookSession, version: int, *, histograms: bool, last: bool = False) -> None:
         assert self._thread is not None
-        now = time.perf_counter()
-        at, step = self._last
-        self._last = (now, version)
+        now = session.task.clock.now()
+        at, step = self.noted
+        self.noted = (now, version)
         scalars: dict[str, float] = {}
         if self._loss is not None:
             scalars["loss"] = self._loss

@@ -11,7 +11,6 @@ from __future__ import annotations
 import queue
 import tempfile
 import threading
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -180,13 +179,13 @@ class SummaryThread:
             scalars |= self._rates.scalars(self._asks.status(), self._clock.now())
         for name, value in scalars.items():
             writer.add_scalar(name, value, moment.global_step, walltime=moment.wall)
-        started = time.perf_counter()
+        started = self._clock.now()
         self._write_histograms(writer, moment.histograms, moment.global_step, moment.wall)
         if moment.histograms:
             version, mean = self._asks.mean_gradient(0.0 if moment.last else MEAN_S)
             gradients = {f"gradients/{name}": values for name, values in mean.items()}
             self._write_histograms(writer, gradients, version, self._clock.wall())
-            self.histogram_s = time.perf_counter() - started
+            self.histogram_s = self._clock.now() - started
 
     def _write_histograms(self, writer: Any, arrays: dict[str, np.ndarray], step: int, wall: float) -> None:
         for name, values in arrays.items():

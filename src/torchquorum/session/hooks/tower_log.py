@@ -6,7 +6,6 @@ Given to `tq.Session(hooks=[...])` of a worker that computes with `tq.Towers`; c
 from __future__ import annotations
 
 import math
-import time
 from datetime import datetime
 
 from torchquorum.errors import ConfigError
@@ -41,11 +40,11 @@ class TowerLogHook(Hook):
     def after_create_session(self, session: HookSession) -> None:
         """Finds the next step to log; after a recovery, again."""
         self._next = (session.global_step // self._every + 1) * self._every
-        self._since = time.perf_counter()
+        self._since = session.task.clock.now()
 
     def after_run(self, session: HookSession, ran: Ran) -> None:
         """Prints a line if one is due."""
-        duration = max(time.perf_counter() - self._since, 1e-9)
+        duration = max(session.task.clock.now() - self._since, 1e-9)
         if ran.step.version >= self._next:
             self._next = (ran.step.version // self._every + 1) * self._every
             number = len(self._towers)
@@ -55,4 +54,4 @@ class TowerLogHook(Hook):
             loss = math.nan if ran.loss is None else ran.loss
             values = (datetime.now(), ran.step.version, loss, examples / duration, duration / number)
             write_line(FORMAT % values)
-        self._since = time.perf_counter()
+        self._since = session.task.clock.now()

@@ -140,7 +140,7 @@ def test_what_was_written_beyond_the_step_of_a_resumed_run_counts_no_more(tmp_pa
 
         def after_run(self, session: tq.hooks.HookSession, ran: tq.hooks.Ran) -> None:
             if ran.step.version == 6:
-                hook._last = (time.perf_counter(), 10)
+                hook.noted = (session.task.clock.now(), 10)
                 hook.after_create_session(session)
 
     train(lambda _: [hook, Back()], last_step=8, in_loop=lambda session: until_written(hook, session))

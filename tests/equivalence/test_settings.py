@@ -91,6 +91,15 @@ def momentum_on_and_off(optimizer: torch.optim.Optimizer) -> Callable[[int, floa
     return set_momentum
 
 
+def momentum_now_and_then(optimizer: torch.optim.Optimizer) -> Callable[[int, float], Any]:
+    """While it is off, torch.optim keeps the momentum of before."""
+
+    def set_momentum(step: int, loss: float) -> None:
+        optimizer.param_groups[0]["momentum"] = (0.9, 0.0, 0.5)[step % 3]
+
+    return set_momentum
+
+
 def betas(optimizer: torch.optim.Optimizer) -> Callable[[int, float], Any]:
     def set_betas(step: int, loss: float) -> None:
         optimizer.param_groups[0]["betas"] = (0.9 - 0.05 * step, 0.999)
@@ -127,6 +136,8 @@ PROGRAMS: dict[str, tuple[Callable[[nn.Module], torch.optim.Optimizer], Program]
     "by hand, adam": (adam, by_hand),
     "weight decay": (sgd, weight_decay),
     "momentum on and off": (sgd, momentum_on_and_off),
+    "momentum now and then": (sgd, momentum_now_and_then),
+    "momentum off now and then": (momentum, momentum_now_and_then),
     "betas": (adam, betas),
 }
 

@@ -130,6 +130,10 @@ class Setup:
                 raise ConfigError(
                     f"optimizer={type(optimizer).__name__}: wrap it first: tq.Optimizer(optimizer, rule=tq.Sync())"
                 )
+        if isinstance(self.member.wait_for_workers, bool):
+            raise ConfigError(
+                f"wait_for_workers={self.member.wait_for_workers}: give the number of workers; all of them are task.num_workers"
+            )
         if not 1 <= self.wait_for_workers <= self.task.num_workers:
             raise ConfigError(
                 f"wait_for_workers={self.wait_for_workers}: the cluster has {self.task.num_workers} workers"

@@ -122,6 +122,14 @@ def check_groups(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
+def step_without_hooks(optimizer: torch.optim.Optimizer, *args: Any) -> Any:
+    """Makes a step that the program has not called: its hooks see the step of the `tq.Optimizer`, and not this one."""
+    step = type(optimizer).step
+    found = (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer, *args)  # pyright: ignore[reportFunctionMemberAccess]
+    optimizer._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # for scheduler objects
+    return found
+
+
 @contextmanager
 def of_the_program() -> Iterator[None]:
     """Inside this block an optimizer or a schedule runs, whose assertions are its own: they are errors, not faults of this package."""

@@ -81,7 +81,7 @@ def warm_up() -> None:
     """Makes torch.optim import what it imports at its first step, which takes a second, before a worker waits for it."""
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
-    torch.optim.SGD([parameter], lr=0.0).step()
+    optimizers.step_without_hooks(torch.optim.SGD([parameter], lr=0.0))
 
 
 class Updater:
@@ -126,14 +126,16 @@ class Updater:
         ) in self._optimizer.param_groups:  # torch's Adagrad begins with its own argument, whatever a group says
             for parameter in group["params"] if group.get("initial_accumulator_value") else ():
                 self._optimizer.state[parameter]["sum"].fill_(group["initial_accumulator_value"])
-        self._kernels = kernels = kernels_for(optimizer, schedule)
+        self._fitting = self._kernels = kernels = kernels_for(optimizer, schedule)
         names, initial = (states_of(kernels), kernels[0].initial) if kernels else ((), 0.0)
         self.state = KernelState(region, names, initial, state_slots if names else None)
         self._as_planned = True
         self._take_state()
         self._schedule = schedules.build(schedule, self._optimizer) if schedule else None
         if kernels is not None:
-            self._optimizer.step()  # nothing has a gradient: only tells the schedule that steps are being made
+            optimizers.step_without_hooks(
+                self._optimizer
+            )  # nothing has a gradient: only tells the schedule that steps are being made
         self._rates = [self._current_rates()]  # of the next update, and of those after it that were asked for
         self.used = self._rates[0]
         scheduled = (RATE,) if self._schedule is not None else ()
@@ -180,7 +182,7 @@ class Updater:
         spec = OptimizerSpec(self._spec.name, changed(self._spec.groups, self.settings))
         kernels = kernels_for(spec, self._schedule_spec)
         fits = kernels is not None and set(states_of(kernels)) <= set(self.state.names)
-        self._kernels = kernels if fits else None
+        self._fitting = self._kernels = kernels if fits else None
         self._as_planned = not any(name != RATE for group in changes(self._spec.groups, spec.groups) for name in group)
         if any(options.get("fused") for options in spec.groups):
             self._regroup(lambda piece: piece.variable)
@@ -204,7 +206,12 @@ class Updater:
         return found
 
     def _take_state(self) -> None:
-        """A kernel makes the updates from now on: what torch.optim has of the state goes into the kernels' memory."""
+        """If a kernel makes the updates from now on, what torch.optim has of the state goes into the kernels' memory.
+
+        State that the kernels have no place for, such as the momentum of an optimizer whose momentum is 0 just now, is kept: then
+        torch.optim makes the updates.
+        """
+        self._kernels = self._fitting if not self._has_more_state() else None
         if self._kernels is None:
             return
         memory = dict(zip(self.state.names, self.state.of(self.state.current), strict=True))
@@ -216,6 +223,14 @@ class Updater:
                     if (target := span.view(memory[name])).data_ptr() != state[name].data_ptr():
                         target.copy_(state[name])
                 span.steps = int(state["step"]) if "step" in state else int(bool(here))
+
+    def _has_more_state(self) -> bool:
+        """Whether torch.optim has states of a variable that the kernel of its group does not know."""
+        return any(
+            not self._optimizer.state.get(span.parameter, {}).keys() <= {"step", *kernel.state}
+            for kernel, spans in zip(self._fitting or (), self._groups, strict=False)
+            for span in spans
+        )
 
     def _show_state(self) -> None:
         """Gives torch.optim's state the tensors that the kernels use, as views, for those who read it."""
@@ -299,7 +314,7 @@ class Updater:
             skip = bool(absent) and span.pieces[0].variable in absent
             span.parameter.grad = None if skip else span.view(mean)
         with self._rates_of_now(), optimizers.of_the_program():
-            self._optimizer.step()
+            optimizers.step_without_hooks(self._optimizer)
         for span in self.spans:
             span.parameter.grad = None
 

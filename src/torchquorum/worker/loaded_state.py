@@ -118,7 +118,7 @@ def _expected(name: str, options: Mapping[str, Any], dim: int) -> tuple[set[str]
             warnings.simplefilter("ignore")
             optimizer = optimizers.build(name, [group])
             eager = bool(optimizer.state[parameter])
-            optimizer.step()
+            optimizers.step_without_hooks(optimizer)
     except Exception:  # one that wants other shapes, or a closure: nothing is known of it
         return set(), False
     return {key for key, value in optimizer.state[parameter].items() if value is not None}, eager

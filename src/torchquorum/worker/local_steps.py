@@ -16,7 +16,7 @@ import torch
 
 from torchquorum.errors import ConfigError
 from torchquorum.rules import Rule
-from torchquorum.update.optimizers import build
+from torchquorum.update.optimizers import build, step_without_hooks
 from torchquorum.wire.messages import OptimizerSpec
 from torchquorum.wire.settings import encode
 from torchquorum.worker.flat import FlatParameters
@@ -134,7 +134,7 @@ class LocalSteps:
 
     def step(self, closure: Callable[[], Any] | None, loss: float | None) -> Any:
         """Makes an inner step; returns what the closure returned."""
-        found = self.inner.step(closure) if closure is not None else self.inner.step()
+        found = step_without_hooks(self.inner, *([closure] if closure is not None else []))
         self.inner_step += 1
         self._since += 1
         value = found if closure is not None else loss

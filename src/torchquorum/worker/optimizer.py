@@ -100,12 +100,20 @@ class Optimizer(torch.optim.Optimizer):
             warnings.simplefilter("ignore")  # the optimizer that is wrapped has said it
             super().__init__(optimizer.param_groups, optimizer.defaults)
         self.inner = optimizer
+        self._take_hooks(optimizer)
         self._last: Step | None = None
         self._last_lr = self._given_rates()
         self._program: ProgramSettings | None = ProgramSettings(optimizer)
         self._spec: OptimizerSpec | None = None
         self._begins: LoadedState | None = None
         self._had_session = False
+
+    def _take_hooks(self, inner: torch.optim.Optimizer) -> None:
+        """Hooks of the optimizer that is wrapped are this one's, whichever they are given to."""
+        for what in ("step", "state_dict", "load_state_dict"):
+            for when in ("pre", "post"):
+                name = f"_optimizer_{what}_{when}_hooks"
+                setattr(self, name, getattr(inner, name))
 
     @property
     def rule(self) -> Rule:

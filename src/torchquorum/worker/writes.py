@@ -22,7 +22,7 @@ from torchquorum.placement.layout import CONSTANT
 from torchquorum.worker.flat import FlatParameters
 
 SAMPLES = 4  # elements of each parameter at one step, fewer where that would be more than MOST_SAMPLES
-MOST_SAMPLES = 256
+MOST_SAMPLES = 256  # a model that has no more elements is compared whole
 TABLES = 32  # choices of elements, used in turn
 FULL_AT_FIRST = 3  # steps at which everything is compared, however long that takes
 SHARE = 200  # what is not done at every step waits until this many times its own duration has passed
@@ -224,6 +224,10 @@ def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _area(memory: torch.Tensor, members: Sequence[Member]) -> _Area:
+    if sum(count for _, _, count in members) <= MOST_SAMPLES:
+        everything = np.concatenate([np.arange(start, start + count) for _, start, count in members])
+        owners = [variable for variable, _, count in members for _ in range(count)]
+        return (_CudaArea if memory.is_cuda else _HostArea)(memory, members, [everything] * TABLES, owners)
     generator = np.random.default_rng(len(members))
     samples = max(1, min(SAMPLES, MOST_SAMPLES // len(members)))
     starts = np.repeat(np.array([start for _, start, _ in members], np.int64), samples)

@@ -70,6 +70,11 @@ def test_by_default_the_first_worker_trains_alone_and_an_elastic_run_waits_for_i
     assert setup(task(), member=MemberOptions(wait_for_workers=3)).wait_for_workers == 3
 
 
+def test_how_many_workers_are_waited_for_is_a_number() -> None:
+    with pytest.raises(ConfigError, match="wait_for_workers=True: give the number of workers; all of them are"):
+        setup(task(), member=MemberOptions(wait_for_workers=True))
+
+
 @pytest.mark.parametrize("count", [0, 4])
 def test_no_more_workers_are_waited_for_than_the_cluster_has(count: int) -> None:
     with pytest.raises(ConfigError, match=f"wait_for_workers={count}: the cluster has 3 workers"):

@@ -56,6 +56,18 @@ def test_samples_alone_find_what_changes_every_element(monkeypatch: pytest.Monke
     assert suspects(seen) == [1]
 
 
+def test_of_a_small_model_every_element_is_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writes, "FULL_AT_FIRST", 0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    seen = watch(model)
+    monkeypatch.setattr(seen, "_full_at", float("inf"))
+    for of, parameter in enumerate(model.parameters()):
+        for element in range(parameter.numel()):
+            seen.note()
+            parameter.data.view(-1)[element] += 1
+            assert suspects(seen) == [of]
+
+
 def test_a_parameter_with_a_memory_format_of_its_own_is_watched_too() -> None:
     model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
     seen = watch(model)

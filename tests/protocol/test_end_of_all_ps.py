@@ -27,12 +27,13 @@ class Cable:
 
     def __init__(self, channel: InProcessChannel) -> None:
         self._channel, self.cut = channel, False
+        self.loses: Callable[[m.AnyMessage], bool] = lambda _: False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._channel, name)
 
     def send(self, frames: Any) -> None:
-        if not self.cut:
+        if not self.cut and not self.loses(codec.split(frames)[0]):
             self._channel.send(frames)
 
     def receive(self, timeout_s: float) -> Any:
@@ -145,6 +146,15 @@ def test_a_shard_that_is_cut_off_while_others_stay_is_told_of_the_end_when_it_is
     until(lambda: pair.ps[1].server.service.run is None)
     pair.worker[0].send([codec.encode(m.Stay(0, gone=True))])
     pair.end_well()
+
+
+def test_a_shard_whose_last_word_was_lost_and_that_has_forgotten_the_run_is_not_waited_for(pair: Pair) -> None:
+    pair.train()
+    pair.cable.loses = lambda message: isinstance(message, m.ShardHello) and message.followed > 0
+    began = time.monotonic()
+    pair.leave(stays=False)
+    pair.end_well()
+    assert time.monotonic() - began < farewell.FAREWELL_S / 2
 
 
 def test_a_shard_that_is_gone_is_not_waited_for(pair: Pair) -> None:

@@ -1,7 +1,7 @@
 """How ps task 0 leaves: not before every other ps task has heard of the end and has answered, or is gone.
 
 Made by `serve` on ps task 0, once. What always holds: whoever is gone, as its host says, or has not answered for `FAREWELL_S`, is waited
-for no more; the second is told to people.
+for no more; the second is told to people. A signal to this task shortens it to `HURRIED_S`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Callable
 from torchquorum.cluster import ClusterSpec, TaskId
 
 FAREWELL_S = 30.0
+HURRIED_S = 3.0
 LOOK_EVERY_S = 1.0
 TURN_S = 0.05
 
@@ -23,6 +24,7 @@ class Farewell:
         refuses: Whether nobody listens at an address, as its host says.
         announce: Prints a line for people.
         answer: Answers messages for so many seconds, and returns the time.
+        hurried: Whether this task was asked to end.
     """
 
     def __init__(
@@ -31,8 +33,10 @@ class Farewell:
         refuses: Callable[[str], bool],
         announce: Callable[[str], None],
         answer: Callable[[float], float],
+        hurried: Callable[[], bool],
     ) -> None:
         self._cluster, self._refuses, self._announce, self._answer = cluster, refuses, announce, answer
+        self._hurried = hurried
         self._given_up: set[int] = set()
 
     def wait(self, owing: Callable[[], set[int]]) -> None:
@@ -43,7 +47,8 @@ class Farewell:
             if now - looked >= LOOK_EVERY_S:
                 looked = now
                 self._given_up |= {shard for shard in missing if self._refuses(self._address(shard))}
-            if now - began > FAREWELL_S and (late := missing - self._given_up):
+            longest_s = HURRIED_S if self._hurried() else FAREWELL_S
+            if now - began > longest_s and (late := missing - self._given_up):
                 names = ", ".join(f"{TaskId('ps', shard)} ({self._address(shard)})" for shard in sorted(late))
                 self._announce(
                     f"{names}: has not answered for {now - began:.0f} s that the run is over; this task ends without it"

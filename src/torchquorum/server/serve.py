@@ -143,7 +143,9 @@ class PsTask:
         self._outbox = Outbox(self.service, self._listener, self._leader)
         self._signals = Signals(self._announce, "stopping the run")
         self._stopped = self._between_jobs = self._led = False
-        self._farewell_to = Farewell(cluster, options.refuses, self._announce, self._answer)
+        self._farewell_to = Farewell(
+            cluster, options.refuses, self._announce, self._answer, hurried=lambda: self._signals.asked
+        )
         self.processes = ProcessWatch(self.service.pids)
 
     def _announce(self, line: str) -> None:

@@ -334,9 +334,10 @@ class Service:
         """Returns what a shard other than 0 tells shard 0 now and then."""
         if self.life.me.index == 0:
             return None
-        followed = self.run.shard.followed if self.run is not None else 0
-        broken = self.run.broken if self.run is not None else ""
-        return Reply(LEADER, self.life.me.shard_hello(self.generation, followed, broken, over=self.over))
+        if self.run is None:  # of no creation: it follows no log, also not to the end of the one that it has forgotten
+            return Reply(LEADER, self.life.me.shard_hello(0, 0, over=self.over))
+        run = self.run
+        return Reply(LEADER, self.life.me.shard_hello(self.generation, run.shard.followed, run.broken, over=self.over))
 
     @property
     def uncommitted(self) -> bool:

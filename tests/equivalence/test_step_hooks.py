@@ -102,3 +102,14 @@ def test_hooks_of_states_are_those_of_the_optimizer_that_is_wrapped_too() -> Non
         return seen
 
     assert Cluster().run(work) == [["loading 3"]]
+
+
+def test_a_profiler_sees_the_steps() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    with tq.Session(tq.join(), model, optimizer), torch.profiler.profile() as profile:
+        optimizer.zero_grad()
+        model(torch.ones(3, 2)).sum().backward()
+        optimizer.step()
+    names = {event.key for event in profile.key_averages()}
+    assert {"Optimizer.step#Optimizer.step", "Optimizer.zero_grad#Optimizer.zero_grad"} <= names

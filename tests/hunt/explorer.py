@@ -542,7 +542,7 @@ def _where(program: Any) -> tuple[Any, ...]:
     while program is not None and getattr(program, "gi_frame", None) is not None:
         frame = program.gi_frame
         numbers = tuple(
-            (name, value if isinstance(value, int | str | tuple) else repr(value))
+            (name, value if isinstance(value, int | str) else repr(value))
             for name, value in sorted(frame.f_locals.items())
             if value is None
             or isinstance(value, int | str | tuple)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from torchquorum.clock import SYSTEM, Clock
@@ -35,8 +34,7 @@ class UpdateSlots(NamedTuple):
     state_target: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class MadeVersion:
+class MadeVersion(NamedTuple):
     """A version that was made on the fast path.
 
     Attributes:

@@ -10,6 +10,7 @@ import ctypes
 import math
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchquorum.clock import Clock
 from torchquorum.fastpath.tables import RateTable
@@ -21,8 +22,7 @@ _SLOT = struct.Struct("=q")
 _SLOT_AT = 6 * 8
 
 
-@dataclass(frozen=True, slots=True)
-class GradientId:
+class GradientId(NamedTuple):
     """Which gradient of a worker it is, by which request it would be pushed, at which version it was computed, its norm and its sample.
 
     The norm is NaN, and `sample` 0, if nobody has looked yet.

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -59,8 +58,7 @@ class TurnWriter(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Turn:
+class _Turn(NamedTuple):
     version: int
     slots: UpdateSlots
     opening_id: int
@@ -153,7 +151,7 @@ class TurnSteps:
                 self._give_turn_back(turn)
         if not written:
             return None
-        seen = gradient if self._writer.norm is None else replace(gradient, norm=self._writer.norm)
+        seen = gradient if self._writer.norm is None else gradient._replace(norm=self._writer.norm)
         return (yield from self._publish(turn, seen, loss()))
 
     def _publish(self, turn: _Turn, gradient: GradientId, loss: float | None) -> Stages[MadeVersion | None]:

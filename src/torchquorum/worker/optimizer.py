@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from torchquorum.errors import ConfigError
 from torchquorum.rules import Rule, Sync
@@ -30,6 +31,9 @@ from torchquorum.worker.program_settings import ProgramSettings
 from torchquorum.worker.schedule_spec import read_schedule
 from torchquorum.worker.step import Step
 from torchquorum.worker.track_member import LaterLoss
+
+# Those of every optimizer there is: register_optimizer_step_pre_hook and its like fill them.
+_HOOKS_OF_ALL = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -294,6 +298,25 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             What the closure returned; None without one, as in torch.optim.
         """
+        return (self._watched_step if self._is_watched() else self._step)(closure, loss=loss)
+
+    # What torch.optim puts around every step, for hooks and the profiler, costs more than the rest of it: only for who looks.
+    step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
+
+    def _is_watched(self) -> bool:
+        hooks = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks, *_HOOKS_OF_ALL
+        return any(hooks) or torch.autograd._profiler_enabled()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets the gradients, as in torch.optim."""
+        if not set_to_none or torch.autograd._profiler_enabled():
+            super().zero_grad(set_to_none)
+            return
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def _step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
         attached = self._ready()
         if self._local is not None:
             return attached.local_step(self._local, closure, loss)
@@ -305,6 +328,8 @@ class Optimizer(torch.optim.Optimizer):
             loss = loss.detach()
         attached.push(float(loss) if loss is not None else None)
         return found
+
+    _watched_step = torch.optim.Optimizer.profile_hook_step(_step)
 
     @property
     def local(self) -> LocalSteps | None:

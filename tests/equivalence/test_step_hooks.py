@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.optim.optimizer as of_torch
 from torch import nn
-from torch.optim import optimizer as of_torch
 
 import torchquorum as tq
 from tests.equivalence.test_one_worker import same

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 ELEMENTS, TENSORS = 64, 4
-OF, LOOKS = 32, 8  # the first 8 of 32 rounds are looked at
+OF, LOOKS = 128, 8  # the first 8 of 128 rounds are looked at
 
 
 def is_sampled(version: int) -> bool:

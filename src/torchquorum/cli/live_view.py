@@ -14,7 +14,16 @@ from rich.live import Live
 from rich.segment import ControlType
 from rich.text import Text
 
-from torchquorum.cli.status_table import RunBar, RunProgress, StatusTable, headline, rows_of, wait_words
+from torchquorum.cli.status_table import (
+    OTHER_LINES,
+    OptimizerTable,
+    RunBar,
+    RunProgress,
+    StatusTable,
+    headline,
+    rows_of,
+    wait_words,
+)
 from torchquorum.clock import SYSTEM, Clock
 
 PLAIN_EVERY_S = 5.0
@@ -48,6 +57,7 @@ class View:
         self._shown_at = clock.now()
         self._ready_at: float | None = None
         self._steps: deque[tuple[float, int]] = deque()
+        self._versions: deque[tuple[float, dict[str, int]]] = deque()
         self._workers: dict[str, _Recent] = {}
         self._drawn: tuple[int, list[int]] = (0, [])
 
@@ -101,24 +111,35 @@ class View:
         """Returns the live part."""
         speed = self._updates_per_s()
         measured = {i: (r.batches_per_s, r.waits, r.names) for i, r in self._workers.items() if r.known}
+        optimizers = OptimizerTable(status, self._optimizer_rates())
         return Group(
             RunBar(self._progress(status, speed), f"{speed:.0f} updates/s" if speed else ""),
             Text(headline(status), "dim", no_wrap=True, overflow="ellipsis"),
-            StatusTable(rows_of(status, measured)),
+            optimizers,
+            StatusTable(rows_of(status, measured), other_lines=OTHER_LINES + optimizers.lines),
         )
 
     def _note(self, status: dict[str, Any]) -> None:
         now = self._clock.now()
         self._ready_at = now if self._ready_at is None and status["per_worker"] else self._ready_at
         self._steps.append((now, status["global_step"]))
+        self._versions.append((now, {name: of["version"] for name, of in (status.get("optimizers") or {}).items()}))
         while now - self._steps[0][0] > WINDOW_S:
             self._steps.popleft()
+            self._versions.popleft()
         for index, worker in status["per_worker"].items():
             self._workers.setdefault(index, _Recent()).note(worker, now)
 
     def _updates_per_s(self) -> float:
         (then, before), (now, step) = self._steps[0], self._steps[-1]
         return max(0.0, (step - before) / (now - then)) if now - then > 0.5 else 0.0
+
+    def _optimizer_rates(self) -> dict[str, float]:
+        """Returns the updates per second of each of several optimizers, once they are known."""
+        (then, before), (now, versions) = self._versions[0], self._versions[-1]
+        if now - then <= 0.5:
+            return {}
+        return {name: max(0.0, (at - before.get(name, 0)) / (now - then)) for name, at in versions.items()}
 
     def _progress(self, status: dict[str, Any], speed: float) -> RunProgress:
         step, last = status["global_step"], status["last_step"]
@@ -161,8 +182,14 @@ def plain(status: dict[str, Any]) -> str:
     """Returns a status as one line."""
     total = f"/{status['last_step']}" if status["last_step"] else ""
     loss = "" if status["loss"] is None else f"loss {status['loss']:.4g}, "
+    if optimizers := status.get("optimizers"):
+        loss = "".join(f"{name} {of['version']}{_loss_of(of)}, " for name, of in optimizers.items())
     return (
         f"global step {status['global_step']}{total}, {loss}{status['batches_per_s']:.0f} batches/s, "
         f"staleness {status['staleness_mean']:.2f}, refused {status['refused']}, "
         f"live workers {len(status['live'])} of {status['workers']}"
     )
+
+
+def _loss_of(optimizer: dict[str, Any]) -> str:
+    return "" if optimizer["loss"] is None else f" (loss {optimizer['loss']:.4g})"

@@ -11,7 +11,16 @@ from rich.text import Text
 
 from torchquorum.cli.command import Command, option
 from torchquorum.cli.live_view import View
-from torchquorum.cli.status_table import RunBar, RunProgress, StatusTable, headline, refused_connections, rows_of
+from torchquorum.cli.status_table import (
+    OTHER_LINES,
+    OptimizerTable,
+    RunBar,
+    RunProgress,
+    StatusTable,
+    headline,
+    refused_connections,
+    rows_of,
+)
 from torchquorum.cluster.secret import read_access
 from torchquorum.cluster.spec import parse_address
 from torchquorum.errors import ConfigError
@@ -76,7 +85,9 @@ def _show(console: Console, body: dict[str, Any]) -> None:
     left = (last - step) / speed if last and speed and not body["stopped"] else None
     console.print(RunBar(RunProgress("global step", step, last, left), f"{speed:.0f} updates/s" if speed else ""))
     console.print(Text(headline(body), "dim"))
-    console.print(StatusTable(rows_of(body)))
+    optimizers = OptimizerTable(body)
+    console.print(optimizers)
+    console.print(StatusTable(rows_of(body), other_lines=OTHER_LINES + optimizers.lines))
 
 
 def _watch(watcher: Watcher, timeout: float, *, as_json: bool) -> int:

@@ -1,12 +1,12 @@
 """The status of a run as a bar, a line and a table that fit any terminal.
 
 Used by the live view and `torchquorum status`. What always holds: columns that do not fit are left out, the least important
-first; workers that do not fit are summed up in one row; dead and slow workers are shown first.
+first; workers that do not fit are summed up in one row; dead and slow workers are shown first. Of several optimizers each has a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +61,8 @@ _COLUMNS: tuple[Column, ...] = (
     ("for", lambda r: r.waits_for, 8),
 )
 _LEFT = ("worker", "state", "for")
+_OPTIMIZER_COLUMNS = ("optimizer", "updates", "updates/s", "loss", "rule", "staleness", "refused", "open round")
+_LEFT_OF_OPTIMIZERS = ("optimizer", "rule")
 
 
 def rows_of(status: Mapping[str, Any], measured: Mapping[str, tuple[float, float, str]] | None = None) -> list[Row]:
@@ -103,21 +105,79 @@ def wait_words(wait: Mapping[str, Any] | None) -> str:
     missing, count = list(wait["missing"]), int(wait.get("count", len(wait["missing"])))
     names = ", ".join(str(i) for i in missing[:3]) + (f" and {count - 3} more" if count > 3 else "")
     who = f"worker {names}" if count == 1 else f"workers {names}" if count else "the ps"
+    of = f"{wait['optimizer']}: " if wait.get("optimizer") else ""
     if wait["what"] == "the quorum":
-        return f"{who} ({wait['have']} of {wait['need']} have arrived)"
-    return f"{who} ({wait['have']} steps behind)"
+        return f"{who} ({of}{wait['have']} of {wait['need']} have arrived)"
+    return f"{who} ({of}{wait['have']} steps behind)"
+
+
+class OptimizerTable:
+    """The table of a run's optimizers, where there are several.
+
+    Args:
+        status: From ps task 0.
+        rates: The updates per second of each, where they are known for the last seconds; else those of the whole run.
+    """
+
+    def __init__(self, status: Mapping[str, Any], rates: Mapping[str, float] | None = None) -> None:
+        self.optimizers: dict[str, dict[str, Any]] = status.get("optimizers") or {}
+        self._rates, self._seconds = rates or {}, float(status.get("seconds") or 0.0)
+
+    @property
+    def lines(self) -> int:
+        """Returns how many lines it takes."""
+        return len(self.optimizers) + 1 if self.optimizers else 0
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if not self.optimizers:
+            return
+        table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+        rows = [list(self._cells(name, of)) for name, of in self.optimizers.items()]
+        shown, width = [0], max(len(row[0]) for row in rows)
+        width = max(width, len(_OPTIMIZER_COLUMNS[0]))
+        for k, name in enumerate(_OPTIMIZER_COLUMNS[1:], 1):
+            needs = max(len(name), *(len(row[k]) for row in rows)) + 2
+            if any(row[k] for row in rows) and width + needs <= options.max_width:
+                shown.append(k)
+                width += needs
+        for k in shown:
+            name = _OPTIMIZER_COLUMNS[k]
+            table.add_column(
+                name, justify="left" if name in _LEFT_OF_OPTIMIZERS else "right", no_wrap=True, overflow="ellipsis"
+            )
+        for row in rows:
+            table.add_row(*(Text(row[k]) for k in shown))
+        yield table
+
+    def _cells(self, name: str, of: Mapping[str, Any]) -> Iterator[str]:
+        rate = self._rates.get(name, of["version"] / self._seconds if self._seconds > 0 else 0.0)
+        have_need = of.get("round")
+        yield name
+        yield f"{of['version']:,}"
+        yield f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}"
+        yield "" if of["loss"] is None else f"{of['loss']:.4f}"
+        yield str(of["rule"])
+        yield f"{of['staleness_mean']:.2f}"
+        yield f"{of['refused']:,}"
+        yield f"{have_need[0]} of {have_need[1]}" if have_need else ""
 
 
 class StatusTable:
-    """The table of workers, as large as the terminal allows."""
+    """The table of workers, as large as the terminal allows.
 
-    def __init__(self, rows: Sequence[Row], max_rows: int | None = None) -> None:
-        self._rows, self._max_rows = list(rows), max_rows
+    Args:
+        rows: Of each worker.
+        max_rows: How many are shown; by default as many as the terminal has lines for.
+        other_lines: How many lines of the screen are something else's.
+    """
+
+    def __init__(self, rows: Sequence[Row], max_rows: int | None = None, other_lines: int = OTHER_LINES) -> None:
+        self._rows, self._max_rows, self._other_lines = list(rows), max_rows, other_lines
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         room = self._max_rows
         if room is None and console.is_terminal:
-            room = max(LEAST_ROWS, console.size.height - OTHER_LINES)
+            room = max(LEAST_ROWS, console.size.height - self._other_lines)
         shown, rest = choose(self._rows, room)
         columns = fit(shown, options.max_width)
         room_for = {"for": max(LEAST_FOR, options.max_width - needed(shown, columns) + LEAST_FOR)}
@@ -213,6 +273,8 @@ def headline(status: Mapping[str, Any]) -> str:
     """Returns the run in one line."""
     live, workers = len(status["live"]), status["workers"]
     rule = status["rule"] + (f" waits for {status['aggregate']}" if "aggregate" in status else "")
+    if status.get("optimizers"):
+        rule = f"{len(status['optimizers'])} optimizers"
     words = [rule, f"{live} of {workers} workers live", f"{status['batches_per_s']:.0f} batches/s"]
     words += [f"staleness {status['staleness_mean']:.2f}", f"{status['refused']:,} refused"]
     for data in (status.get("data") or {}).values():

@@ -38,6 +38,7 @@ class Entry(msgspec.Struct, frozen=True):
         batches: The batches of shared data that it was computed from, by share.
         lr: If it made a round full: the learning rate of each parameter group in that update.
         optimizer: Whose gradient it is, where there are several optimizers; versions are that one's.
+        track: Which of these that is, from 1; not set for the first, whose versions are the global steps.
         norm: Its norm (L2, over all variables); None if it is not finite, not set if it is not known.
     """
 
@@ -56,6 +57,7 @@ class Entry(msgspec.Struct, frozen=True):
     lr: list[float] | msgspec.UnsetType = msgspec.UNSET
     norm: float | msgspec.UnsetType | None = msgspec.UNSET
     optimizer: str | msgspec.UnsetType = msgspec.UNSET
+    track: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -69,7 +71,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True):
         worker: Which worker; -1 for an event of the run.
         text: Why, or what was written.
         values: For `began` the configuration, for `left` the worker's results, for `chose` the number, for `gap` the numbers that
-            are missing.
+            are missing. Where there are several optimizers, for `chose` and `assigned` whose that is, and its `track`, from 1.
     """
 
     event: str
@@ -118,16 +120,21 @@ def decode_line(line: bytes) -> Entry | Event:
         raise DamagedLineError(str(error)) from error
 
 
-def version_after(record: Entry | Event) -> int:
-    """Returns the version up to which the ledger knows every update once it has this record, unless a gap says otherwise."""
-    return record.version if isinstance(record, Event) else record.met + record.accepted
+def version_after(record: Entry | Event) -> int | None:
+    """Returns the global step up to which the ledger knows every update once it has this record, unless a gap says otherwise.
+
+    None if the record says nothing about that: it is about another optimizer than the first.
+    """
+    if isinstance(record, Event):
+        return record.version
+    return record.met + record.accepted if record.track is msgspec.UNSET else None
 
 
 def version_made(record: Entry | Event) -> int | None:
-    """Returns the version that a record tells the making of; None if it tells of none."""
+    """Returns the global step that a record tells the making of; None if it tells of none."""
     if isinstance(record, Event):
-        return record.version if record.event == "assigned" else None
-    return record.met + 1 if record.accepted else None
+        return record.version if record.event == "assigned" and not record.values.get("track") else None
+    return record.met + 1 if record.accepted and record.track is msgspec.UNSET else None
 
 
 def last_known(tail: bytes) -> int | None:
@@ -135,7 +142,9 @@ def last_known(tail: bytes) -> int | None:
     for line in reversed(tail.splitlines(keepends=True)):
         if line.endswith(b"\n"):
             with contextlib.suppress(DamagedLineError):
-                return version_after(decode_line(line))
+                version = version_after(decode_line(line))
+                if version is not None:
+                    return version
     return None
 
 

@@ -184,7 +184,8 @@ class LedgerWriter:
             self._gap.count(record)
             return
         self._lines += encode_line(record)
-        self._version = version_after(record)
+        version = version_after(record)
+        self._version = self._version if version is None else version
         if len(self._lines) >= KEPT_BYTES and not self._trouble.lasts:
             self.flush()
 

@@ -86,7 +86,10 @@ def describe(status: dict[str, Any], updates_per_s: float) -> str:
         parts.append(f"{updates_per_s:.0f} updates/s")
         if last and step < last:
             parts.append(f"{(last - step) / updates_per_s:.0f} s left")
-    if status.get("loss") is not None:
+    if optimizers := status.get("optimizers"):
+        losses = {name: f" loss {of['loss']:.4g}" if of["loss"] is not None else "" for name, of in optimizers.items()}
+        parts += [f"{name} {of['version']}{losses[name]}" for name, of in optimizers.items()]
+    elif status.get("loss") is not None:
         parts.append(f"loss {status['loss']:.4g}")
     parts.append(f"{len(status['live'])} of {status['workers']} workers")
     return ", ".join(parts)

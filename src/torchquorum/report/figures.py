@@ -14,6 +14,7 @@ from torchquorum.report.history import History
 
 SLOWER = 1.25  # a worker this much slower than the median of the others is a straggler
 BINS = 120
+LAST = 20  # the last loss is the mean over one of so many parts of a run
 
 
 @dataclass(kw_only=True)
@@ -49,6 +50,31 @@ class WorkerFigures:
         return self.waited_s / total if total > 0 else 0.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class OptimizerFigures:
+    """What was made of one of several optimizers.
+
+    Attributes:
+        name: What it is called.
+        rule: Its rule.
+        updates: How many updates were made.
+        batches: Number of its gradients.
+        refused: Number of those that were refused, without those that came after the last step.
+        staleness: Mean staleness of its accepted gradients.
+        loss: The mean loss of its last gradients, NaN where none was recorded.
+        norm: The median norm of its accepted gradients, NaN where it is not known.
+    """
+
+    name: str
+    rule: str
+    updates: int
+    batches: int
+    refused: int
+    staleness: float
+    loss: float
+    norm: float
+
+
 @dataclass(kw_only=True)
 class Straggler:
     """The slowest worker, and what it costs.
@@ -82,6 +108,7 @@ class Figures:
     staleness_max: int = 0
     staleness: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=int))
     straggler: Straggler | None = None
+    optimizers: list[OptimizerFigures] = field(default_factory=list)  # where there are several
 
     @property
     def updates_per_s(self) -> float:
@@ -114,10 +141,9 @@ def figure(history: History) -> Figures:
         for reason, count in w.refused.items():
             refused[reason] = refused.get(reason, 0) + count
     staleness = (history.met - history.version)[history.accepted]
-    begun = [e.version for e in history.events if e.event == "began"]
-    first = begun[0] if begun else (int(history.met.min()) if len(history.met) else 0)
+    made = [max(0, history.last_version_of(k) - history.first_version_of(k)) for k in range(len(history.optimizers))]
     figures = Figures(
-        updates=max(0, history.last_version - first),
+        updates=sum(made),
         batches=int((~late).sum()),
         used=int(history.accepted.sum()),
         seconds=history.seconds,
@@ -128,7 +154,26 @@ def figure(history: History) -> Figures:
         staleness=np.bincount(np.maximum(staleness, 0)) if len(staleness) else np.zeros(0, dtype=int),
     )
     figures.straggler = find_straggler(history, figures)
+    if len(made) > 1:
+        figures.optimizers = [_figure_optimizer(history, k, updates) for k, updates in enumerate(made)]
     return figures
+
+
+def _figure_optimizer(history: History, track: int, updates: int) -> OptimizerFigures:
+    own = (history.track == track) & (history.reason != "past last step")
+    used = own & history.accepted
+    losses = history.loss[own & np.isfinite(history.loss)]
+    norms = history.norm[used & np.isfinite(history.norm)]
+    return OptimizerFigures(
+        name=history.optimizers[track],
+        rule=history.rules[track],
+        updates=updates,
+        batches=int(own.sum()),
+        refused=int((own & ~history.accepted).sum()),
+        staleness=float((history.met - history.version)[used].mean()) if used.any() else 0.0,
+        loss=float(losses[-max(1, len(losses) // LAST) :].mean()) if len(losses) else float("nan"),
+        norm=float(np.median(norms)) if len(norms) else float("nan"),
+    )
 
 
 def _figure_worker(history: History, index: int) -> WorkerFigures:
@@ -186,8 +231,14 @@ def find_straggler(history: History, figures: Figures) -> Straggler | None:
 
 def _seconds_rounds_waited(history: History, slowest: int) -> float:
     """Returns how long rounds waited for one worker alone, after the last gradient of all others had arrived."""
-    chosen = history.accepted & history.kept
-    met, clock, worker = history.met[chosen], history.clock[chosen], history.worker[chosen]
+    lost_s = 0.0
+    for track in range(len(history.optimizers)):
+        chosen = history.accepted & history.kept & (history.track == track)
+        lost_s += _waited_in_rounds(history.met[chosen], history.clock[chosen], history.worker[chosen], slowest)
+    return lost_s
+
+
+def _waited_in_rounds(met: np.ndarray, clock: np.ndarray, worker: np.ndarray, slowest: int) -> float:
     if len(met) < 2:
         return 0.0
     last = np.flatnonzero(np.diff(met, append=met[-1] + 1))  # the gradient that closed each round

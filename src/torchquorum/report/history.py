@@ -2,7 +2,7 @@
 
 Called by `torchquorum report` and `torchquorum compare`. What always holds: missing or damaged files never make it fail;
 `missing` lists them in words. A run that was stopped and resumed is one history: its clock skips the time in which nothing
-ran, and gradients whose updates were rolled back are not `kept`.
+ran, and gradients whose updates were rolled back are not `kept`. Of several optimizers each has versions of its own.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class History:
         at: When it arrived, seconds since the epoch.
         norm: Its norm, NaN where it is not finite or not known.
         local_step: Its number in its incarnation.
+        track: Which optimizer's it is; 0 for the first, or the only one.
         clock: When it arrived, in seconds of training since the run began.
         kept: Whether its update was not rolled back later.
         events: The other records of the ledger.
@@ -77,6 +78,7 @@ class History:
     at: np.ndarray
     norm: np.ndarray
     local_step: np.ndarray
+    track: np.ndarray
     clock: np.ndarray = field(init=False)
     kept: np.ndarray = field(init=False)
     events: list[Event]
@@ -84,14 +86,18 @@ class History:
     report: dict[str, Any]
     checkpoints: list[CheckpointInfo]
     missing: list[str]
+    seen_names: dict[int, str] = field(default_factory=dict)
     is_running: bool = field(init=False, default=False)
     _attempts: list[Attempt] = field(init=False)
 
     def __post_init__(self) -> None:
         self._attempts = _find_attempts(self.at, self.events)
         self.clock = self.clock_of(self.at)
-        later = np.minimum.accumulate(self.met[::-1])[::-1] if len(self.met) else self.met
-        self.kept = self.met <= later
+        self.kept = np.ones(len(self.met), dtype=bool)
+        for k in range(len(self.optimizers)):
+            of = self.track == k
+            met = self.met[of]
+            self.kept[of] = met <= np.minimum.accumulate(met[::-1])[::-1]
 
     def clock_of(self, at: np.ndarray) -> np.ndarray:
         """Returns seconds of training for times since the epoch."""
@@ -115,6 +121,19 @@ class History:
         return str(self.config.get("rule") or self.report.get("rule") or "unknown")
 
     @property
+    def optimizers(self) -> list[str]:
+        """Returns the names of the optimizers, in their order; the only one has no name."""
+        names = dict(enumerate(self.config.get("versions") or {})) | self.seen_names
+        return [names.get(k, f"opt{k}") for k in range(max(names) + 1)] if len(names) > 1 else [""]
+
+    @property
+    def rules(self) -> list[str]:
+        """Returns the rule of each optimizer."""
+        more = [str(spec.get("rule", "unknown")) for spec in self.config.get("more") or [] if isinstance(spec, dict)]
+        rules = [self.rule, *more]
+        return [rules[k] if k < len(rules) else "unknown" for k in range(len(self.optimizers))]
+
+    @property
     def restarts(self) -> int:
         """Returns how many times the run was started again."""
         return max(0, len(self._attempts) - 1)
@@ -126,10 +145,28 @@ class History:
 
     @property
     def last_version(self) -> int:
-        """Returns the version that the run reached."""
-        seen = [int(self.met.max())] if len(self.met) else []
-        seen += [e.version for e in self.events[-3:]]
-        return max([*seen, int(self.report.get("global_step") or 0)], default=0)
+        """Returns the global step that the run reached."""
+        return self.last_version_of(0)
+
+    def last_version_of(self, track: int) -> int:
+        """Returns the version that an optimizer reached."""
+        met = self.met[self.track == track]
+        seen = [int(met.max())] if len(met) else []
+        if track == 0:
+            seen += [e.version for e in self.events[-3:]] + [int(self.report.get("global_step") or 0)]
+        else:
+            of = (self.report.get("optimizers") or {}).get(self.optimizers[track]) or {}
+            seen.append(int(of.get("version") or 0))
+        return max(seen, default=0)
+
+    def first_version_of(self, track: int) -> int:
+        """Returns the version with which an optimizer began."""
+        begun = next((e for e in self.events if e.event == "began"), None)
+        if begun is not None:
+            versions = list((begun.values.get("versions") or {}).values())
+            return int(versions[track]) if track < len(versions) else begun.version
+        met = self.met[self.track == track]
+        return int(met.min()) if len(met) else 0
 
     @property
     def accuracy(self) -> float | None:
@@ -150,9 +187,9 @@ class History:
             np.array([m.value for m in found], dtype=float),
         )
 
-    def update_times(self) -> np.ndarray:
-        """Returns when each update was made, in seconds of training: at the last accepted gradient of its round."""
-        chosen = self.accepted & self.kept & (self.met < self.last_version)
+    def update_times(self, track: int = 0) -> np.ndarray:
+        """Returns when each update of an optimizer was made, in seconds of training: at the last accepted gradient of its round."""
+        chosen = self.accepted & self.kept & (self.track == track) & (self.met < self.last_version_of(track))
         if not chosen.any():
             return np.array([])
         met, clock = self.met[chosen], self.clock[chosen]
@@ -204,7 +241,7 @@ def read_history(folder: Location, clock: Clock = SYSTEM) -> History:
 def _read_local(folder: Path, run: Location, clock: Clock) -> History:
     """Reads the files in `folder`, and the checkpoints of `run`, which is the same folder unless it is remote."""
     missing: list[str] = []
-    columns, events = _read_ledger(folder, missing)
+    columns, events, names = _read_ledger(folder, missing)
     report = _read_report(folder, missing)
     measures = read_measures(folder)
     if not any(m.name == "accuracy" for m in measures):
@@ -228,6 +265,7 @@ def _read_local(folder: Path, run: Location, clock: Clock) -> History:
         report=report,
         checkpoints=checkpoints,
         missing=missing,
+        seen_names=names,
         **columns,
     )
     ended = bool(events) and events[-1].event == "ended"
@@ -263,18 +301,18 @@ def _note_holes(history: History) -> None:
     gaps = [e for e in history.events if e.event == "gap"]
     for gap in gaps:
         history.missing.append(_describe_gap(gap))
-    reached = max([*(e.version for e in history.events), *(history.met + history.accepted)[-1:]])
-    assigned = [e.version for e in history.events if e.event == "assigned"]
-    made = np.concatenate([history.met[history.accepted] + 1, assigned])
-    assigned = [e.version for e in history.events if e.event == "assigned"]
-    firsts = np.concatenate([[1], made, assigned, [_whole(gap, "first") for gap in gaps]])
-    lasts = np.concatenate([[min(begun)], made, assigned, [_whole(gap, "last") for gap in gaps]])
+    first = history.track == 0  # its versions are the global steps
+    reached = max([*(e.version for e in history.events), *(history.met + history.accepted)[first][-1:]])
+    assigned = [e.version for e in history.events if e.event == "assigned" and not e.values.get("track")]
+    made = np.concatenate([history.met[history.accepted & first] + 1, assigned])
+    firsts = np.concatenate([[1], made, [_whole(gap, "first") for gap in gaps]])
+    lasts = np.concatenate([[min(begun)], made, [_whole(gap, "last") for gap in gaps]])
     order = np.argsort(firsts, kind="stable")
     firsts, known = np.append(firsts[order], reached + 1), np.maximum.accumulate(lasts[order])
     holes = np.clip(np.minimum(firsts[1:], reached + 1) - known - 1, 0, None)
     if holes.any():
-        first = int(known[np.flatnonzero(holes)[0]]) + 1
-        history.missing.append(f"{int(holes.sum())} updates are in no line of {NAME}; the first is update {first}.")
+        hole = int(known[np.flatnonzero(holes)[0]]) + 1
+        history.missing.append(f"{int(holes.sum())} updates are in no line of {NAME}; the first is update {hole}.")
     newest = max((info for info in history.checkpoints if info.problem is None), key=lambda i: i.step, default=None)
     if newest is not None and newest.step > reached:
         history.missing.append(
@@ -298,9 +336,11 @@ def _whole(gap: Event, name: str) -> int:
     return value if isinstance(value, int) and 0 <= value < 1 << 62 else 0
 
 
-def _read_ledger(folder: Path, missing: list[str]) -> tuple[dict[str, np.ndarray], list[Event]]:
+def _read_ledger(folder: Path, missing: list[str]) -> tuple[dict[str, np.ndarray], list[Event], dict[int, str]]:
+    """Returns the gradients in columns, the events, and the names of several optimizers as the gradients have them."""
     rows: list[tuple[Any, ...]] = []
     events: list[Event] = []
+    optimizers: dict[int, str] = {}
     bad: list[int] = []
     torn: list[int] = []
     try:
@@ -310,7 +350,10 @@ def _read_ledger(folder: Path, missing: list[str]) -> tuple[dict[str, np.ndarray
                 took = np.nan if record.took_s is None or record.local_step == 1 else record.took_s
                 met = (record.worker, record.version, record.met, record.accepted, record.reason)
                 norm = record.norm if isinstance(record.norm, float) else np.nan
-                rows.append((*met, loss, took, record.arrived_at, norm, record.local_step))
+                track = record.track if isinstance(record.track, int) else 0
+                if isinstance(record.optimizer, str):
+                    optimizers[track] = record.optimizer
+                rows.append((*met, loss, took, record.arrived_at, norm, record.local_step, track))
             else:
                 events.append(record)
     except FileNotFoundError:
@@ -325,10 +368,10 @@ def _read_ledger(folder: Path, missing: list[str]) -> tuple[dict[str, np.ndarray
         missing.append(f"{NAME} is damaged: {lines} cannot be read and is left out.")
     if torn:
         missing.append(f"The last line of {NAME} is torn: its writer was killed, or is writing it now.")
-    names = ("worker", "version", "met", "accepted", "reason", "loss", "took_s", "at", "norm", "local_step")
-    kinds = (*[np.int64] * 3, np.bool_, np.object_, *[np.float64] * 4, np.int64)
+    names = ("worker", "version", "met", "accepted", "reason", "loss", "took_s", "at", "norm", "local_step", "track")
+    kinds = (*[np.int64] * 3, np.bool_, np.object_, *[np.float64] * 4, *[np.int64] * 2)
     values = list(zip(*rows, strict=True)) if rows else [() for _ in names]
-    return {n: np.array(v, dtype=k) for n, v, k in zip(names, values, kinds, strict=True)}, events
+    return {n: np.array(v, dtype=k) for n, v, k in zip(names, values, kinds, strict=True)}, events, optimizers
 
 
 def _read_report(folder: Path, missing: list[str]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,8 @@ from torchquorum.rules.latest_norms import LatestNorms
 
 SECONDS = Axis(name="time", unit="s", from_zero=True)
 STEPS = Axis(name="global step", from_zero=True)
+UPDATES = Axis(name="updates of the optimizer", from_zero=True)
+OF_OPTIMIZERS = ("c0", "c3", "c2", "c4", "c5", "c6", "c7")
 MOST_WORKERS = 24  # rows of a chart; a larger cluster shows its slowest workers
 MOST_COLUMNS = 30
 LEAST_COLUMNS = 6
@@ -56,6 +59,9 @@ def run_page(history: History) -> str:
         p.section("Worker by worker"),
         worker_table(figures),
     ]
+    if figures.optimizers:
+        at = body.index(p.section("Who did what"))
+        body[at:at] = [p.section("Optimizer by optimizer"), optimizer_table(figures)]
     if figures.refused:
         rows = [
             (f"{r}: {number(c)}", WHY.get(r, "")) for r, c in sorted(figures.refused.items(), key=lambda kv: -kv[1])
@@ -71,7 +77,11 @@ def run_page(history: History) -> str:
 
 
 def _below(history: History, figures: Figures) -> str:
-    words = [history.rule, f"{len(figures.workers)} workers" if len(figures.workers) != 1 else "1 worker"]
+    rules = ", ".join(f"{name} {rule}" for name, rule in zip(history.optimizers, history.rules, strict=True))
+    words = [
+        rules if figures.optimizers else history.rule,
+        f"{len(figures.workers)} workers" if len(figures.workers) != 1 else "1 worker",
+    ]
     if len(history.at):
         words.append("began " + time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(history.at.min())))
     words.append("still running" if history.is_running else f"{number(history.seconds)} s of training")
@@ -85,6 +95,7 @@ def _tiles(history: History, figures: Figures) -> list[tuple[str, str]]:
         shown.append(("accuracy at the end", f"{100 * history.accuracy:.2f} %"))
     elif len(measured):
         shown.append(("accuracy, last measured", f"{100 * measured[-1]:.2f} %"))
+    shown += [(f"updates of {of.name}", number(of.updates)) for of in figures.optimizers[1:]]
     if figures.batches:
         shown += [
             ("updates per second", number(figures.updates_per_s)),
@@ -148,7 +159,7 @@ def _large_gradient(history: History) -> list[str]:
         return []
     norms = LatestNorms()
     for i in range(int(bad[0])):
-        if history.accepted[i] and np.isfinite(history.norm[i]):
+        if history.accepted[i] and np.isfinite(history.norm[i]) and history.track[i] == history.track[bad[0]]:
             norms.note(*(a[i].item() for a in (history.norm, history.worker, history.local_step, history.met)))
     found = norms.take_largest()
     return [f"Before the first gradient that was not finite, one stands out: {found}."] if found is not None else []
@@ -160,10 +171,16 @@ def loss_charts(history: History) -> list[Scene]:
     axis = loss_axis(history.loss)
     steps, clock, losses = history.measured("validation/loss")
     found = []
-    for title, x, values in (("Loss over time", SECONDS, history.clock), ("Loss over steps", STEPS, history.met)):
-        curve = smooth(values[kept], history.loss[kept])
-        name = "training" if len(losses) > 1 else ""
-        lines = [Series(name=name, x=curve.x, y=curve.y, low=curve.low, high=curve.high, colour="c0")]
+    several = len(history.optimizers) > 1
+    over_steps = ("Loss over updates", UPDATES, history.met) if several else ("Loss over steps", STEPS, history.met)
+    for title, x, values in (("Loss over time", SECONDS, history.clock), over_steps):
+        lines: list[Series] = []
+        for k, optimizer in enumerate(history.optimizers):
+            own = kept & (history.track == k)
+            curve = smooth(values[own], history.loss[own])
+            name = optimizer or ("training" if len(losses) > 1 else "")
+            colour = OF_OPTIMIZERS[k % len(OF_OPTIMIZERS)]
+            lines.append(Series(name=name, x=curve.x, y=curve.y, low=curve.low, high=curve.high, colour=colour))
         if len(losses) > 1:
             at = clock if x is SECONDS else steps
             lines.append(Series(name="validation", x=list(at), y=list(losses), colour="c1", dash=(5, 3)))
@@ -176,13 +193,16 @@ def chosen_charts(history: History) -> list[Scene]:
     chosen = [e for e in history.events if e.event == "chose"]
     if not chosen:
         return []
-    clock = history.clock_of(np.array([e.at for e in chosen]))
-    x, y = [0.0], [float(history.config.get("num_workers") or chosen[0].values["aggregate"])]
-    for at, event in zip(clock, chosen, strict=True):
-        x += [float(at), float(at)]
-        y += [y[-1], float(event.values["aggregate"])]
-    line = Series(name="", x=[*x, max(history.seconds, x[-1])], y=[*y, y[-1]], colour="c5")
-    return [line_chart("Gradients waited for", [line], SECONDS, Axis(name="gradients per update", from_zero=True))]
+    lines: list[Series] = []
+    for k, name in enumerate(history.optimizers):
+        own = [e for e in chosen if e.values.get("optimizer", "") == name]
+        x, y = [0.0], [float(history.config.get("num_workers") or chosen[0].values["aggregate"])]
+        for at, event in zip(history.clock_of(np.array([e.at for e in own], dtype=float)), own, strict=True):
+            x += [float(at), float(at)]
+            y += [y[-1], float(event.values["aggregate"])]
+        colour = OF_OPTIMIZERS[k % len(OF_OPTIMIZERS)] if name else "c5"
+        lines += [Series(name=name, x=[*x, max(history.seconds, x[-1])], y=[*y, y[-1]], colour=colour)] if own else []
+    return [line_chart("Gradients waited for", lines, SECONDS, Axis(name="gradients per update", from_zero=True))]
 
 
 def loss_axis(losses: np.ndarray) -> Axis:
@@ -259,10 +279,13 @@ def _worker_charts(history: History, figures: Figures) -> list[Scene]:
 
 
 def _course_charts(history: History, figures: Figures) -> list[Scene]:
-    x, y = rate_over_time(history.update_times(), history.seconds)
+    rates: list[Series] = []
+    for k, name in enumerate(history.optimizers):
+        x, y = rate_over_time(history.update_times(k), history.seconds)
+        rates.append(Series(name=name, x=x, y=y, colour=OF_OPTIMIZERS[k % len(OF_OPTIMIZERS)] if name else "c3"))
     rate = line_chart(
         "Updates per second",
-        [Series(name="", x=x, y=y, colour="c3")],
+        rates,
         SECONDS,
         Axis(name="updates per second", from_zero=True),
         empty="too few updates for a curve",
@@ -331,6 +354,26 @@ def _timeline(history: History) -> Scene:
     return timeline("Who was there", rows, end, keys)
 
 
+def optimizer_table(figures: Figures) -> str:
+    """Returns the table of a run's optimizers, where there are several."""
+    head = ["optimizer", "rule", "updates", "updates/s", "gradients", "refused", "mean staleness", "last loss", "norm"]
+    rows = [
+        [
+            of.name,
+            of.rule,
+            number(of.updates),
+            number(of.updates / figures.seconds) if figures.seconds > 0 else "-",
+            number(of.batches),
+            number(of.refused),
+            f"{of.staleness:.2f}",
+            f"{of.loss:.4g}" if np.isfinite(of.loss) else "-",
+            f"{of.norm:.3g}" if np.isfinite(of.norm) else "-",
+        ]
+        for of in figures.optimizers
+    ]
+    return p.table(head, rows, [OF_OPTIMIZERS[k % len(OF_OPTIMIZERS)] for k in range(len(rows))])
+
+
 def worker_table(figures: Figures) -> str:
     """Returns the table of all workers."""
     head = ["worker", "batches", "used", "refused", "batches/s", "ms per batch", "waited", "mean staleness"]
@@ -360,15 +403,9 @@ def _checkpoint_table(history: History) -> str:
     return p.table(["checkpoint", "global step", "saved", "size", "state"], rows)
 
 
-def configuration(history: History) -> list[tuple[str, str]]:
-    """Returns the configuration as names and values."""
-    config, report = history.config, history.report
-    rows = [("rule", history.rule)] if history.rule != "unknown" else []
-    ps, workers = config.get("num_shards", report.get("ps")), config.get("num_workers", report.get("workers"))
-    if ps is not None:
-        rows.append(("cluster", f"{ps} ps, {workers} workers"))
-    if report.get("transport"):
-        rows.append(("transport", str(report["transport"])))
+def _of_optimizer(config: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns what a configuration has of one optimizer."""
+    rows: list[tuple[str, str]] = []
     optimizer = config.get("optimizer") or {}
     for i, group in enumerate(optimizer.get("groups", [])):
         given = ", ".join(f"{k}={v}" for k, v in group.items() if v not in (None, False, 0) and k != "params")
@@ -379,8 +416,28 @@ def configuration(history: History) -> list[tuple[str, str]]:
         rows.append(("schedule", f"{schedule.get('name')}({given})"))
     if config.get("average"):
         rows.append(("moving averages", f"decay {config['average'].get('decay')}"))
-    if "variables" in config:
-        rows.append(("model", f"{config['variables']} variables, {number(config.get('values'))} numbers"))
+    return rows
+
+
+def _size_of(config: dict[str, Any]) -> str:
+    return f"{config['variables']} variables, {number(config.get('values'))} numbers"
+
+
+def configuration(history: History) -> list[tuple[str, str]]:
+    """Returns the configuration as names and values."""
+    config, report = history.config, history.report
+    each = [config, *(spec for spec in config.get("more") or [] if isinstance(spec, dict))]
+    several = len(each) > 1
+    rows = [("rule", history.rule)] if history.rule != "unknown" and not several else []
+    ps, workers = config.get("num_shards", report.get("ps")), config.get("num_workers", report.get("workers"))
+    if ps is not None:
+        rows.append(("cluster", f"{ps} ps, {workers} workers"))
+    if report.get("transport"):
+        rows.append(("transport", str(report["transport"])))
+    for of, name, rule in zip(each, history.optimizers, history.rules, strict=False):
+        own = [("rule", rule), *_of_optimizer(of)] if several else _of_optimizer(of)
+        own += [("model", _size_of(of))] if "variables" in of else []
+        rows += [(f"{name}: {what}" if several else what, value) for what, value in own]
     if ps is not None and "placement" in config:
         rows.append(("placement", str(config["placement"])))
     if config:

@@ -51,7 +51,7 @@ class Assigning:
         name = f" of {self._plan.names[track]}" if self._plan.names[track] else ""
         text = f"{shown} became version {version}{name}{since}"
         decisions.history.wall = wall
-        decisions.history.note("assigned", assign.worker, text)
+        decisions.history.note("assigned", assign.worker, text, self._plan.naming(track))
         decisions.note(f"/job:worker/task:{assign.worker} assigned values: {text}")
 
     def release(self) -> None:

@@ -55,7 +55,7 @@ class Decisions:
         self.plan, self.plans, self.quorum = plan, plan.tracks(), quorum
         self.log = DecisionLog(plan.num_shards)
         self.evictions = [Evictions(of) for of in self.plans]
-        self.history = RunHistory(quorum, tally, ledger)
+        self.history = RunHistory(quorum, tally, ledger, plan.names)
         self.scheduled_rates: Callable[[int, int], list[float]] = lambda _track, _version: []
         self.settings = [RunSettings(s) for s in settings or [of.optimizer.groups for of in self.plans]]
         self.membership = Membership(plan, quorum)
@@ -166,8 +166,7 @@ class Decisions:
         self.gates.decided(key, accepted=accepted)
         if accepted and self.plans[push.track].rule.once_per_round:
             self._equal.given(key, push.sample, push.norm)
-        name = self.plan.names[push.track]
-        self.history.decided(action, push.loss, wall, batches, rates, norm=push.norm, optimizer=name)
+        self.history.decided(action, push.loss, wall, batches, rates, norm=push.norm, track=push.track)
         if self.recorder is not None:
             self.recorder.decided(action, push.loss)
         if action.reason is quorum.Reason.NOT_FINITE:
@@ -193,8 +192,7 @@ class Decisions:
         """The rule waits for another number of gradients: in the ledger, so that the run can be followed."""
         chosen: dict[str, Any] = {"aggregate": action.aggregate, "live": action.live}
         chosen["round_s"], name = round(action.round_s, 6), self.plan.names[action.track]
-        if name:
-            chosen["optimizer"] = name
+        chosen |= self.plan.naming(action.track)
         self.history.wall = wall
         self.history.note("chose", values=chosen)
         of = f" of {name}" if name else ""

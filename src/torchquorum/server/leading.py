@@ -215,8 +215,8 @@ class Leading(Run):
                 replies += shard.follow(entry)
         for track in shard.tracks:
             if track.evicted:
-                name = {"optimizer": track.plan.name} if track.plan.name else {}
-                leader.history.note("evicted", values={"rows": track.evicted, "step": track.version, **name})
+                naming = self.plan.naming(track.index)
+                leader.history.note("evicted", values={"rows": track.evicted, "step": track.version, **naming})
                 track.evicted = 0
         self._write_snapshots()
         replies += self.life.followers.news(leader.log, self.generation, shard.followed)

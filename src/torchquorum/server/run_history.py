@@ -20,6 +20,7 @@ from torchquorum.rules.latest_norms import LatestNorms
 from torchquorum.rules.quorum import Accepted, Key, Quorum, Reason, Refused
 from torchquorum.server.tally import Tally
 from torchquorum.wire.messages import Fate, Plan
+from torchquorum.wire.plan import OptimizerPlan
 
 REMEMBERED_FATES = 4096
 
@@ -27,25 +28,31 @@ REMEMBERED_FATES = 4096
 class RunHistory:
     """The record of one run.
 
+    Args:
+        quorum: Decides.
+        tally: The counts.
+        ledger: The ledger, if the run has a folder.
+        names: What the optimizers are called; the only one has no name.
+
     Attributes:
         tally: The counts, which go on over several creations of the variables.
         wall: The time of what happened last, for events.
     """
 
-    def __init__(self, quorum: Quorum, tally: Tally, ledger: LedgerWriter | None = None) -> None:
+    def __init__(
+        self, quorum: Quorum, tally: Tally, ledger: LedgerWriter | None = None, names: Sequence[str] = ("",)
+    ) -> None:
         self._quorum, self.tally, self._ledger = quorum, tally, ledger
         self.wall = 0.0
         self._fates: OrderedDict[Key, Fate] = OrderedDict()
-        self._norms = LatestNorms()
+        self._names, self._norms = names, [LatestNorms() for _ in names]
 
     def begin(self, plan: Plan) -> None:
         """The variables exist, new or restored: the ledger gets the run's configuration."""
         if self._ledger is not None:
-            body: dict[str, Any] = msgspec.to_builtins(plan)
-            values = sum(math.prod(v.shape) for v in plan.variables)
-            config = {name: value for name, value in body.items() if name not in ("variables", "rule", "logdir")}
-            config |= {"rule": str(plan.rule), "variables": len(plan.variables), "values": values}
+            config = _configuration_of(plan)
             if plan.more:
+                config["more"] = [_configuration_of(spec) for spec in plan.more]
                 config["versions"] = {n: t.version for n, t in zip(plan.names, self._quorum.tracks, strict=True)}
             self.note("began", values=config)
             self._ledger.flush()
@@ -65,20 +72,24 @@ class RunHistory:
         rates: Sequence[float] = (),
         *,
         norm: float | None = None,
-        optimizer: str = "",
+        track: int = 0,
     ) -> None:
         """A gradient was accepted or refused; `batches` are those it was computed from, `rates` those of an update that it made full.
 
-        `optimizer` is the name of that whose it is, where there are several.
+        `track` is the optimizer whose it is.
         """
+        optimizer = self._names[track]
         accepted = isinstance(action, Accepted)
         key, reason, staleness = action.key, action.reason.value, action.met - action.version
         counts = self.tally.worker(key.worker)
         counts.decided(accepted=accepted, reason=reason, staleness=staleness, loss=loss, at=wall)
+        if optimizer:
+            of = self.tally.optimizer(optimizer)
+            of.count(accepted=accepted, reason=reason, staleness=staleness, loss=loss)
         self._keep_fate(Fate(*key, "accepted" if accepted else "refused", reason, action.met, loss))
         finite = norm is not None and math.isfinite(norm)
         if accepted and norm is not None and finite:
-            self._norms.note(norm, key.worker, key.local_step, action.met)
+            self._norms[track].note(norm, key.worker, key.local_step, action.met)
         if self._ledger is None:
             return
         self._ledger.write(
@@ -97,14 +108,20 @@ class RunHistory:
                 batches=batches or msgspec.UNSET,
                 lr=list(rates) or msgspec.UNSET,
                 optimizer=optimizer or msgspec.UNSET,
+                track=track or msgspec.UNSET,
                 norm=msgspec.UNSET if norm is None else float(f"{norm:.6g}") if finite else None,
             )
         )
 
     def largest(self) -> str | None:
-        """Returns a line about the latest accepted gradient that was far larger than the others, if there is one; once."""
-        found = self._norms.take_largest()
-        return f"what is not finite now may come of an earlier gradient: {found}" if found is not None else None
+        """Returns a line about the latest accepted gradient that was far larger than the others of its optimizer, if there is one; once."""
+        found = [(norms.take_largest(), name) for name, norms in zip(self._names, self._norms, strict=True)]
+        known = [(large, name) for large, name in found if large is not None]
+        if not known:
+            return None
+        large, name = max(known, key=lambda each: each[0].norm / (each[0].usual or each[0].norm))
+        of = f" of {name}" if name else ""
+        return f"what is not finite now may come of an earlier gradient{of}: {large}"
 
     def note(self, event: str, worker: int = -1, text: str = "", values: dict[str, Any] | None = None) -> None:
         """Writes to the ledger what is no gradient."""
@@ -144,3 +161,11 @@ class RunHistory:
         """Closes the ledger."""
         if self._ledger is not None:
             self._ledger.close()
+
+
+def _configuration_of(plan: OptimizerPlan) -> dict[str, Any]:
+    """Returns what the ledger has of a plan: its variables are counted."""
+    body: dict[str, Any] = msgspec.to_builtins(plan)
+    values = sum(math.prod(v.shape) for v in plan.variables)
+    config = {name: value for name, value in body.items() if name not in ("variables", "rule", "logdir", "more")}
+    return config | {"rule": str(plan.rule), "variables": len(plan.variables), "values": values}

@@ -10,8 +10,8 @@ from typing import Any
 
 
 @dataclass(slots=True)
-class WorkerTally:
-    """The counts of one worker, over all its incarnations."""
+class GradientTally:
+    """The counts of gradients that were decided on."""
 
     batches: int = 0
     accepted: int = 0
@@ -19,6 +19,34 @@ class WorkerTally:
     staleness_sum: int = 0
     staleness_max: int = 0
     loss: float | None = None
+
+    def count(self, *, accepted: bool, reason: str, staleness: int, loss: float | None) -> None:
+        """Counts one gradient."""
+        self.batches += 1
+        self.loss = loss if loss is not None else self.loss
+        if accepted:
+            self.accepted += 1
+            self.staleness_sum += staleness
+            self.staleness_max = max(self.staleness_max, staleness)
+        else:
+            self.refused[reason] = self.refused.get(reason, 0) + 1
+
+    def counts(self) -> dict[str, Any]:
+        """Returns the counts in the words of the report."""
+        return {
+            "batches": self.batches,
+            "loss": self.loss,
+            "refused": sum(self.refused.values()),
+            "refused_reasons": dict(self.refused),
+            "staleness_mean": round(self.staleness_sum / self.accepted, 4) if self.accepted else 0.0,
+            "staleness_max": self.staleness_max,
+        }
+
+
+@dataclass(slots=True)
+class WorkerTally(GradientTally):
+    """The counts of one worker, over all its incarnations."""
+
     final_loss: float | None = None
     accuracy: float | None = None
     transport: str = ""
@@ -32,17 +60,10 @@ class WorkerTally:
     waits_for: dict[str, Any] | None = None
 
     def decided(self, *, accepted: bool, reason: str, staleness: int, loss: float | None, at: float) -> None:
-        """Counts one gradient."""
-        self.batches += 1
+        """Counts one gradient that was decided on at this time."""
+        self.count(accepted=accepted, reason=reason, staleness=staleness, loss=loss)
         self.first_at = at if self.first_at is None else self.first_at
         self.last_at = at
-        self.loss = loss if loss is not None else self.loss
-        if accepted:
-            self.accepted += 1
-            self.staleness_sum += staleness
-            self.staleness_max = max(self.staleness_max, staleness)
-        else:
-            self.refused[reason] = self.refused.get(reason, 0) + 1
 
     def hold(self, at: float) -> None:
         """The worker begins to wait."""
@@ -60,19 +81,15 @@ class WorkerTally:
         start = self.joined_at if self.joined_at is not None else self.first_at
         seconds = (self.last_at - start) if self.last_at is not None and start is not None else 0.0
         return {
+            **self.counts(),
             "state": self.state,
             "waits_for": self.waits_for,
             "transport": self.transport,
             "updates": self.accepted,
-            "batches": self.batches,
             "seconds": round(seconds, 3),
             "batches_per_s": round(self.batches / seconds, 2) if seconds > 0 else 0.0,
             "loss": self.final_loss if self.final_loss is not None else self.loss,
             "accuracy": self.accuracy,
-            "refused": sum(self.refused.values()),
-            "refused_reasons": dict(self.refused),
-            "staleness_mean": round(self.staleness_sum / self.accepted, 4) if self.accepted else 0.0,
-            "staleness_max": self.staleness_max,
             "waited_s": round(self.waited_s, 3),
             "start_up_s": None,
         }
@@ -80,10 +97,11 @@ class WorkerTally:
 
 @dataclass(slots=True)
 class Tally:
-    """The counts of the whole run."""
+    """The counts of the whole run; of several optimizers, also those of each by its name."""
 
     started_at: float
     workers: dict[int, WorkerTally] = field(default_factory=dict)
+    optimizers: dict[str, GradientTally] = field(default_factory=dict)
     first_update_at: float | None = None
     last_update_at: float | None = None
     updates: int = 0
@@ -94,6 +112,10 @@ class Tally:
         if found is None:
             found = self.workers[index] = WorkerTally()
         return found
+
+    def optimizer(self, name: str) -> GradientTally:
+        """Returns the counts of one of several optimizers, which begin with its first mention."""
+        return self.optimizers.setdefault(name, GradientTally())
 
     def updated(self, at: float) -> None:
         """Counts one update."""

@@ -64,6 +64,7 @@ def read_optimizers(given: Any) -> list[Optimizer]:
             )
     optimizers: list[Optimizer] = [optimizer for _, optimizer in named]
     if len(optimizers) == 1:
+        optimizers[0].called = ""
         return optimizers
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
         raise ConfigError("the same optimizer is given twice: give each once")

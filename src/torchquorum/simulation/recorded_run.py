@@ -64,6 +64,10 @@ def _read(path: Path, shown: Location) -> RecordedRun:
     rule, longest, entries = "", list[Entry](), list[Entry]()
     for record in read_records(path, lambda _line: None):
         if isinstance(record, Entry):
+            if isinstance(record.track, int):
+                raise ConfigError(
+                    f"--from {shown}: that run has several optimizers, and a simulated run has one; give a run of one"
+                )
             entries.append(record)
         elif record.event == "began":
             rule = str(record.values.get("rule") or rule)

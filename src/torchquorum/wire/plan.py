@@ -161,6 +161,10 @@ class Plan(OptimizerPlan, kw_only=True):
         """Returns what the optimizers are called; the only one has no name."""
         return [self.name, *(spec.name for spec in self.more)]
 
+    def naming(self, track: int) -> dict[str, Any]:
+        """Returns what the ledger says of an event that concerns one of several optimizers: its name, and which one unless the first."""
+        return {"optimizer": self.names[track], **({"track": track} if track else {})} if self.more else {}
+
     @property
     def rules(self) -> list[Rule]:
         """Returns the rules of the optimizers."""

@@ -6,8 +6,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from torchquorum.cli.live_view import View
-from torchquorum.cli.status_table import RunBar, RunProgress, StatusTable, clock, headline, rows_of, wait_words
+from torchquorum.cli.live_view import View, plain
+from torchquorum.cli.status_table import (
+    OptimizerTable,
+    RunBar,
+    RunProgress,
+    StatusTable,
+    clock,
+    headline,
+    rows_of,
+    wait_words,
+)
 
 
 def status(workers: int = 3, **changes: Any) -> dict[str, Any]:
@@ -117,3 +126,41 @@ def test_a_view_in_a_terminal_draws_bar_headline_and_table_and_clears_them_at_th
     shown = file.getvalue()
     assert "global step 41 of 100" in shown and headline(status()) in shown and "worker 2" in shown
     assert shown.endswith("\x1b[2K") or "\x1b[1A\x1b[2K" in shown
+
+
+def several() -> dict[str, Any]:
+    of = {
+        "rule": "Sync()",
+        "version": 40,
+        "batches": 80,
+        "loss": 0.5,
+        "refused": 0,
+        "staleness_mean": 0.0,
+        "round": [1, 2],
+    }
+    body = status(optimizers={"G": of, "D": {**of, "rule": "Async()", "version": 1200, "loss": None, "round": None}})
+    body["per_worker"]["0"]["waits_for"] = {
+        "what": "the quorum", "have": 1, "need": 2, "missing": [1], "count": 1, "optimizer": "G",
+    }  # fmt: skip
+    return {**body, "seconds": 10.0}
+
+
+def test_each_of_several_optimizers_has_a_row_and_a_wait_names_whose_round_it_is() -> None:
+    lines = drawn(OptimizerTable(several()))
+    assert [line.split() for line in lines[1:]] == [
+        ["G", "40", "4.0", "0.5000", "Sync()", "0.00", "0", "1", "of", "2"],
+        ["D", "1,200", "120", "Async()", "0.00", "0"],
+    ]
+    for width in (10, 30, 60):
+        assert all(len(line) <= width for line in drawn(OptimizerTable(several()), width))
+    assert "worker 1 (G: 1 of 2 have arrived)" in drawn(StatusTable(rows_of(several())), 120)[1]
+    assert headline(several()).startswith("2 optimizers, 3 of 3 workers live")
+    assert drawn(OptimizerTable(status())) == [] and OptimizerTable(status()).lines == 0
+
+
+def test_the_live_view_of_several_optimizers_fits_its_screen_and_its_plain_line_has_them_all() -> None:
+    view = View(Console(file=io.StringIO(), width=100, height=24, force_terminal=True))
+    view._note(several())
+    text = "\n".join(drawn(view.render(several())))
+    assert text.index("optimizer") < text.index("worker 0") and "1,200" in text
+    assert "G 40 (loss 0.5), D 1200, " in plain(several())

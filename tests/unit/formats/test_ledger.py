@@ -122,3 +122,19 @@ def test_the_version_that_a_ledger_knows_is_that_of_its_last_line_that_can_be_re
     assert last_known(b"".join(data.splitlines(keepends=True)[:2])) == 6  # the accepted one may have made update 6
     assert last_known(data + b'{"worker": \n{"torn') == 5
     assert last_known(b"") is None and last_known(b"torn") is None
+
+
+def test_of_several_optimizers_the_gradients_of_the_first_say_which_global_step_a_ledger_knows(tmp_path: Path) -> None:
+    others = [entry(2, optimizer="D", track=1), entry(70, optimizer="D", track=1)]
+    write(tmp_path, entry(4, optimizer="G"), *others)
+    assert last_known((tmp_path / NAME).read_bytes()) == 5
+    writer = LedgerWriter(tmp_path)  # the run goes on at step 5: nothing is missing, and nothing is known beyond it
+    for record in (Event("began", 1.0, 5), entry(3, optimizer="D", track=1), Event("began", 2.0, 8)):
+        writer.write(record)
+    writer.close()
+    assert [r.event for r in read_records(tmp_path) if isinstance(r, Event)] == ["began", "began"]
+    writer = LedgerWriter(tmp_path)
+    writer.write(Event("began", 3.0, 9))
+    writer.close()
+    gap = next(r for r in read_records(tmp_path) if isinstance(r, Event) and r.event == "gap")
+    assert (gap.values["first"], gap.values["last"]) == (9, 9)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+
+import msgspec
 
 from torchquorum.formats.ledger import Entry, Event
 from torchquorum.formats.ledger_write import LedgerWriter
@@ -74,3 +77,36 @@ def write_async(folder: Path, *, gradients: int = 90, times: tuple[float, ...] =
     writer.write(Event("left", START + at, gradients, 0, values={"accuracy": 0.90}))
     writer.write(Event("ended", START + at, gradients))
     writer.close()
+
+
+def write_gan(folder: Path, *, iterations: int = 30, critics: int = 3) -> None:
+    """A run of two optimizers: in each iteration the discriminator makes several updates, then the generator one; two workers."""
+    writer = LedgerWriter(folder)
+    more = {"name": "D", "rule": "Async()", "optimizer": {"name": "SGD", "groups": [{"lr": 0.1}]}, "variables": 4}
+    config = {
+        "rule": "Sync()",
+        "num_shards": 1,
+        "num_workers": 2,
+        "optimizer": {"name": "Adam", "groups": [{"lr": 0.01}]},
+    }
+    config |= {"variables": 2, "values": 9, "more": [{**more, "values": 7}], "versions": {"G": 0, "D": 0}}
+    writer.write(Event("began", START, 0, values=config))
+    at, steps, discriminated = START, 0, 0
+    for generated in range(iterations):
+        for step in range(critics + 1):
+            for worker in (0, 1):
+                at += 0.01
+                if step < critics:
+                    entry = Entry(
+                        worker, "0a", steps + 1, discriminated, discriminated, 0, True, "fresh", at, 1.5, 0.01
+                    )
+                    entry = msgspec.structs.replace(entry, optimizer="D", track=1, norm=2.0)
+                    discriminated += 1
+                else:
+                    entry = Entry(worker, "0a", steps + 1, generated, generated, 0, True, "fresh", at, 0.5, 0.01)
+                    entry = msgspec.structs.replace(entry, optimizer="G", norm=1.0)
+                writer.write(entry)
+            steps += 1
+    writer.write(Event("ended", at, iterations))
+    writer.close()
+    (folder / "report.json").write_text(json.dumps({"optimizers": {"D": {"version": discriminated}}}))

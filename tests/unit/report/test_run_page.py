@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.report.runs import write_sync
+from tests.unit.report.runs import write_gan, write_sync
 from torchquorum.formats.ledger import Event
 from torchquorum.formats.ledger_write import LedgerWriter
 from torchquorum.report.history import read_history
@@ -39,3 +39,14 @@ def test_the_numbers_that_auto_chose_are_drawn(tmp_path: Path) -> None:
     text = run_page(read_history(tmp_path))
     assert "Gradients waited for" in text
     assert "The rule chose 2 time(s) how many gradients make an update: 2 at least, 3 at most, 3 at the end." in text
+
+
+def test_several_optimizers_are_told_apart(tmp_path: Path) -> None:
+    write_gan(tmp_path)
+    text = run_page(read_history(tmp_path))
+    assert "G Sync(), D Async(), 2 workers" in text
+    assert "Optimizer by optimizer" in text and "updates of D" in text and "Loss over updates" in text
+    for cells in (["G", "Sync()", "30"], ["D", "Async()", "180"]):
+        assert "".join(f"<td>{cell}</td>" for cell in cells[1:]) in text and f"</span>{cells[0]}</td>" in text
+    assert "D: optimizer" in text and "SGD(lr=0.1)" in text and "G: model" in text
+    assert "are in no line" not in text and "computed again after a restore" not in text

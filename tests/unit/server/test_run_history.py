@@ -81,3 +81,20 @@ def test_only_recent_fates_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2, 3):
         kept.decided(Accepted(Key(0, 1, step), 0, 0, Reason.FRESH, 1.0), None, 1.0, {})
     assert [kept.fate(Key(0, 1, step)) is not None for step in (1, 2, 3)] == [False, True, True]
+
+
+def test_several_optimizers_are_counted_each_and_their_norms_are_not_compared(tmp_path: Path) -> None:
+    quorum = Quorum(tq.Async(), 2, more=[(tq.Async(), 0)])
+    kept = RunHistory(quorum, Tally(0.0), open_ledger(str(tmp_path), print), ["G", "D"])
+    for step in range(1, 9):
+        action = Accepted(Key(1, 7, step), 0, step, Reason.FRESH, 8.0)
+        kept.decided(action, 0.25, 9.0, {}, norm=1e6 if step % 2 else 1.0, track=step % 2)
+    kept.decided(Refused(Key(1, 7, 9), 2, 5, Reason.STALE, 8.0), 0.5, 9.0, {}, track=1)
+    assert kept.largest() is None
+    kept.close()
+    counts = kept.tally.optimizers
+    assert {name: (of.batches, of.accepted, of.loss) for name, of in counts.items()} == {
+        "D": (5, 4, 0.5), "G": (4, 4, 0.25),
+    }  # fmt: skip
+    entries = list(read_ledger(tmp_path / NAME))
+    assert {(e.optimizer, e.track) for e in entries} == {("G", msgspec.UNSET), ("D", 1)}

@@ -44,6 +44,11 @@ def run_evaluation(session: HookSession, evaluate: Evaluate, *, averaged: bool) 
     return version, {"accuracy": float(results)}
 
 
+def has_averages(session: HookSession) -> bool:
+    """Whether the run keeps moving averages of some of its variables."""
+    return any(optimizer.options.average is not None for optimizer in session.optimizers)
+
+
 class EvaluateHook(Hook):
     """Evaluates at intervals of global steps, on the chief or the worker that stands in for it, and prints a line per result.
 
@@ -81,7 +86,7 @@ class EvaluateHook(Hook):
         self._run(session, session.global_step)
 
     def _run(self, session: HookSession, version: int) -> None:
-        averaged = self._averaged and session.optimizer.options.average is not None
+        averaged = self._averaged and has_averages(session)
         self.step, self.results = run_evaluation(session, self._evaluate, averaged=averaged)
         # With other workers, the step may have skipped one or more multiples of `every`.
         self._next = (max(self.step, version) // self._every + 1) * self._every
@@ -107,7 +112,7 @@ class FinalAccuracyHook(Hook):
         """Evaluates a checkpoint, unless an EvaluateHook does; an evaluator records nothing for the report."""
         if any(isinstance(hook, EvaluateHook) for hook in session.hooks):
             return
-        averaged = self._averaged and session.optimizer.options.average is not None
+        averaged = self._averaged and has_averages(session)
         version, results = run_evaluation(session, self._evaluate, averaged=averaged)
         for name, value in results.items():
             write_line(f"checkpoint of step {version}: {name} = {value:g}")
@@ -115,7 +120,7 @@ class FinalAccuracyHook(Hook):
 
     def end(self, session: HookSession) -> None:
         """Takes the newest version, evaluates it and records the results."""
-        averaged = self._averaged and session.optimizer.options.average is not None
+        averaged = self._averaged and has_averages(session)
         if not averaged:
             session.pull()
         version, results = run_evaluation(session, self._evaluate, averaged=averaged)

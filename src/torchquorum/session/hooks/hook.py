@@ -30,6 +30,7 @@ class HookSession(Protocol):
     task: Task
     model: nn.Module
     optimizer: Optimizer
+    optimizers: list[Optimizer]
     logdir: str | None
     patience: Patience
     hooks: list[Hook]
@@ -105,6 +106,10 @@ class HookSession(Protocol):
 
     def save(self, *, wait_s: float = 0.0) -> str | None:
         """Makes a checkpoint."""
+        ...
+
+    def save_at_loop(self) -> None:
+        """Makes a checkpoint where the program's loop begins anew."""
         ...
 
     def record(self, **results: Any) -> None:

@@ -146,7 +146,8 @@ class NanGuardHook(Hook):
             return
         if math.isfinite(ran.loss):
             return
-        text = self._text(session, f"the loss is {ran.loss}")
+        of = f" of {ran.step.optimizer}" if ran.step.optimizer else ""
+        text = self._text(session, f"the loss{of} is {ran.loss}")
         if self._fail:
             raise NanLossError(text)
         session.request_stop()
@@ -155,7 +156,7 @@ class NanGuardHook(Hook):
             say(text)
 
     def _text(self, session: HookSession, what: str, more: str = "") -> str:
-        rates = ", ".join(f"{lr:g}" for lr in session.optimizer.lr)
+        rates = ", ".join(f"{lr:g}" for optimizer in session.optimizers for lr in optimizer.lr)
         return (
             f"{session.task}: {what} at local step {session.local_step}, global step {session.global_step}. {more}Try a "
             f"smaller learning rate (now {rates}) or a warm-up, clip the gradients (torch.nn.utils.clip_grad_norm_), and "
@@ -192,8 +193,8 @@ class LogHook(Hook):
         step, global_step = ran.step.local_step, ran.step.version
         if step == self._step:
             return  # the run was over: nothing was pushed
-        self._step = step
-        if step % self._every:
+        before, self._step = self._step, step
+        if step // self._every == before // self._every:
             return
         if ran.loss is None:
             self._told = self._told or _tell_no_loss("LogHook", session)

@@ -22,6 +22,7 @@ from torchquorum.session.hooks.summary_asks import Asks, OverLink
 from torchquorum.session.hooks.summary_writer import Rewind, RunHead, StepValues, SummaryThread
 from torchquorum.session.join import say
 from torchquorum.session.states import SessionState
+from torchquorum.worker.optimizer import Optimizer
 
 SAMPLED = 2_000_000  # elements per histogram pass; larger models are sampled evenly
 LEAST_SAMPLED = 10_000  # of each variable
@@ -35,7 +36,8 @@ class SummaryHook(Hook):
 
     Scalars: the loss given to `optimizer.step(loss=...)`, accuracy (evaluated or recorded), learning rate per parameter
     group, global steps and examples per second; and, as ps task 0 counts them, staleness and refused gradients since the
-    run's start, and per worker batches per second and the share of its time spent waiting for the quorum. Histograms:
+    run's start, and per worker batches per second and the share of its time spent waiting for the quorum. Of several optimizers
+    `loss/NAME`, `learning_rate/NAME`, `updates/NAME`, `updates_per_s/NAME`, `staleness/NAME` and `refused/NAME` are each one's. Histograms:
     `variables/<name>`, and `gradients/<name>`, the mean gradients that became updates, which only the ps tasks
     have. Then the model's graph, if an example is given, and the configuration as text.
 
@@ -49,6 +51,8 @@ class SummaryHook(Hook):
         example: An input of the model, or a tuple of inputs, from which its graph is drawn.
         histograms: Whether to write histograms. They take at most 2 % of the writer's time.
     """
+
+    every_optimizer = True
 
     def __init__(
         self,
@@ -74,7 +78,7 @@ class SummaryHook(Hook):
         self._clock: Clock = SYSTEM
         self.noted = (0.0, 0)
         self._histograms_at = self._asked_at = 0.0
-        self._loss: float | None = None
+        self._losses: dict[str, float] = {}  # by optimizer
         self._told_no_folder = False
 
     def after_create_session(self, session: HookSession) -> None:
@@ -114,7 +118,10 @@ class SummaryHook(Hook):
             self._stand_in(session)
         if self._thread is None or self._thread.failed:
             return
-        self._loss = ran.loss
+        if ran.loss is not None:
+            self._losses[ran.step.optimizer] = ran.loss
+        if ran.step.optimizer != session.optimizer.called:
+            return  # moments are global steps, which the first optimizer makes
         if self._every_steps is not None:
             due = ran.step.version - self.noted[1] >= self._every_steps
         else:
@@ -165,12 +172,10 @@ class SummaryHook(Hook):
         at, step = self.noted
         self.noted = (now, version)
         scalars: dict[str, float] = {}
-        if self._loss is not None:
-            scalars["loss"] = self._loss
         if version > step and now > at:
             scalars["global_steps_per_s"] = (version - step) / (now - at)
-        rates = session.optimizer.used_lr
-        scalars |= {f"learning_rate/group_{i}" if len(rates) > 1 else "learning_rate": lr for i, lr in enumerate(rates)}
+        for optimizer in session.optimizers:
+            scalars |= self._of(optimizer)
         arrays: dict[str, np.ndarray] = {}
         rested = now - self._histograms_at >= self._thread.histogram_s / HISTOGRAM_SHARE
         if self._histograms and histograms and (rested or last):
@@ -179,6 +184,19 @@ class SummaryHook(Hook):
         ask = last or now - self._asked_at >= STATUS_EVERY_S
         self._asked_at = now if ask else self._asked_at
         self._thread.put(StepValues(version, self._clock.wall(), scalars, arrays, with_status=ask, last=last))
+
+    def _of(self, optimizer: Optimizer) -> dict[str, float]:
+        """Returns the numbers of one optimizer; of several, with its name."""
+        name, rates = optimizer.called, optimizer.used_lr
+        of = f"/{name}" if name else ""
+        found = {
+            f"learning_rate{of}/group_{i}" if len(rates) > 1 else f"learning_rate{of}": lr for i, lr in enumerate(rates)
+        }
+        if name in self._losses:
+            found[f"loss{of}"] = self._losses[name]
+        if name:
+            found[f"updates{of}"] = optimizer.version
+        return found
 
 
 def take_variables(model: torch.nn.Module) -> dict[str, np.ndarray]:
@@ -195,7 +213,26 @@ def take_variables(model: torch.nn.Module) -> dict[str, np.ndarray]:
 
 def describe_run(session: HookSession) -> str:
     """Returns the run's configuration as tables in Markdown."""
-    optimizer, task = session.optimizer, session.task
+    task = session.task
+    rows: list[tuple[str, str]] = []
+    for optimizer in session.optimizers:
+        of = f"{optimizer.called}: " if optimizer.called else ""
+        rows += [(f"{of}{name}", value) for name, value in _describe_optimizer(optimizer)]
+    for job in ("ps", "worker"):
+        addresses = ", ".join(str(task.cluster.address(t)) for t in task.cluster.tasks(job))
+        rows.append((f"{job} tasks", f"{task.cluster.num_tasks(job)}: {addresses}"))
+    rows.append(("transport of the chief", ", ".join(session.transports)))
+    rows.append(("torch", str(torch.__version__)))
+    lines = ["| setting | value |", "| --- | --- |", *(f"| {name} | {_cell(value)} |" for name, value in rows)]
+    lines += ["", "| variable | shape | dtype | ps tasks |", "| --- | --- | --- | --- |"]
+    for layout in (optimizer.flat.layout for optimizer in session.optimizers if optimizer.flat is not None):
+        for variable in layout.variables:
+            shards = ", ".join(str(k) for k in layout.shard_of(variable.name))
+            lines.append(f"| {_cell(variable.name)} | {list(variable.shape)} | {variable.dtype} | {shards} |")
+    return "\n".join(lines)
+
+
+def _describe_optimizer(optimizer: Optimizer) -> list[tuple[str, str]]:
     spec = optimizer.spec()
     rows = [("rule", str(optimizer.rule)), ("optimizer", spec.name)]
     for i, group in enumerate(spec.groups):
@@ -208,19 +245,7 @@ def describe_run(session: HookSession) -> str:
     else:
         rows.append(("schedule", "none"))
     rows.append(("moving averages", f"decay {average.decay:g}" if average is not None else "none"))
-    for job in ("ps", "worker"):
-        addresses = ", ".join(str(task.cluster.address(t)) for t in task.cluster.tasks(job))
-        rows.append((f"{job} tasks", f"{task.cluster.num_tasks(job)}: {addresses}"))
-    rows.append(("transport of the chief", ", ".join(session.transports)))
-    rows.append(("placement", optimizer.options.placement))
-    rows.append(("torch", str(torch.__version__)))
-    lines = ["| setting | value |", "| --- | --- |", *(f"| {name} | {_cell(value)} |" for name, value in rows)]
-    if session.flat is not None:
-        lines += ["", "| variable | shape | dtype | ps tasks |", "| --- | --- | --- | --- |"]
-        for variable in session.flat.layout.variables:
-            shards = ", ".join(str(k) for k in session.flat.layout.shard_of(variable.name))
-            lines.append(f"| {_cell(variable.name)} | {list(variable.shape)} | {variable.dtype} | {shards} |")
-    return "\n".join(lines)
+    return [*rows, ("placement", optimizer.options.placement)]
 
 
 def _cell(text: str) -> str:

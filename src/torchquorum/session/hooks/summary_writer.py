@@ -266,6 +266,8 @@ class StatusRates:
             for reason, count in worker["refused_reasons"].items():
                 reasons[reason] = reasons.get(reason, 0) + count
         found |= {f"refused/{reason.replace(' ', '_')}": count for reason, count in reasons.items()}
+        for name, of in (status.get("optimizers") or {}).items():
+            found |= {f"staleness/{name}": of["staleness_mean"], f"refused/{name}": of["refused"]}
         before, self._before = self._before, (now, status)
         if before is None or now - before[0] <= 0:
             return found
@@ -275,7 +277,14 @@ class StatusRates:
             found[f"batches_per_s/worker_{index}"] = max(0, worker["batches"] - earlier["batches"]) / seconds
             waited_s = max(0.0, worker["waited_s"] - earlier["waited_s"])
             found[f"quorum_wait/worker_{index}"] = min(1.0, waited_s / seconds)
+        for name, of in (status.get("optimizers") or {}).items():
+            earlier = (before[1].get("optimizers") or {}).get(name, of)
+            found[f"updates_per_s/{name}"] = max(0, of["version"] - earlier["version"]) / seconds
         if self._batch_size is not None:
-            batches = max(0, status["batches"] - before[1]["batches"])
-            found["examples_per_s"] = self._batch_size * batches / seconds
+            found["examples_per_s"] = self._batch_size * max(0, _batches(status) - _batches(before[1])) / seconds
         return found
+
+
+def _batches(status: dict[str, Any]) -> int:
+    """Returns how many batches were used: of several optimizers each may have made a gradient of the same one."""
+    return max((of["batches"] for of in (status.get("optimizers") or {}).values()), default=status["batches"])

@@ -20,6 +20,7 @@ class Pretended:
 
     def __init__(self, error: Exception | None = None) -> None:
         self.global_step, self.saved_step, self.saves, self._error = 0, -1, [], error
+        self.optimizers = [None]
 
     def save(self, *, wait_s: float = 0.0) -> None:
         self.saves.append((self.global_step, wait_s))

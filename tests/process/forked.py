@@ -25,7 +25,9 @@ class Cluster:
         *options: str,
         logdir: Path | None = None,
         limits: Limits | None = None,
+        program: Path = PROGRAM,
     ) -> None:
+        self._program = program
         self.folder, self.logdir = folder, logdir or folder / "run"
         self._limits = limits or {}
         folder.mkdir()
@@ -43,13 +45,13 @@ class Cluster:
 
     def start(self, task: tuple[str, int]) -> None:
         job, index = task
-        argv = [str(PROGRAM), f"--job_name={job}", f"--task_id={index}", *self._flags]
+        argv = [str(self._program), f"--job_name={job}", f"--task_id={index}", *self._flags]
         self.lives[task] = fork_task(argv, self.folder / f"{job}-{index}.txt", limits=self._limits.get(task))
 
     def start_beside(self, task: tuple[str, int]) -> tuple[Forked, Path]:
         """Starts a second process as a task that is there; returns it and the file with what it prints."""
         job, index = task
-        argv = [str(PROGRAM), f"--job_name={job}", f"--task_id={index}", *self._flags]
+        argv = [str(self._program), f"--job_name={job}", f"--task_id={index}", *self._flags]
         output = self.folder / f"{job}-{index}-second.txt"
         self._beside.append(fork_task(argv, output))
         return self._beside[-1], output

@@ -134,14 +134,16 @@ class Checkpoints:
         """Whether a checkpoint is being made, or waits for its turn."""
         return self.saving is not None or self._next is not None or self._failures.retry is not None
 
-    def save(self, number: int, folder: str, keep: int, now: float) -> SaveState:
+    def save(self, number: int, folder: str, keep: int, now: float, *, at_once: bool = False) -> SaveState:
         """Starts checkpoint `number`, unless it is known; while another is being made it waits for its turn.
 
-        One waits at a time, the latest asked for; it will be of the version that there is then.
+        One waits at a time, the latest asked for; it will be of the version that there is then. One that is wanted `at_once` does not wait.
         """
         state = self.state(number)
         if state is None and self._leader.quorum.stopped and self.last_good and not self.unsaved:
             return SaveState(number, "done", self.saved_version, self.last_good, "")  # by ps task 0, in its place
+        if state is None and self.busy and at_once:
+            return SaveState(number, "busy", -1, "", "")
         if state is None and self.busy:
             self._next = (number, folder, keep)
         elif state is None:

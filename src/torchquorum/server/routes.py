@@ -77,7 +77,8 @@ def _not_decided(got: Incoming[m.FateOf]) -> list[Reply]:
 
 def _save(run: Leading, got: Incoming[m.Save]) -> list[Reply]:
     run.leader.conclude(got.wall)
-    return [got.reply(run.checkpoints.save(got.message.number, got.message.folder, got.message.keep, got.now))]
+    save = got.message
+    return [got.reply(run.checkpoints.save(save.number, save.folder, save.keep, got.now, at_once=save.at_once))]
 
 
 def _position(run: Leading, got: Incoming[m.Position]) -> list[Reply]:

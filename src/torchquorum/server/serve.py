@@ -48,6 +48,7 @@ SAY_EVERY_S = 15.0
 WAIT_FOR_CHIEF_S = 3600.0
 LEADER_SILENCE_S = 30.0  # of one whose host says that nobody listens there
 LEADER_LOST_S = 1800.0  # of one that may only be paused, or cut off
+COMPLETE_S = 4.0  # how long several optimizers may complete what a loop has begun, after a signal to a ps task
 LEADER_DIAL_S = 5.0  # a connection on which it has been silent for so long is made anew
 PAUSE_S = 1.0  # a longer turn of the loop was a pause of this task
 RECEIVED_AT_ONCE = 64
@@ -143,6 +144,7 @@ class PsTask:
         self._outbox = Outbox(self.service, self._listener, self._leader)
         self._signals = Signals(self._announce, "stopping the run")
         self._stopped = self._between_jobs = self._led = False
+        self._stops_at = 0.0
         self._farewell_to = Farewell(
             cluster, options.refuses, self._announce, self._answer, hurried=lambda: self._signals.asked
         )
@@ -337,6 +339,12 @@ class PsTask:
                 if self._between_jobs:
                     return
                 raise KeyboardInterrupt
+            if self.service.run.plan.more and not self.service.run.leader.quorum.stopped:
+                # Of several optimizers: a chief that was asked too ends the run where its loop has stepped them all.
+                self._stops_at = self._stops_at or self._clock.now() + COMPLETE_S
+                if self._clock.now() < self._stops_at:
+                    self._stopped = False
+                    return
             with self._turn:
                 self._outbox.send(self.service.stop(self._clock.now(), self._clock.wall()))
                 self._outbox.commit()

@@ -132,6 +132,9 @@ class EvaluatedRun:
         """Does nothing: an evaluator saves nothing."""
         return None
 
+    def save_at_loop(self) -> None:
+        """Does nothing, too."""
+
     @contextmanager
     def _open(self) -> Iterator[CheckpointReader]:
         if self._reader is not None:

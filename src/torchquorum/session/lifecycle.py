@@ -301,8 +301,10 @@ class Lifecycle:
             self._setup.task.alone.finish()
 
     def should_stop(self) -> bool:
-        """Whether the run is over for this worker."""
-        self.requests.check()
+        """Whether the run is over for this worker, whose loop begins anew."""
+        if self.states.state is SessionState.RUNNING:
+            self.run.loop_begins()
+        self.requests.check(loop_begins=True)
         over = self.requests.stop or self.running_link.stopped
         if over:
             self.running_link.positions.before_push()

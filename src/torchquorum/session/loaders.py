@@ -124,7 +124,7 @@ class LoaderBatches:
         raise StopIteration
 
     def __len__(self) -> int:
-        return len(self._inner)
+        return len(self._inner) - self.skipped
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)

@@ -41,6 +41,7 @@ class RunState:
         self._setup, self._attachment, self._signals, self._surviving = setup, attachment, signals, surviving
         self._connection = attachment.connection
         self.saved_step = -1
+        self._wants_save = self._loop_begun = False
 
     def pull(self) -> int:
         """Takes the cluster's current version into the model's parameters; returns it."""
@@ -73,12 +74,34 @@ class RunState:
     def _ask_buffers(self) -> dict[str, torch.Tensor]:
         return self._surviving(lambda: self._connection.running.take_buffers())
 
-    def save(self, wait_s: float) -> str | None:
-        """Makes a checkpoint of the current version; returns its path if it was waited for."""
-        folder, keep = self._setup.logdir, self._setup.save.keep
-        if folder is None:
+    def save_at_loop(self) -> None:
+        """Makes a checkpoint where the program's loop begins anew; at once if nothing has said since the last time where that is."""
+        if self._wants_save and not self._loop_begun:
+            self._wants_save = False
+            self.save(wait_s=0.0)
+        else:
+            self._wants_save, self._loop_begun = True, False
+
+    def loop_begins(self) -> None:
+        """The program's loop begins anew: a checkpoint that is wanted is made of this place of the log."""
+        self._loop_begun = True
+        if self._wants_save:
+            self._wants_save = not self._surviving(self._begin_save)
+
+    def _begin_save(self) -> bool:
+        link, folder = self._connection.running, self._folder()
+        link.positions.send(link.place)
+        return link.begin_save(self._setup.task.random_bits(48), folder, self._setup.save.keep)
+
+    def _folder(self) -> str:
+        if self._setup.logdir is None:
             raise ConfigError("session.save(): the session has no logdir to save into")
         self._attachment.initializer.has_saved = True
+        return self._setup.logdir
+
+    def save(self, wait_s: float) -> str | None:
+        """Makes a checkpoint of the current version; returns its path if it was waited for."""
+        folder, keep = self._folder(), self._setup.save.keep
         link, draw, retries = self._connection.running, self._setup.task.random_bits, self._check_retries
         link.positions.send(link.place, final=wait_s > 0)
         state = self._surviving(

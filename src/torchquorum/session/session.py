@@ -202,8 +202,11 @@ class Session:
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._part.end(error)
+    ) -> bool | None:
+        # A loader that ends because the run does ends a loop over it; a program that calls `next(batches)` by itself ends here.
+        over = isinstance(error, StopIteration) and self.state is SessionState.RUNNING and self.should_stop()
+        self._part.end(None if over else error)
+        return over or None
 
     def start(self) -> Session:
         """Begins the session without a `with` block, for programs that cannot indent their loop; `close` ends it.
@@ -251,8 +254,16 @@ class Session:
         """
         return self._part.run.save(wait_s)
 
+    def save_at_loop(self) -> None:
+        """Makes a checkpoint where the program's loop begins anew, which is where it asks `should_stop`, or takes its next batch.
+
+        A program that goes on from a checkpoint begins its loop there. Of several optimizers some are ahead at other places; those that
+        the session makes by itself are made this way.
+        """
+        self._part.run.save_at_loop()
+
     def should_stop(self) -> bool:
-        """Whether the run is over: the last step has been reached, or a stop was requested."""
+        """Whether the run is over: the last step has been reached, or a stop was requested. Ask where the loop begins."""
         return self._part.should_stop()
 
     def share(

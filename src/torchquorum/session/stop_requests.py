@@ -18,6 +18,7 @@ from torchquorum.session.stop_condition import StopCondition
 
 # How long a wait goes on after a signal: the chief's stop, or the next answer, usually ends it sooner.
 SIGNAL_S = 5.0
+COMPLETE_S = 3.0  # how long several optimizers may complete what the loop has begun
 
 
 class StopRequests:
@@ -43,12 +44,13 @@ class StopRequests:
         self.ended_at: int | None = None
         self.meanwhile: Callable[[], None] = lambda: None
         self._signal_seen_at: float | None = None
+        self._asked_at: float | None = None  # when that, or the end of its time, was seen first
 
-    def check(self) -> None:
+    def check(self, *, loop_begins: bool = False) -> None:
         """Sees whether this worker has to stop.
 
-        Called at every step and by the link while it waits. The chief ends the run for all workers; who stands in for it does so
-        when the time is up.
+        Called at every step and by the link while it waits, and where the program's loop begins anew. The chief ends the run for all
+        workers; who stands in for it does so when the time is up. Of several optimizers the run ends where the loop begins.
 
         Raises:
             SavedElsewhereError: The run ended well while the chief, its loop over, was looking for the ps tasks.
@@ -63,14 +65,27 @@ class StopRequests:
             self._setup.say("asked to leave the run, because fewer workers are wanted")
         late = self._condition.is_late and task.index == self._connection.lead
         if not self.stop and (self._signals.asked or late):
-            self.stop = True
-            if task.is_chief or late:
-                self._connection.known.stop()
+            ends_run = task.is_chief or late
+            if self._is_time(at_once=ends_run and loop_begins):
+                self.stop = True
+                if ends_run:
+                    self._connection.known.stop()
         if self._signals.asked and state in (SessionState.RUNNING, SessionState.RECOVERING):
             self._end_wait()
         if state is SessionState.RECOVERING and self.ended_at is not None and task.is_chief:
             self._look_for_end(self.ended_at)
         self.meanwhile()
+
+    def _is_time(self, *, at_once: bool) -> bool:
+        """Whether a worker that was asked to stop does so now: of several optimizers the loop steps them all first.
+
+        The others wait a little for the chief, which was probably asked too and ends the run for all at one place.
+        """
+        if at_once or not self._setup.more_optimizers:
+            return True
+        now = self._setup.clock.now()
+        self._asked_at = now if self._asked_at is None else self._asked_at
+        return now - self._asked_at >= COMPLETE_S
 
     def _end_wait(self) -> None:
         """Ends a wait, or a loop that does not ask `should_stop`, some time after a signal."""

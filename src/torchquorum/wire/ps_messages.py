@@ -136,7 +136,7 @@ class Alive(Message):
 
 
 class SaveState(Message):
-    """How a checkpoint goes: `state` is running, done or failed; `path` where it is, `text` what went wrong."""
+    """How a checkpoint goes: `state` is running, done, failed, or busy with another; `path` where it is, `text` what went wrong."""
 
     number: int
     state: str

@@ -205,13 +205,17 @@ class Stay(Message):
 
 
 class Save(Message):
-    """The chief wants a checkpoint, its `number`th; sent again to ask how that goes. Answered by SaveState."""
+    """The chief wants a checkpoint, its `number`th; sent again to ask how that goes. Answered by SaveState.
+
+    With `at_once`, of the place of the log where it is now: not if another is being made.
+    """
 
     worker: int
     incarnation: int
     number: int
     folder: str
     keep: int
+    at_once: bool = False
 
 
 class Settle(Message):

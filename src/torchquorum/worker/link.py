@@ -315,6 +315,12 @@ class Link(RunView):
             return None
         return wait_for_save(self.channels, request, wait_s, retries)
 
+    def begin_save(self, number: int, folder: str, keep: int) -> bool:
+        """Asks for a checkpoint of the place of the log where it is now; returns whether it has begun: not while another is made."""
+        request = m.Save(self.end.index, self.incarnation, number, folder, keep, at_once=True)
+        what, limit_s = "the beginning of a checkpoint", self.end.patience.round_s
+        return self.channels.ask(0, request, kind=m.SaveState, what=what, limit_s=limit_s).state != "busy"
+
     # -- buffers ------------------------------------------------------------------------------------------------------
 
     def use_buffers(self, local: LocalBuffers) -> None:

@@ -37,12 +37,13 @@ class CheckpointHook(Hook):
             due = ran.step.version - self._saved_step >= self._every_steps
         if due and not ran.step.stop:
             self._saved_at, self._saved_step = now, ran.step.version
-            session.save()
+            # Of several optimizers the others may be about to complete what the loop has begun.
+            session.save() if len(session.optimizers) == 1 else session.save_at_loop()
 
     def end(self, session: HookSession) -> None:
         """Saves the last version; if that fails, ps task 0 tries again for `Patience.save_s`, and then the run has failed."""
-        if session.global_step == session.saved_step:
-            return
+        if session.global_step == session.saved_step and len(session.optimizers) == 1:
+            return  # of several optimizers others may have made updates since
         try:
             session.save(wait_s=session.patience.round_s)
         except (LostVariablesError, UpdateError):

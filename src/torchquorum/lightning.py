@@ -1,8 +1,8 @@
 """Lightning: `Trainer(strategy=torchquorum.lightning.QuorumStrategy(rule=...))` trains a LightningModule with the ps tasks.
 
-Needs the extra: `pip install torchquorum[lightning]`. The strategy wraps the module's optimizer, starts a session when training starts,
+Needs the extra: `pip install torchquorum[lightning]`. The strategy wraps the module's optimizers, starts a session when training starts,
 after Lightning has restored a checkpoint, and ends it with the training. What always holds: every worker runs a Trainer of its own on one
-device; only the chief writes logs and checkpoints; `trainer.global_step` is the run's global step.
+device; only the chief writes logs and checkpoints; `trainer.global_step` is the run's: the updates of all optimizers, as Lightning counts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class QuorumStrategy(SingleDeviceStrategy):
     """Trains on the ps tasks of a cluster.
 
     Args:
-        rule: When gradients become an update; `tq.Sync()` by default.
+        rule: When gradients become an update; `tq.Sync()` by default. A module that returns `tq.Optimizer`s of its own may give each
+            another.
         task: What `tq.join()` returned; by default the strategy calls it, and a ps task serves there until the job ends.
         device: The worker's device.
         optimizer: Further arguments of `tq.Optimizer`.
@@ -74,9 +75,9 @@ class QuorumStrategy(SingleDeviceStrategy):
         """Wraps the optimizers that the module has configured."""
         super().setup_optimizers(trainer)
         given = self.optimizers
-        if len(given) != 1:
+        if not given:
             raise ConfigError(
-                f"configure_optimizers() returned {len(given)} optimizers: QuorumStrategy takes one, tq.Session several"
+                "configure_optimizers() returned no optimizer: QuorumStrategy trains with one, or with several"
             )
         if isinstance(self.precision_plugin, MixedPrecision) and self.precision_plugin.scaler is not None:
             raise ConfigError(
@@ -110,10 +111,11 @@ class QuorumStrategy(SingleDeviceStrategy):
         assert module is not None
         trainer = module.trainer
         self._behind = trainer.global_step
-        last_step = trainer.max_steps - self._behind if trainer.max_steps >= 0 else None
+        several = len(self.optimizers) > 1  # then max_steps counts the updates of all, and Lightning looks at it
+        last_step = trainer.max_steps - self._behind if trainer.max_steps >= 0 and not several else None
         options = {"last_step": last_step, **self._options}
-        self.session = Session(self.task, module, self.optimizers[0], **options).start()  # pyright: ignore[reportArgumentType]
-        self._behind -= self.session.global_step if options.get("logdir") is None else 0
+        self.session = Session(self.task, module, self.optimizers, **options).start()  # pyright: ignore[reportArgumentType]
+        self._behind -= self._updates(self.session) if options.get("logdir") is None else 0
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -124,13 +126,29 @@ class QuorumStrategy(SingleDeviceStrategy):
         found = super().optimizer_step(optimizer, closure, model, **kwargs)
         session, module = self.session, self.lightning_module
         if session is not None and module is not None:
-            trainer = module.trainer
+            loop = module.trainer.fit_loop.epoch_loop
             if module.automatic_optimization:
-                progress = trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
-                progress.completed = session.global_step + self._behind - 1  # Lightning adds this step
-            if session.should_stop():
-                trainer.should_stop = True
+                progress = loop.automatic_optimization.optim_progress.optimizer.step.total
+                self._look_for_end()
+            else:
+                progress = loop.manual_optimization.optim_step_progress.total
+            progress.completed = self._updates(session) + self._behind - 1  # Lightning adds this step
         return found
+
+    def post_training_step(self) -> None:
+        """A batch has been used: with manual optimization, by all steps that are made of it."""
+        module = self.lightning_module
+        if module is not None and not module.automatic_optimization:
+            self._look_for_end()
+
+    def _look_for_end(self) -> None:
+        session, module = self.session, self.lightning_module
+        if session is not None and module is not None and session.should_stop():
+            module.trainer.should_stop = True
+
+    @staticmethod
+    def _updates(session: Session) -> int:
+        return sum(optimizer.version for optimizer in session.optimizers)
 
     def on_validation_start(self) -> None:
         """Validation sees the current version."""

@@ -110,6 +110,50 @@ def test_one_worker_is_plain_pytorch_whichever_optimizer_is_first(critics: int, 
     assert all(torch.equal(a, b) for a, b in zip(found, plain(critics), strict=True))
 
 
+def classify(task: Task | None, rows: slice) -> list[torch.Tensor]:
+    """Muon for the matrices, AdamW for the rest, each with a schedule; the model is one."""
+    with SEEDED:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 12), nn.ReLU(), nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 3))
+        x, y = torch.randn(8, 6), torch.randint(3, (8,))
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    muon: Any = torch.optim.Muon(matrices, lr=0.02, weight_decay=0.1)
+    adamw: Any = torch.optim.AdamW([p for p in model.parameters() if p.ndim == 1], lr=0.01)
+    if task is not None:
+        muon, adamw = tq.Optimizer(muon, name="muon"), tq.Optimizer(adamw, average=tq.ExponentialMovingAverage(0.9))
+    schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=STEPS) for o in (muon, adamw)]
+
+    def step() -> None:
+        model.zero_grad()
+        nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for each in (muon, adamw, *schedulers):
+            each.step()
+
+    if task is None:
+        for _ in range(STEPS):
+            step()
+    else:
+        workers = task.num_workers
+        with tq.Session(
+            task, model, [muon, adamw], last_step=STEPS, patience=PATIENCE, wait_for_workers=workers
+        ) as session:
+            while not session.should_stop():
+                step()
+            with session.averaged():
+                assert any(not torch.equal(p, p.detach().round()) for p in model.parameters())
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_muon_beside_adamw_with_schedulers_and_clipping_over_one_model():
+    whole = classify(None, slice(None))
+    for num_ps in (1, 2):
+        cluster = Cluster(workers=1, ps=num_ps)
+        (found,) = cluster.run(lambda task: classify(task, slice(None)))
+        cluster.wait()
+        assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
+
+
 def test_two_workers_under_sync_equal_the_joined_batch(tmp_path: Path):
     cluster = Cluster(workers=2)
     try:

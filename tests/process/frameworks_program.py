@@ -94,6 +94,71 @@ def with_lightning(task: Any) -> tuple[int, str]:
         return trainer.global_step, digest(model)
 
 
+def with_lightning_gan(task: Any) -> tuple[int, str]:
+    """Manual optimization: two optimizers, accumulation, clipping and schedulers by hand; global_step counts the updates of both."""
+    import lightning as L
+
+    from torchquorum.lightning import QuorumStrategy
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.generator, self.discriminator = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
+
+        def training_step(self, batch: Any, index: int) -> None:
+            generate, discriminate = self.optimizers()  # pyright: ignore[reportGeneralTypeIssues]
+            loss_of, real = torch.nn.functional.softplus, batch[0]
+            noise = torch.randn(len(real), 3)
+            self.toggle_optimizer(discriminate)
+            fake = self.generator(noise).detach()
+            loss = (loss_of(-self.discriminator(real)) + loss_of(self.discriminator(fake))).mean()
+            self.manual_backward(loss / 2)
+            if index % 2:
+                self.clip_gradients(discriminate, gradient_clip_val=0.5, gradient_clip_algorithm="norm")  # pyright: ignore[reportArgumentType]
+                discriminate.step()
+                discriminate.zero_grad()
+            self.untoggle_optimizer(discriminate)
+            self.toggle_optimizer(generate)
+            generate.zero_grad()
+            self.manual_backward(loss_of(-self.discriminator(self.generator(noise))).mean())
+            generate.step()
+            self.untoggle_optimizer(generate)
+            self.log("steps", float(self.trainer.global_step))
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("val_loss", self.discriminator(batch[0]).mean())
+
+        def on_train_epoch_end(self) -> None:
+            for scheduler in self.lr_schedulers():  # pyright: ignore[reportGeneralTypeIssues, reportOptionalIterable]
+                scheduler.step()  # pyright: ignore[reportCallIssue]
+
+        def configure_optimizers(self) -> Any:
+            generate = torch.optim.Adam(self.generator.parameters(), lr=0.02)
+            discriminate = torch.optim.SGD(self.discriminator.parameters(), lr=0.1, momentum=0.9)
+            step = torch.optim.lr_scheduler.StepLR
+            return [generate, discriminate], [step(generate, 1, 0.5), step(discriminate, 1, 0.5)]
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = None
+        for epochs in (1, 3):
+            strategy: dict[str, Any] = {"strategy": QuorumStrategy(task=task)} if task is not None else {}
+            trainer = L.Trainer(
+                accelerator="cpu",
+                max_epochs=epochs,
+                default_root_dir=folder,
+                logger=False,
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                **strategy,
+            )
+            model = Module()
+            trainer.fit(model, DataLoader(DATA, 4, shuffle=True), DataLoader(DATA, 16), ckpt_path=path)
+            if epochs == 1:
+                path = trainer.checkpoint_callback.best_model_path  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        return trainer.global_step, digest(model)
+
+
 def with_trainer(task: Any) -> tuple[int, str]:
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
     from transformers import get_linear_schedule_with_warmup as linear
@@ -137,7 +202,12 @@ def with_trainer(task: Any) -> tuple[int, str]:
         return trainer.state.global_step, digest(model)
 
 
-PROGRAMS = {"accelerate": with_accelerate, "lightning": with_lightning, "transformers": with_trainer}
+PROGRAMS = {
+    "accelerate": with_accelerate,
+    "lightning": with_lightning,
+    "lightning-gan": with_lightning_gan,
+    "transformers": with_trainer,
+}
 
 
 def main() -> None:

@@ -23,10 +23,10 @@ def need(extra: str) -> None:
         pytest.skip(f"needs the extra {extra!r}: pip install 'torchquorum[{extra}]'")
 
 
-@pytest.mark.parametrize("extra", EXTRAS)
-def test_one_worker_has_the_bits_of_the_plain_framework_also_after_its_checkpoint(extra: str) -> None:
-    need(extra)
-    done = run(sys.executable, "-m", "tests.process.frameworks_program", extra)
+@pytest.mark.parametrize("program", [*EXTRAS, "lightning-gan"])
+def test_one_worker_has_the_bits_of_the_plain_framework_also_after_its_checkpoint(program: str) -> None:
+    need(program.partition("-")[0])
+    done = run(sys.executable, "-m", "tests.process.frameworks_program", program)
     plain, ours = re.findall(r"trained (\d+ \w+)", done.stdout) or pytest.fail(done.stdout + done.stderr)
     assert plain == ours
 

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from torchquorum.cli.live_view import View
 from torchquorum.cli.train import run_job
-from torchquorum.jobs.mnist import MnistOptions
+from torchquorum.jobs.mnist_job import MnistOptions
 from torchquorum.launcher.launched import LaunchOptions
 
 HERE = Path(__file__).parent

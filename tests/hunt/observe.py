@@ -14,7 +14,7 @@ from torchquorum.fastpath import policy
 from torchquorum.memory.segments import Segment
 from torchquorum.rules.quorum import Accepted
 from torchquorum.server import saver, service
-from torchquorum.server.decisions import Decisions
+from torchquorum.server.decision_effects import DecisionEffects
 from torchquorum.server.leader import Leader
 from torchquorum.server.run_history import RunHistory
 from torchquorum.server.shard import Shard
@@ -48,7 +48,7 @@ def observing(first: Book) -> Iterator[None]:
     """Tells the book, and its heir, what happens, for a block; shared memory that is left over is given up at its end."""
     watched = Watched(first)
     follow, create_run, publish = Shard.follow, service.create_run, saver.publish
-    died, decided, joined = Decisions.died, RunHistory.decided, Leader.join
+    died, decided, joined = DecisionEffects.died, RunHistory.decided, Leader.join
     make: Callable[..., Segment] = Segment.create
     segments: list[Segment] = []
 
@@ -75,9 +75,9 @@ def observing(first: Book) -> Iterator[None]:
         segments.append(make(name, size_bytes))
         return segments[-1]
 
-    def watch_died(decisions: Decisions, worker: int, incarnation: int, why: str, wall: float) -> None:
+    def watch_died(effects: DecisionEffects, worker: int, incarnation: int, why: str, wall: float) -> None:
         watched.book.died(worker, incarnation)
-        died(decisions, worker, incarnation, why, wall)
+        died(effects, worker, incarnation, why, wall)
 
     def watch_joined(leader: Leader, worker: int, incarnation: int, *args: Any) -> None:
         joined(leader, worker, incarnation, *args)
@@ -96,7 +96,7 @@ def observing(first: Book) -> Iterator[None]:
             replaced(service, "create_run", watch_create),
             replaced(saver, "publish", watch_publish),
             replaced(Segment, "create", staticmethod(watch_segments)),
-            replaced(Decisions, "died", watch_died),
+            replaced(DecisionEffects, "died", watch_died),
             replaced(Leader, "join", watch_joined),
             replaced(RunHistory, "decided", watch_decided),
             replaced(join, "write_line", say),

@@ -19,7 +19,7 @@ from torchquorum.cli.train import DEFAULTS, SLOW, check_workers, run_job
 from torchquorum.cluster.flags import TRANSPORTS
 from torchquorum.errors import ConfigError
 from torchquorum.formats.storage import Location, locate
-from torchquorum.jobs.mnist import MODEL_NAMES, MnistOptions
+from torchquorum.jobs.mnist_job import MODEL_NAMES, MnistOptions
 from torchquorum.jobs.slow import parse_slow
 from torchquorum.launcher.launched import LaunchOptions
 from torchquorum.rules import parse_rule

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from torchquorum import env
-from torchquorum.cli.checks import CheckResult, check_hosts, check_machine, check_secret
+from torchquorum.cli.doctor_checks import CheckResult, check_hosts, check_machine, check_secret
 from torchquorum.cli.command import ClusterCommand, option
 from torchquorum.cluster import ClusterSpec, resolve
 from torchquorum.cluster.secret import read_access

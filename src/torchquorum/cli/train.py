@@ -21,7 +21,7 @@ from torchquorum.cluster.flags import TRANSPORTS
 from torchquorum.cluster.secret import read_access
 from torchquorum.errors import ConfigError
 from torchquorum.formats.scratch import scratch_folder
-from torchquorum.jobs.mnist import MODEL_NAMES, MnistOptions
+from torchquorum.jobs.mnist_job import MODEL_NAMES, MnistOptions
 from torchquorum.jobs.slow import parse_slow
 from torchquorum.launcher.launched import LaunchOptions
 from torchquorum.launcher.local import LocalCluster
@@ -171,7 +171,7 @@ def check_workers(options: MnistOptions, workers: WorkerRange) -> None:
 
 
 def _one_task(options: MnistOptions, place: dict[str, Any], transport: str, report: str | None) -> int:
-    from torchquorum.jobs.mnist import train as train_task
+    from torchquorum.jobs.mnist_job import train as train_task
 
     argv = [f"--{name}={value}" for name, value in place.items() if value is not None]
     train_task(options, [*argv, f"--transport={transport}"], report)
@@ -180,7 +180,7 @@ def _one_task(options: MnistOptions, place: dict[str, Any], transport: str, repo
 
 def run_job(options: MnistOptions, cluster: LaunchOptions, view: View) -> int:
     """Runs the built-in job on a local cluster, with its progress in `view`; returns its exit code."""
-    cluster.command = [sys.executable, "-m", "torchquorum.jobs.mnist", options.to_json()]
+    cluster.command = [sys.executable, "-m", "torchquorum.jobs.mnist_job", options.to_json()]
     local = LocalCluster(
         cluster,
         lambda task, line: view.line(f"[{task.job} {task.index}] {line}"),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torchquorum.clock import Clock
-from torchquorum.fastpath.tables import RateTable
+from torchquorum.fastpath.page_tables import RateTable
 from torchquorum.rules.quorum import Key
 
 RECORDS = 8192

@@ -19,7 +19,7 @@ from typing import IO
 from torchquorum import env
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.cluster import ClusterSpec, TaskId, launcher_task
-from torchquorum.cluster.joined import Joined
+from torchquorum.cluster.joined_tasks import JoinedTasks
 from torchquorum.errors import ConfigError
 from torchquorum.launcher.launched import LaunchedCluster, LaunchOptions, Note, Running, TaskOutput, ignore
 from torchquorum.launcher.links import LinkedHosts, LinkRate
@@ -42,7 +42,7 @@ class LocalCluster(LaunchedCluster):
         self, options: LaunchOptions, output: TaskOutput, note: Note = ignore, *, clock: Clock = SYSTEM
     ) -> None:
         super().__init__(options, output, note, clock=clock)
-        self._joined = Joined()
+        self._joined = JoinedTasks()
         self._hosts: LinkedHosts | None = None
         if options.link is not None:
             self._hosts = LinkedHosts(LinkRate.read(options.link), options.range.most)

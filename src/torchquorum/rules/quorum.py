@@ -35,7 +35,7 @@ from torchquorum.rules.decisions import Repeated as Repeated
 from torchquorum.rules.decisions import Stuck as Stuck
 from torchquorum.rules.decisions import Wait as Wait
 from torchquorum.rules.presets import Rule
-from torchquorum.rules.steps import Steps
+from torchquorum.rules.out_of_step import OutOfStep
 from torchquorum.rules.times import StepTimes
 from torchquorum.rules.track import Standing, Track
 
@@ -140,7 +140,7 @@ class Quorum:
         self._now = 0.0  # of the last event that had a time
         self._stopped_at = 0.0
         self._came_back = False  # a worker came back, and `_settle` has not run since
-        self._steps = Steps(self.tracks, begun=any(at for _, at in rules))
+        self._out_of_step = OutOfStep(self.tracks, begun=any(at for _, at in rules))
 
     # -- events -------------------------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class Quorum:
                 return []
             self.seen(worker, incarnation, now)
             known.fenced = False
-            self._steps.lost(known)
+            self._out_of_step.lost(known)
             return self._settle(worker) if known.held else [self._release(worker), *self._settle()]
         if known is not None:
             self._mark(worker, alive=False)
@@ -168,7 +168,7 @@ class Quorum:
         self.workers[worker] = Worker(incarnation=incarnation, last_seen=now, places=places)
         self._mark(worker, alive=True)
         self._now = now
-        self._steps.joined(self.workers[worker])
+        self._out_of_step.joined(self.workers[worker])
         for times in self._times():
             times.joins(worker)
         return [self._release(worker), *self._settle()]
@@ -292,9 +292,9 @@ class Quorum:
         if reason in (Reason.FRESH, Reason.WITHIN_BOUND):
             of.round.append(key)
             place.gave_at = of.version
-            self._steps.begun = True
+            self._out_of_step.begun = True
             return [Accepted(key, version, of.version, reason, now), *self._settle(key.worker, track=of)]
-        self._steps.lost(worker)
+        self._out_of_step.lost(worker)
         return [Refused(key, version, of.version, reason, now), *self._settle(key.worker, track=of)]
 
     def assign(self, track: int = 0) -> list[Action]:
@@ -459,7 +459,7 @@ class Quorum:
             if of.grace is not None:
                 of.grace.closed()
             actions.append(Applied(keys, of.version, of.index))
-            self._steps.applied(of, (self.workers.get(key.worker) for key in keys))
+            self._out_of_step.applied(of, (self.workers.get(key.worker) for key in keys))
             self._look_for_end()
             if of.chooser is not None and of.chooser.is_due(of.version, self._counted()):
                 actions += self._choose(of)
@@ -518,7 +518,7 @@ class Quorum:
             given = Counter(key.worker for key in of.round)
             idle.sort(key=lambda i: (given[i], self.workers[i].places[of.index].clock))
         for i in idle[:wanted]:
-            self._steps.lost(self.workers[i])
+            self._out_of_step.lost(self.workers[i])
         return [self._release(i) for i in idle[:wanted]]
 
     def _all_wait_in(self, of: Track) -> bool:
@@ -530,7 +530,7 @@ class Quorum:
         Where nobody is, the workers run different programs, and would wait for ever.
         """
         waiting = {of.index: tuple(sorted(i for i in of.held if self.workers[i].counted)) for of in self.tracks}
-        goes = self._steps.who_goes({k: [(i, self.workers[i]) for i in those] for k, those in waiting.items() if those})
+        goes = self._out_of_step.who_goes({k: [(i, self.workers[i]) for i in those] for k, those in waiting.items() if those})
         if not goes:
             return [Stuck(tuple((k, those) for k, those in waiting.items() if those))]
         return [self._release(i) for i in goes]
@@ -545,7 +545,7 @@ class Quorum:
         """A worker counts again: level with the slowest, and perhaps at another place in its program than the others."""
         for of, place in zip(self.tracks, worker.places, strict=True):
             place.clock = max(place.clock, self._level(of))
-        self._steps.lost(worker)
+        self._out_of_step.lost(worker)
 
     def _bury(self, index: int, why: str) -> Died:
         worker = self.workers[index]

@@ -5,7 +5,7 @@ Owned by the leader. `value_assignments` says whose values count and whose wait 
 
 from __future__ import annotations
 
-from torchquorum.server.decisions import Decisions
+from torchquorum.server.decision_effects import DecisionEffects
 from torchquorum.server.value_assignments import ValueAssignments
 from torchquorum.wire.messages import STANDS_IN, Assign, Assigned, Held, Outcome, TrackValues
 from torchquorum.wire.recorded import ASSIGN
@@ -14,14 +14,14 @@ from torchquorum.wire.recorded import ASSIGN
 class Assigning:
     """The assignments of a run, made through its log."""
 
-    def __init__(self, decisions: Decisions) -> None:
-        self._decisions, self._plan, self._quorum = decisions, decisions.plan, decisions.quorum
+    def __init__(self, effects: DecisionEffects) -> None:
+        self._effects, self._plan, self._quorum = effects, effects.plan, effects.quorum
         self._assignments = ValueAssignments()
 
     def ask(self, assign: Assign, wall: float) -> None:
         """A joined worker has come to an assignment, with its values or without."""
         assignments, quorum = self._assignments, self._quorum
-        self._decisions.asks(assign.worker, assign.incarnation, assign.request, ASSIGN, assign.number)
+        self._effects.asks(assign.worker, assign.incarnation, assign.request, ASSIGN, assign.number)
         assignments.wait(assign)
         if not quorum.stopped and assignments.is_due(assign, quorum):
             assignments.make(assign)
@@ -33,36 +33,36 @@ class Assigning:
 
     def _make(self, assign: Assign, track: int, values: TrackValues, wall: float) -> None:
         """Given values become an optimizer's next version; with its state, its settings hold from the next update on."""
-        decisions, of = self._decisions, self._quorum.tracks[track]
-        met, settings = of.version, decisions.settings[track]
-        names = [decisions.plans[track].variables[v].name for v in values.variables]
+        effects, of = self._effects, self._quorum.tracks[track]
+        met, settings = of.version, effects.settings[track]
+        names = [effects.plans[track].variables[v].name for v in values.variables]
         actions = self._quorum.assign(track)
         version = of.version
         if values.state and values.settings:
             settings.offer(values.settings)
         change = settings.take() if values.state else []
         who = (assign.worker, assign.incarnation, assign.number)
-        decisions.log.append(Assigned(*who, version, values.variables, values.state, change, track))
-        decisions.follow(actions, wall)
+        effects.log.append(Assigned(*who, version, values.variables, values.state, change, track))
+        effects.follow(actions, wall)
         lost = met - values.version
         since = f"; in these, {lost} updates since version {values.version} are overwritten" if lost else ""
         names = ["the optimizer's state", *names] if values.state else names
         shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         name = f" of {self._plan.names[track]}" if self._plan.names[track] else ""
         text = f"{shown} became version {version}{name}{since}"
-        decisions.history.wall = wall
-        decisions.history.note("assigned", assign.worker, text, self._plan.naming(track))
-        decisions.note(f"/job:worker/task:{assign.worker} assigned values: {text}")
+        effects.history.wall = wall
+        effects.history.note("assigned", assign.worker, text, self._plan.naming(track))
+        effects.note(f"/job:worker/task:{assign.worker} assigned values: {text}")
 
     def release(self) -> None:
         """Releases the workers whose wait for an assignment is over; one whose values count now is asked for them."""
-        assignments, quorum, decisions = self._assignments, self._quorum, self._decisions
+        assignments, quorum, effects = self._assignments, self._quorum, self._effects
         asked = assignments.stand_in(quorum) if not quorum.stopped else None
         if asked is not None:
-            decisions.outcomes[asked.worker] = Outcome(False, STANDS_IN, quorum.version)
+            effects.outcomes[asked.worker] = Outcome(False, STANDS_IN, quorum.version)
         over = assignments.over(stopped=quorum.stopped)
         for assign in over if asked is None else [*over, asked]:
-            decisions.release(assign.worker, assign.incarnation, assign.request)
+            effects.release(assign.worker, assign.incarnation, assign.request)
 
     def forget(self, worker: int) -> None:
         """A worker has gone, or come back as another process."""

@@ -18,7 +18,7 @@ from torchquorum.rules import quorum
 from torchquorum.rules.quorum import Key, Quorum
 from torchquorum.server.arrivals import Arrival, Arrivals
 from torchquorum.server.assigning import Assigning
-from torchquorum.server.decisions import Decisions
+from torchquorum.server.decision_effects import DecisionEffects
 from torchquorum.server.meeting import Meeting
 from torchquorum.server.row_requests import AskedRows
 from torchquorum.server.tally import Tally
@@ -32,7 +32,7 @@ class Leader:
 
     Attributes:
         quorum: Decides.
-        decisions: What follows from that; what it keeps has names here too.
+        effects: What follows from that; what it keeps has names here too.
         assigning: `session.assign()`.
         meeting: The ends of epochs, and barriers.
         arrivals: The gradients that not every shard has yet.
@@ -57,11 +57,11 @@ class Leader:
             more=list(zip(plan.rules[1:], at[1:], strict=True)),
         )
         self.plan, self._in_step = plan, plan.in_step
-        self.decisions = decisions = Decisions(plan, self.quorum, tally, ledger, settings)
-        self.log, self.history, self.notes = decisions.log, decisions.history, decisions.notes
-        self.settings, self.membership, self.data = decisions.settings, decisions.membership, decisions.data
-        self.assigning = Assigning(decisions)
-        self.meeting = Meeting(decisions)
+        self.effects = effects = DecisionEffects(plan, self.quorum, tally, ledger, settings)
+        self.log, self.history, self.notes = effects.log, effects.history, effects.notes
+        self.settings, self.membership, self.data = effects.settings, effects.membership, effects.data
+        self.assigning = Assigning(effects)
+        self.meeting = Meeting(effects)
         self.arrivals = Arrivals(plan.num_shards)
         self.asked_rows = AskedRows(plan.num_shards)
 
@@ -70,7 +70,7 @@ class Leader:
     def begin(self, wall: float) -> None:
         """The variables exist, new or restored."""
         self.history.wall = wall
-        self.decisions.note(self.membership.begin())
+        self.effects.note(self.membership.begin())
         self.history.begin(self.plan)
 
     def join(
@@ -79,7 +79,7 @@ class Leader:
         """A worker is ready to compute; `lost` is for the record."""
         if (worker, incarnation) in self.quorum.replaced:
             return
-        self.decisions.asks(worker, incarnation, request, JOIN, lost)
+        self.effects.asks(worker, incarnation, request, JOIN, lost)
         known = self.quorum.workers.get(worker)
         counts = self.history.tally.worker(worker)
         counts.transport = transport
@@ -95,8 +95,8 @@ class Leader:
                 self.data.gone(worker, known.incarnation, for_good=True)
                 self.meeting.gone(worker, known.incarnation)
         self.meeting.joined(worker, incarnation)
-        self.decisions.follow(self.quorum.join(worker, incarnation, now), wall)
-        self.decisions.note(self.membership.changed())
+        self.effects.follow(self.quorum.join(worker, incarnation, now), wall)
+        self.effects.note(self.membership.changed())
 
     def _drop_incomplete(self, key: Key) -> None:
         """A worker's incarnation is over: a gradient of it that reached only some shards will never be complete."""
@@ -106,8 +106,8 @@ class Leader:
 
     def pull(self, worker: int, incarnation: int, request: int, *, averaged: bool = False, state: bool = False) -> None:
         """A joined worker asks for the current version, outside of a push."""
-        self.decisions.asks(worker, incarnation, request, PULL)
-        self.decisions.release(worker, incarnation, request, averaged=averaged, state=state)
+        self.effects.asks(worker, incarnation, request, PULL)
+        self.effects.release(worker, incarnation, request, averaged=averaged, state=state)
 
     @property
     def awaits_assignment(self) -> bool:
@@ -126,19 +126,19 @@ class Leader:
             return  # it has been decided on: its worker has its answer, or waits for it
         arrival = self.arrivals.add(shard, key, push)
         if push is not None and current:
-            self.decisions.pushes(key.worker, key.incarnation, request, key.local_step, push.track)
+            self.effects.pushes(key.worker, key.incarnation, request, key.local_step, push.track)
         if arrival is None:
             return
         # The gradient is on every shard: the quorum decides.
         assert arrival.version is not None
-        self.decisions.outcomes.pop(key.worker, None)
+        self.effects.outcomes.pop(key.worker, None)
         self.history.tally.worker(key.worker).hold(wall)
         if arrival.settings and key.worker == self.lead and current:
             self.settings[arrival.track].offer(arrival.settings)
         if self.data and not self.data.counts(key):
             self.quorum.fence(key.worker, key.incarnation)
         actions = self.quorum.push(key, arrival.version, now, finite=arrival.finite, track=arrival.track)
-        self.decisions.follow(actions, wall, arrival)
+        self.effects.follow(actions, wall, arrival)
 
     def _is_decided(self, known: quorum.Worker, key: Key, push: Arrival | None) -> bool:
         """Whether a gradient was decided on. One of another track may be ahead: on the fast path each track is looked at by itself."""
@@ -177,12 +177,12 @@ class Leader:
         if (
             known is None
             or known.incarnation != key.incarnation
-            or request <= self.decisions.requests.get(key.worker, (0, 0))[1]
+            or request <= self.effects.requests.get(key.worker, (0, 0))[1]
         ):
             return
-        self.decisions.pushes(key.worker, key.incarnation, request, key.local_step, track)
+        self.effects.pushes(key.worker, key.incarnation, request, key.local_step, track)
         if not known.held:
-            self.decisions.release(key.worker, key.incarnation, request)
+            self.effects.release(key.worker, key.incarnation, request)
 
     def leave(self, worker: int, incarnation: int, wall: float, *, failed: str = "") -> None:
         """A worker leaves for good; with `failed`, because its program failed."""
@@ -192,7 +192,7 @@ class Leader:
         counts = self.history.tally.worker(worker)
         counts.release(wall)
         self.history.wall = wall
-        recorder = self.decisions.recorder
+        recorder = self.effects.recorder
         if recorder is not None and not known.left:
             recorder.gone(worker, incarnation, FAILED if failed else LEFT, failed)
         if not known.left and not failed:
@@ -202,12 +202,12 @@ class Leader:
         self.data.gone(worker, incarnation, for_good=True)
         self.assigning.forget(worker)
         self.meeting.gone(worker, incarnation)
-        self.decisions.follow(self.quorum.leave(worker, incarnation, failed=failed), wall)
+        self.effects.follow(self.quorum.leave(worker, incarnation, failed=failed), wall)
         if NanLossError.__name__ in failed:
-            self.decisions.note(self.history.largest())
+            self.effects.note(self.history.largest())
         self.assigning.release()
         if not self.data.over:
-            self.decisions.note(self.membership.changed())
+            self.effects.note(self.membership.changed())
         if worker == 0 and not failed and self.plan.logdir and self.quorum.alive and not self.quorum.stopped:
             self.notes.append("/job:worker/task:0 is done; the others go on (ps task 0 saves in its place)")
 
@@ -216,36 +216,36 @@ class Leader:
         answer = self.data.take(take, self.quorum.live, stopped=self.quorum.stopped)
         self.notes += self.data.notes
         self.data.notes.clear()
-        if self.decisions.recorder is not None:
-            self.decisions.recorder.handed(take, answer)
+        if self.effects.recorder is not None:
+            self.effects.recorder.handed(take, answer)
         if answer.numbers:
-            self.decisions.follow(self.quorum.resume(take.worker, take.incarnation, now), wall)
+            self.effects.follow(self.quorum.resume(take.worker, take.incarnation, now), wall)
         return answer
 
     def pause(self, worker: int, incarnation: int, now: float, wall: float) -> None:
         """A worker has nothing to compute, because others have what is left of the data: rounds do not wait for it meanwhile."""
-        self.decisions.follow(self.quorum.pause(worker, incarnation, now), wall)
+        self.effects.follow(self.quorum.pause(worker, incarnation, now), wall)
 
     def lost(self, worker: int, incarnation: int, why: str, wall: float) -> None:
         """A worker's process is gone."""
-        self.decisions.follow(self.quorum.lost(worker, incarnation, why), wall)
+        self.effects.follow(self.quorum.lost(worker, incarnation, why), wall)
         self.assigning.release()
 
     def tick(self, now: float, wall: float) -> None:
         """Time has passed."""
         self.history.wall = wall
-        self.decisions.follow(self.quorum.expire(now), wall)
+        self.effects.follow(self.quorum.expire(now), wall)
         if self.awaits_assignment:
             self.assigning.release()
 
     def stop(self, wall: float) -> None:
         """The run is over now."""
-        self.decisions.follow(self.quorum.stop(), wall)
+        self.effects.follow(self.quorum.stop(), wall)
         self.assigning.release()
 
     def conclude(self, wall: float) -> None:
         """The chief's loop is over: if the last step was made, nothing else of it is waited for."""
-        self.decisions.follow(self.quorum.conclude(), wall)
+        self.effects.follow(self.quorum.conclude(), wall)
 
     def snapshot(self, number: int, partial: str, base: str = "", base_partial: str = "") -> None:
         """Every shard writes itself, as it is now; of tables perhaps what has changed since the checkpoint `base`."""
@@ -284,7 +284,7 @@ class Leader:
 
     def wait_of(self, worker: int, incarnation: int, request: int) -> Held | None:
         """Returns what a worker's request waits for, if it is known and waits."""
-        if self.decisions.requests.get(worker) != (incarnation, request):
+        if self.effects.requests.get(worker) != (incarnation, request):
             return None
         if (held := self.assigning.wait_of(worker, request)) is not None:
             return held

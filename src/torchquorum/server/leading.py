@@ -54,11 +54,11 @@ class Leading(Run):
             [track.version for track in shard.tracks],
             [track.variables.update.settings for track in shard.tracks],
         )
-        self.leader.decisions.scheduled_rates = lambda k, version: (
+        self.leader.effects.scheduled_rates = lambda k, version: (
             shard.tracks[k].variables.update.rates_ahead(version - 1 - shard.tracks[k].version) or []
         )
         self.buffers = buffers
-        self.recorder = self.leader.decisions.recorder = open_recorder(plan, life.announce)
+        self.recorder = self.leader.effects.recorder = open_recorder(plan, life.announce)
         if self.recorder is not None and buffers is not None:
             buffers.given = self.recorder.gave_buffers
         self.checkpoints = Checkpoints(
@@ -209,7 +209,7 @@ class Leading(Run):
             leader.history.flush()  # before the journal: what the variables have after a crash the ledger has too
         for entry in entries:
             if isinstance(entry, m.Release):
-                answers = shard.follow(entry, leader.decisions.outcomes.get(entry.worker), silent=silent)
+                answers = shard.follow(entry, leader.effects.outcomes.get(entry.worker), silent=silent)
                 replies += self.requests.with_positions(answers, entry.worker)
             else:
                 replies += shard.follow(entry)

@@ -50,7 +50,7 @@ class LeadingRequests(WorkerRequests):
 
     def _joined(self, got: Incoming[m.Join]) -> list[Reply]:
         join = got.message
-        if (recorder := self._leader.decisions.recorder) is not None:
+        if (recorder := self._leader.effects.recorder) is not None:
             recorder.joined(join)
         transport = "shm" if join.gradients is not None else "tcp"
         self._leader.join(join.worker, join.incarnation, join.request, got.now, got.wall, transport, join.lost)
@@ -142,7 +142,7 @@ class LeadingRequests(WorkerRequests):
                 answer.save = self._checkpoints.wants_position(worker)
                 if self.shard.workers.is_join(worker, answer.request):
                     answer.position, answer.kept = self._checkpoints.positions.restored(worker), self.kept
-                    if (recorder := self._leader.decisions.recorder) is not None and answer.position is not None:
+                    if (recorder := self._leader.effects.recorder) is not None and answer.position is not None:
                         recorder.placed(worker, self.shard.workers[worker].incarnation, answer.position)
         return replies
 

@@ -11,7 +11,7 @@ from typing import Any
 from torchquorum.errors import ConfigError
 from torchquorum.rules.batch_pool import WorkerLife
 from torchquorum.rules.gates import BARRIERS, EPOCHS, Place
-from torchquorum.server.decisions import Decisions
+from torchquorum.server.decision_effects import DecisionEffects
 from torchquorum.wire.messages import Gate, Gated
 
 SAVED_AS = "~epochs"  # in a checkpoint, beside the shares of data, which have names without ~
@@ -24,8 +24,8 @@ class Meeting:
         gates: Who has come where.
     """
 
-    def __init__(self, decisions: Decisions) -> None:
-        self._decisions, self._quorum, self.gates = decisions, decisions.quorum, decisions.gates
+    def __init__(self, effects: DecisionEffects) -> None:
+        self._effects, self._quorum, self.gates = effects, effects.quorum, effects.gates
 
     def joined(self, worker: int, incarnation: int) -> None:
         """A worker has joined."""
@@ -45,14 +45,14 @@ class Meeting:
         opened = True
         here.heard(gate.pace)
         if not gate.wait:
-            plan = self._decisions.plan
+            plan = self._effects.plan
             here.enter(life, gate.epoch, quorum.alive if plan.elastic else range(plan.num_workers))
         elif not quorum.stopped:
             at_barrier = gate.barrier > 0
             place = Place(gate.barrier) if at_barrier else Place(gate.epoch, gate.stage)
             if here.come(life, BARRIERS if at_barrier else EPOCHS, place):
                 pause = quorum.pause(gate.worker, gate.incarnation, now, done=True)
-                self._decisions.follow(pause, wall)
+                self._effects.follow(pause, wall)
                 opened = self._open(life, now, wall)
         live = self._lives()
         if not opened and (where := here.stuck(live)):
@@ -67,15 +67,15 @@ class Meeting:
 
     def _open(self, asking: WorkerLife, now: float, wall: float) -> bool:
         """Lets the workers whose wait is over go on, all at once; returns whether the one that asks is among them."""
-        quorum, decisions, epoch = self._quorum, self._decisions, self.gates.epoch
+        quorum, effects, epoch = self._quorum, self._effects, self.gates.epoch
         over = self.gates.opened(self._lives())
         if EPOCHS in over.values() and not quorum.live:
-            decisions.follow(quorum.flush(), wall)  # all have used up what they had
+            effects.follow(quorum.flush(), wall)  # all have used up what they had
         if self.gates.epoch != epoch:
-            decisions.history.wall = wall
-            decisions.history.note("epoch", values={"epoch": self.gates.epoch})
+            effects.history.wall = wall
+            effects.history.note("epoch", values={"epoch": self.gates.epoch})
         for life in over:
-            decisions.follow(quorum.resume(life.worker, life.incarnation, now), wall)
+            effects.follow(quorum.resume(life.worker, life.incarnation, now), wall)
         return asking in over
 
     def _lives(self) -> list[WorkerLife]:

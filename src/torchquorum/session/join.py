@@ -21,7 +21,7 @@ from torchquorum import env
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.cluster import ClusterSpec, Resolved, TaskArguments, TaskId, resolve, slurm, torchrun
 from torchquorum.cluster.environment import LAUNCHER, explain_alone
-from torchquorum.cluster.joined import tell
+from torchquorum.cluster.joined_tasks import tell
 from torchquorum.cluster.program import fill_in, own_flags, read_program_flags
 from torchquorum.cluster.secret import OPEN, Access
 from torchquorum.devices.inventory import configure, limit_gpu_memory

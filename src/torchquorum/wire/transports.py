@@ -15,7 +15,7 @@ from torchquorum.cluster.secret import Access
 from torchquorum.wire import tcp_stream
 from torchquorum.wire.channel import Listener, ListenerPart
 from torchquorum.wire.entry_channel import EntryChannel
-from torchquorum.wire.joined import JoinedListener
+from torchquorum.wire.combined_listener import CombinedListener
 from torchquorum.wire.transport import Listening, Transport
 from torchquorum.wire.unix_stream import UNIX
 
@@ -70,7 +70,7 @@ def _joined(listening: Listening, offered: list[Transport]) -> Listener:
         for transport in offered:
             if (part := transport.listen(listening)) is not None:
                 opened.append(part)
-        return JoinedListener(opened[0], opened[1:])
+        return CombinedListener(opened[0], opened[1:])
     except BaseException:
         for part in opened:
             part.close()

@@ -27,7 +27,7 @@ def test_a_full_round_is_one_update_and_releases_everyone_who_waits() -> None:
     applied, *released = run.log.entries
     assert applied == Apply([(0, 1, 1), (1, 1, 1)], 1, {}, evicted_at=WALL)
     assert released == [Release(0, 1, 2, 1, False), Release(1, 1, 2, 1, False)]
-    assert run.decisions.outcomes == {0: Outcome(True, "fresh", 0), 1: Outcome(True, "fresh", 0)}
+    assert run.effects.outcomes == {0: Outcome(True, "fresh", 0), 1: Outcome(True, "fresh", 0)}
     assert run.wait_of(0, 1, 2) is None
 
 
@@ -43,7 +43,7 @@ def test_a_refused_gradient_is_dropped_by_every_shard_and_its_worker_hears_why()
     run = leader(rule=tq.Async())
     run.arrived(0, FIRST, 2, 1.0, WALL, push=push(0, finite=False))
     assert run.log.entries == [Drop([(0, 1, 1)]), Release(0, 1, 2, 0, False)]
-    assert run.decisions.outcomes[0] == Outcome(False, "not finite", 0)
+    assert run.effects.outcomes[0] == Outcome(False, "not finite", 0)
     assert run.fate(FIRST).state == "refused"
 
 

@@ -18,7 +18,7 @@ from torchquorum.wire.codec import Frame
 from torchquorum.wire.messages import Way
 
 
-class JoinedListener:
+class CombinedListener:
     """Several transports as one listener.
 
     Args:

@@ -16,7 +16,7 @@ NAME = "torchquorum-joined"
 LENGTH = 1 << 20
 
 
-class Joined:
+class JoinedTasks:
     """The launcher's end.
 
     Attributes:

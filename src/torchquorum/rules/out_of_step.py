@@ -27,7 +27,7 @@ class Walker(Protocol):
     seen_in: set[int]
 
 
-class Steps:
+class OutOfStep:
     """Says who is out of step.
 
     Attributes:

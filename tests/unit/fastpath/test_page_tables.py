@@ -1,6 +1,6 @@
 """The tables of the page: each worker's own words, and learning rates for longer than the table is."""
 
-from torchquorum.fastpath.tables import RATES, RateTable, WorkerColumns
+from torchquorum.fastpath.page_tables import RATES, RateTable, WorkerColumns
 from torchquorum.wire.messages import MemoryRef
 
 

@@ -29,8 +29,8 @@ from torchquorum.wire.recorded import DIED, PUSH
 from torchquorum.wire.settings import Settings
 
 
-class Decisions:
-    """What a run keeps of its quorum's decisions.
+class DecisionEffects:
+    """What a run keeps of the decisions of its quorum.
 
     Attributes:
         log: What every shard follows.

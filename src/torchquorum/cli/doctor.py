@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.text import Text
 
 from torchquorum import env
-from torchquorum.cli.doctor_checks import CheckResult, check_hosts, check_machine, check_secret
 from torchquorum.cli.command import ClusterCommand, option
+from torchquorum.cli.doctor_checks import CheckResult, check_hosts, check_machine, check_secret
 from torchquorum.cluster import ClusterSpec, resolve
 from torchquorum.cluster.secret import read_access
 from torchquorum.cluster.spec import parse_address, split_addresses

@@ -31,7 +31,7 @@ def join(flags: tuple[str, ...], device: str) -> int:
     from torchquorum.session.join import say
     from torchquorum.session.rendezvous import exchange_addresses
 
-    found = resolve(list(flags), meet=lambda rendezvous: exchange_addresses(rendezvous, say=say))
+    found = resolve(list(flags), exchange=lambda rendezvous: exchange_addresses(rendezvous, say=say))
     if found is None:
         raise FlagError(f"no task is named; give flags, such as {EXAMPLE}, or set TF_CONFIG")
     if found.task.job == EVALUATOR:

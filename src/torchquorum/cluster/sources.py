@@ -21,7 +21,7 @@ from torchquorum.cluster.spec import EVALUATOR, ClusterSpec, JobAddresses, TaskI
 from torchquorum.errors import ClusterError, FlagError
 
 # Exchanges the tasks' addresses; returns the cluster, and a listening socket for this task's address.
-Meet = Callable[[Rendezvous], tuple[ClusterSpec, int]]
+Exchange = Callable[[Rendezvous], tuple[ClusterSpec, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +89,7 @@ def resolve(
     arguments: TaskArguments | None = None,
     *,
     defaults: ClusterFlags | None = None,
-    meet: Meet | None = None,
+    exchange: Exchange | None = None,
     own: Sequence[str] = (),
 ) -> Resolved | None:
     """Finds out which task this process is.
@@ -98,7 +98,7 @@ def resolve(
         argv: The program's arguments without its name; None takes those of this process.
         arguments: What the program itself says; it wins over every other source.
         defaults: Values for missing flags, used where the environment names no cluster.
-        meet: Exchanges the addresses of tasks that torchrun or srun has started.
+        exchange: Exchanges the addresses of tasks that torchrun or srun has started.
         own: Flags that belong to the program although they have the name of one of ours.
 
     Returns:
@@ -124,7 +124,7 @@ def resolve(
     if spec is not None:
         cluster_source = by_flags if asked.cluster is None else "arguments"
     elif finding is not None:
-        spec, listen_fd = _cluster_of(finding, meet)
+        spec, listen_fd = _cluster_of(finding, exchange)
         if asked.min_workers is not None:
             spec = ClusterSpec(spec.as_dict(), min_workers=asked.min_workers)
         cluster_source = finding.source
@@ -181,16 +181,16 @@ def explain(source: str, cluster: ClusterSpec, seen: Environment, *, about: str 
     return f"{line}; {' and '.join(passed_over)} {verb} set too and {was} not used, because {why}"
 
 
-def _cluster_of(finding: Finding, meet: Meet | None) -> tuple[ClusterSpec, int | None]:
+def _cluster_of(finding: Finding, exchange: Exchange | None) -> tuple[ClusterSpec, int | None]:
     """Returns the cluster of a source, exchanging addresses if needed, and the socket of this task."""
     if finding.cluster is not None:
         return finding.cluster, finding.listen_fd
     assert finding.rendezvous is not None
-    if meet is None:
+    if exchange is None:
         raise ClusterError(
             f"{finding.source} started this process; its tasks know each other's addresses only after they have joined"
         )
-    return meet(finding.rendezvous)
+    return exchange(finding.rendezvous)
 
 
 def launcher_task(cluster: ClusterSpec, task: TaskId, transport: str = "auto", listen_fd: int | None = None) -> str:

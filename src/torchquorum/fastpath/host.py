@@ -34,7 +34,7 @@ HARMLESS = (
     m.TakeBuffers,
     m.TakeBatches,
     m.UseBatches,
-    m.Gate,
+    m.AtBarrier,
     m.Scale,
     m.Settle,
     m.Stay,

@@ -17,9 +17,9 @@ import ctypes
 from collections.abc import Callable
 
 from torchquorum.clock import SYSTEM, Clock
+from torchquorum.fastpath.page_tables import RateTable, WorkerColumns
 from torchquorum.fastpath.records import RecordRing
 from torchquorum.fastpath.stages import Sleep, Stage, Stages, run
-from torchquorum.fastpath.page_tables import RateTable, WorkerColumns
 from torchquorum.memory.lock import LOCK_BYTES, SIGNAL_BYTES, SharedLock, Signal
 from torchquorum.memory.segments import Segment
 from torchquorum.wire.plan import MemoryRef

@@ -34,8 +34,8 @@ from torchquorum.rules.decisions import Released as Released
 from torchquorum.rules.decisions import Repeated as Repeated
 from torchquorum.rules.decisions import Stuck as Stuck
 from torchquorum.rules.decisions import Wait as Wait
-from torchquorum.rules.presets import Rule
 from torchquorum.rules.out_of_step import OutOfStep
+from torchquorum.rules.presets import Rule
 from torchquorum.rules.times import StepTimes
 from torchquorum.rules.track import Standing, Track
 
@@ -530,7 +530,9 @@ class Quorum:
         Where nobody is, the workers run different programs, and would wait for ever.
         """
         waiting = {of.index: tuple(sorted(i for i in of.held if self.workers[i].counted)) for of in self.tracks}
-        goes = self._out_of_step.who_goes({k: [(i, self.workers[i]) for i in those] for k, those in waiting.items() if those})
+        goes = self._out_of_step.who_goes(
+            {k: [(i, self.workers[i]) for i in those] for k, those in waiting.items() if those}
+        )
         if not goes:
             return [Stuck(tuple((k, those) for k, those in waiting.items() if those))]
         return [self._release(i) for i in goes]

@@ -165,7 +165,7 @@ class Checkpoints:
             partial,
             keep,
             now,
-            {**self._leader.data.state(), **self._leader.meeting.state()},
+            {**self._leader.data.state(), **self._leader.barrier_waits.state()},
             [settings.now for settings in self._leader.settings],
             place=self._leader.quorum.place,
             position=self._leader.position,

@@ -12,8 +12,8 @@ from typing import Any
 from torchquorum.errors import UpdateError
 from torchquorum.formats.ledger_write import LedgerWriter
 from torchquorum.rules import quorum
+from torchquorum.rules.barriers import Barriers
 from torchquorum.rules.equal_gradients import ROUNDS, EqualGradients
-from torchquorum.rules.gates import Gates
 from torchquorum.rules.quorum import Quorum
 from torchquorum.server.arrivals import Arrival
 from torchquorum.server.decision_log import DecisionLog, LogEntry
@@ -59,7 +59,7 @@ class DecisionEffects:
         self.scheduled_rates: Callable[[int, int], list[float]] = lambda _track, _version: []
         self.settings = [RunSettings(s) for s in settings or [of.optimizer.groups for of in self.plans]]
         self.membership = Membership(plan, quorum)
-        self.data, self.gates, self._equal = SharedData(), Gates(), EqualGradients()
+        self.data, self.barriers, self._equal = SharedData(), Barriers(), EqualGradients()
         self.requests: dict[int, tuple[int, int]] = {}
         self.about: dict[int, int] = {}
         self.outcomes: dict[int, Outcome] = {}
@@ -113,7 +113,7 @@ class DecisionEffects:
                     self._decided(action, wall, push or Arrival(), rates)
                 case quorum.Applied(keys, version, of):
                     batches = self.data.applied(keys) if self.data else {}
-                    self.gates.applied(keys)
+                    self.barriers.applied(keys)
                     named = [(k.worker, k.incarnation, k.local_step) for k in keys]
                     gone_at = self.evictions[of].at(version, wall)
                     self.log.append(Apply(named, version, batches, self.settings[of].take(), gone_at, of))
@@ -163,7 +163,7 @@ class DecisionEffects:
         if action.reason is not quorum.Reason.OLD_INCARNATION:
             self.outcomes[key.worker] = Outcome(accepted, action.reason.value, action.met)
         batches = self.data.decided(key, action.reason, accepted=accepted) if self.data else {}
-        self.gates.decided(key, accepted=accepted)
+        self.barriers.decided(key, accepted=accepted)
         if accepted and self.plans[push.track].rule.once_per_round:
             self._equal.given(key, push.sample, push.norm)
         self.history.decided(action, push.loss, wall, batches, rates, norm=push.norm, track=push.track)

@@ -18,8 +18,8 @@ from torchquorum.rules import quorum
 from torchquorum.rules.quorum import Key, Quorum
 from torchquorum.server.arrivals import Arrival, Arrivals
 from torchquorum.server.assigning import Assigning
+from torchquorum.server.barrier_waits import BarrierWaits
 from torchquorum.server.decision_effects import DecisionEffects
-from torchquorum.server.meeting import Meeting
 from torchquorum.server.row_requests import AskedRows
 from torchquorum.server.tally import Tally
 from torchquorum.wire.messages import Drop, End, Fate, Held, LeasedBatches, Plan, Snapshot, TakeBatches
@@ -34,7 +34,7 @@ class Leader:
         quorum: Decides.
         effects: What follows from that; what it keeps has names here too.
         assigning: `session.assign()`.
-        meeting: The ends of epochs, and barriers.
+        barrier_waits: The ends of epochs, and barriers.
         arrivals: The gradients that not every shard has yet.
         asked_rows: The requests for rows that not every shard has yet.
     """
@@ -61,7 +61,7 @@ class Leader:
         self.log, self.history, self.notes = effects.log, effects.history, effects.notes
         self.settings, self.membership, self.data = effects.settings, effects.membership, effects.data
         self.assigning = Assigning(effects)
-        self.meeting = Meeting(effects)
+        self.barrier_waits = BarrierWaits(effects)
         self.arrivals = Arrivals(plan.num_shards)
         self.asked_rows = AskedRows(plan.num_shards)
 
@@ -93,8 +93,8 @@ class Leader:
             if known is not None:
                 self._drop_incomplete(Key(worker, known.incarnation, known.local_step + 1))
                 self.data.gone(worker, known.incarnation, for_good=True)
-                self.meeting.gone(worker, known.incarnation)
-        self.meeting.joined(worker, incarnation)
+                self.barrier_waits.gone(worker, known.incarnation)
+        self.barrier_waits.joined(worker, incarnation)
         self.effects.follow(self.quorum.join(worker, incarnation, now), wall)
         self.effects.note(self.membership.changed())
 
@@ -201,7 +201,7 @@ class Leader:
             self.history.note("left", worker, values=values)
         self.data.gone(worker, incarnation, for_good=True)
         self.assigning.forget(worker)
-        self.meeting.gone(worker, incarnation)
+        self.barrier_waits.gone(worker, incarnation)
         self.effects.follow(self.quorum.leave(worker, incarnation, failed=failed), wall)
         if NanLossError.__name__ in failed:
             self.effects.note(self.history.largest())

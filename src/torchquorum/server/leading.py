@@ -17,11 +17,11 @@ from torchquorum.formats.journal import Record
 from torchquorum.formats.ledger_write import open_ledger
 from torchquorum.formats.storage import locate
 from torchquorum.rules.quorum import Key
+from torchquorum.server.barrier_waits import SAVED_AS
 from torchquorum.server.buffer_home import BufferHome
 from torchquorum.server.checkpoints import Checkpoints
 from torchquorum.server.leader import Leader
 from torchquorum.server.leading_requests import LeadingRequests
-from torchquorum.server.meeting import SAVED_AS
 from torchquorum.server.recorder import open_recorder
 from torchquorum.server.reply import Incoming, Reply
 from torchquorum.server.run import Run
@@ -97,7 +97,7 @@ class Leading(Run):
         self.leader.history.restore(replayed)
         if replayed:
             self.checkpoints.restored_from(step, replayed[0].number)
-        self.leader.meeting.gates.restore(data.get(SAVED_AS, {}))
+        self.leader.barrier_waits.barriers.restore(data.get(SAVED_AS, {}))
         data = {name: body for name, body in data.items() if name != SAVED_AS}
         self.leader.data.restore(data, (record.batches for record in replayed))
         self.leader.begin(wall)
@@ -137,11 +137,11 @@ class Leading(Run):
         self._check_end(got.now)
         return super().leave(got)
 
-    def gate(self, got: Incoming[m.Gate]) -> list[Reply]:
+    def at_barrier(self, got: Incoming[m.AtBarrier]) -> list[Reply]:
         """A worker has come to the end of an epoch, or to a barrier."""
-        gate = got.message
-        replies = self.look_at_fastpath(close=gate.wait)
-        return [*replies, got.reply(self.leader.meeting.meet(gate, got.now, got.wall))]
+        asked = got.message
+        replies = self.look_at_fastpath(close=asked.wait)
+        return [*replies, got.reply(self.leader.barrier_waits.wait(asked, got.now, got.wall))]
 
     def take_batches(self, got: Incoming[m.TakeBatches]) -> list[Reply]:
         """A joined worker asks for its share of the data."""

@@ -115,9 +115,9 @@ def _evicted(run: Run, got: Incoming[m.TakeEvicted]) -> list[Reply]:
 
 
 def _data(handler: Handler) -> Handler:
-    """A worker that has left gets no data, and comes to no gate."""
+    """A worker that has left gets no data, and comes to no barrier."""
 
-    def handle(run: Leading, got: Incoming[m.TakeBatches | m.UseBatches | m.Gate]) -> list[Reply]:
+    def handle(run: Leading, got: Incoming[m.TakeBatches | m.UseBatches | m.AtBarrier]) -> list[Reply]:
         message = got.message
         if run.leader.quorum.workers[message.worker].left:
             return [got.reply(run.requests.not_joined(message.worker, message.incarnation, message.request))]
@@ -175,7 +175,7 @@ ROUTES: dict[type[m.Message], Route] = {
     m.UseBatches: Route(
         _data(lambda run, got: [got.reply(run.leader.data.use(got.message))]), Leading, _no_data, joined=True
     ),
-    m.Gate: Route(_data(Leading.gate), Leading, _refuse(LostPlaceError, NO_EPOCHS), joined=True),
+    m.AtBarrier: Route(_data(Leading.at_barrier), Leading, _refuse(LostPlaceError, NO_EPOCHS), joined=True),
     # the other shards
     m.Log: Route(Following.log, Following, from_shard_0=True),
     m.Alive: Route(lambda run, got: [], otherwise=_ignore, from_shard_0=True),

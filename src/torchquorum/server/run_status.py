@@ -32,7 +32,7 @@ def describe_run(leader: Leader) -> dict[str, Any]:
         **({"aggregate": quorum.needed} if quorum.rule.auto else {}),
         **leader.membership.status(),
         **({"data": leader.data.status()} if leader.data else {}),
-        **({"epoch": leader.meeting.gates.epoch} if leader.meeting.gates.used else {}),
+        **({"epoch": leader.barrier_waits.barriers.epoch} if leader.barrier_waits.barriers.used else {}),
         **({"optimizers": _describe_each(leader)} if leader.plan.more else {}),
         **counts.snapshot(),
     }

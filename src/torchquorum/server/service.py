@@ -55,7 +55,7 @@ REFUSED_WHEN_BROKEN = frozenset(
         m.TakeBuffers,
         m.TakeBatches,
         m.UseBatches,
-        m.Gate,
+        m.AtBarrier,
     }
 )
 

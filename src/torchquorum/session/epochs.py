@@ -1,7 +1,7 @@
 """`session.epochs(...)`: a worker's loop over epochs, which all workers leave together, and where it is in one.
 
 A hook of its session, because it has to know which batches a step was made of, and a source of data whose position is saved with the run.
-Owned by the training loop's thread; it asks ps task 0 over the worker's link until it may go on (`torchquorum.rules.gates` decides). What
+Owned by the training loop's thread; it asks ps task 0 over the link until it may go on (`torchquorum.rules.barriers` decides). What
 always holds: after a loop over training data the model holds the version that all workers have made of the epoch; a run that goes on
 yields its epoch again, with the batches left out that its variables have; every wait says for whom, and ends.
 """
@@ -61,9 +61,9 @@ class _Pace:
     def __init__(self) -> None:
         self.now, self._run, self._before, self._told = (0, 0), (0, 0), 0, 0
 
-    def begin(self, gated: m.Gated) -> None:
-        """An epoch begins: `gated` says what is known of the run, and how many gradients this worker has given already."""
-        self.now, self._run, self._before, self._told = (0, 0), gated.pace, gated.steps, gated.pace[1]
+    def begin(self, status: m.BarrierStatus) -> None:
+        """An epoch begins: `status` says what is known of the run, and how many gradients this worker has given already."""
+        self.now, self._run, self._before, self._told = (0, 0), status.pace, status.steps, status.pace[1]
 
     def note(self, batches: int, steps: int) -> bool:
         """A batch begins; returns whether ps task 0 should hear of the count: when it is twice what it knows, unless that is one to one."""
@@ -130,7 +130,7 @@ class EpochLoop(Hook):
                 if session.should_stop():
                     break
                 self._send_position()
-                self._begin(self._meet(self.epoch + 1, 0), count)
+                self._begin(self._wait_for_all(self.epoch + 1, 0), count)
                 self._link.positions.renew(self._link.version)
             if count is not None and self.epoch >= count:
                 self._send_position()
@@ -143,7 +143,7 @@ class EpochLoop(Hook):
         task = self._session.task
         return self._waits_for or (task.num_workers if task.launched and not task.cluster.elastic else 1)
 
-    def _begin(self, now: m.Gated, count: int | None) -> None:
+    def _begin(self, now: m.BarrierStatus, count: int | None) -> None:
         """The epoch that ps task 0 has named begins, or goes on, for this worker."""
         session, restored = self._session, self._restored
         self._restored = {}
@@ -197,7 +197,7 @@ class EpochLoop(Hook):
         if not self._session.should_stop():
             self._stage += 1
             self._send_position()
-            self._meet(self.epoch, self._stage)
+            self._wait_for_all(self.epoch, self._stage)
         self._session.pull()
         if not self._session.should_stop():
             self._ended = True
@@ -218,33 +218,35 @@ class EpochLoop(Hook):
         if timeout_s is not None and timeout_s <= 0:
             raise ConfigError(f"session.barrier(timeout_s={timeout_s}): must be more than 0 seconds")
         self._barriers += 1
-        self._meet(0, 0, barrier=self._barriers, limit_s=timeout_s)
+        self._wait_for_all(0, 0, barrier=self._barriers, limit_s=timeout_s)
 
-    def _ask(self, pace: tuple[int, int] = (0, 0)) -> m.Gated:
+    def _ask(self, pace: tuple[int, int] = (0, 0)) -> m.BarrierStatus:
         """Asks which epoch the run is in, and tells what is known of this worker's pace."""
         self._finish_request()
-        return self._session.surviving(lambda: self._question(m.Gate(*self._life, 0, wait=False, pace=pace)))
+        return self._session.surviving(lambda: self._question(m.AtBarrier(*self._life, 0, wait=False, pace=pace)))
 
     def _finish_request(self) -> None:
         if self._link.joined is not None:
             self._link.joined.finish_request()
 
-    def _meet(self, epoch: int, stage: int, *, barrier: int = 0, limit_s: float | None = None) -> m.Gated:
+    def _wait_for_all(
+        self, epoch: int, stage: int, *, barrier: int = 0, limit_s: float | None = None
+    ) -> m.BarrierStatus:
         """Waits until all live workers have come as far; returns where the run is then."""
         self._finish_request()
-        return self._session.surviving(lambda: self._wait(m.Gate(*self._life, 0, epoch, stage, barrier), limit_s))
+        return self._session.surviving(lambda: self._wait(m.AtBarrier(*self._life, 0, epoch, stage, barrier), limit_s))
 
-    def _wait(self, gate: m.Gate, limit_s: float | None) -> m.Gated:
+    def _wait(self, asked: m.AtBarrier, limit_s: float | None) -> m.BarrierStatus:
         end = self._link.end
         seen = end.patience.seen_time(end.clock)
         began = moved = reported = seen.now()
         progress, polls = -1, 0
-        while not (answer := self._question(gate)).opened and not answer.stopped and not self._session.should_stop():
+        while not (answer := self._question(asked)).opened and not answer.stopped and not self._session.should_stop():
             now, polls = seen.turn(), polls + 1
             if answer.progress != progress:
                 progress, moved = answer.progress, now
             since = began if limit_s is not None else moved
-            what = "at session.barrier()" if gate.barrier else f"at the end of epoch {gate.epoch + (gate.stage > 0)}"
+            what = "at session.barrier()" if asked.barrier else f"at the end of epoch {asked.epoch + (asked.stage > 0)}"
             missing = ", ".join(f"/job:worker/task:{worker}" for worker in answer.missing[:8])
             if now - since > (limit_s if limit_s is not None else end.patience.round_s):
                 raise DeadlineError(
@@ -259,11 +261,11 @@ class EpochLoop(Hook):
             self._session.pull()
         return answer
 
-    def _question(self, gate: m.Gate) -> m.Gated:
+    def _question(self, asked: m.AtBarrier) -> m.BarrierStatus:
         link = self._link
-        gate.worker, gate.incarnation = link.end.index, link.incarnation
-        answer = link.channels.finish(link.channels.question(gate), "the end of the others' epoch")[0]
-        assert isinstance(answer, m.Gated)
+        asked.worker, asked.incarnation = link.end.index, link.incarnation
+        answer = link.channels.finish(link.channels.question(asked), "the end of the others' epoch")[0]
+        assert isinstance(answer, m.BarrierStatus)
         return answer
 
     @property
@@ -301,7 +303,7 @@ class EpochLoop(Hook):
     def after_create_session(self, session: object) -> None:
         """The session has recovered: ps task 0 hears which epoch the loop is in."""
         if self.running:
-            self._question(m.Gate(*self._life, 0, self.epoch, wait=False))
+            self._question(m.AtBarrier(*self._life, 0, self.epoch, wait=False))
 
     def _send_position(self) -> None:
         """Others may save while this worker waits: ps task 0 has its position then."""

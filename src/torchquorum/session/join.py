@@ -259,7 +259,7 @@ def join(
             min_workers=min_workers,
         ),
         defaults=defaults,
-        meet=lambda rendezvous: exchange_addresses(rendezvous, say=say),
+        exchange=lambda rendezvous: exchange_addresses(rendezvous, say=say),
         own=own_flags(parser),
     )
     fill_in(flags, found)

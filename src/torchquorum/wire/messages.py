@@ -38,13 +38,13 @@ from torchquorum.wire.protocol import (
 )
 from torchquorum.wire.ps_messages import (
     Alive,
+    BarrierStatus,
     BatchesUsed,
     Bye,
     Created,
     Evicted,
     Fate,
     Fault,
-    Gated,
     Held,
     LeasedBatches,
     Mean,
@@ -80,11 +80,11 @@ from torchquorum.wire.shard_messages import (
 )
 from torchquorum.wire.worker_messages import (
     Assign,
+    AtBarrier,
     Beat,
     Buffers,
     Create,
     FateOf,
-    Gate,
     Hello,
     Join,
     Leave,
@@ -130,7 +130,7 @@ AnyMessage = (
     | TakeBuffers
     | TakeBatches
     | UseBatches
-    | Gate
+    | AtBarrier
     | Scale
     | FateOf
     | StatusRequest
@@ -146,7 +146,7 @@ AnyMessage = (
     | Alive
     | LeasedBatches
     | BatchesUsed
-    | Gated
+    | BarrierStatus
     | Scaled
     | Bye
     | SharedBuffers

@@ -183,7 +183,7 @@ class BatchesUsed(Message):
     ok: bool
 
 
-class Gated(Message):
+class BarrierStatus(Message):
     """Whether a worker may go on, and if not, for whom it waits; `progress` grows while others train.
 
     `epoch` is the run's, whose data is divided among `members`; `steps` is how many gradients this worker, over all its incarnations, has

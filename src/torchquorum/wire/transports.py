@@ -14,8 +14,8 @@ from torchquorum.cluster import ClusterSpec
 from torchquorum.cluster.secret import Access
 from torchquorum.wire import tcp_stream
 from torchquorum.wire.channel import Listener, ListenerPart
-from torchquorum.wire.entry_channel import EntryChannel
 from torchquorum.wire.combined_listener import CombinedListener
+from torchquorum.wire.entry_channel import EntryChannel
 from torchquorum.wire.transport import Listening, Transport
 from torchquorum.wire.unix_stream import UNIX
 

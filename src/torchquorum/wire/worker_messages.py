@@ -293,12 +293,12 @@ class UseBatches(Message):
     steps: list[tuple[int, int]]
 
 
-class Gate(Message):
-    """A worker has come to the end of an epoch, or to a barrier, and waits for the others; it asks again until it may go on.
+class AtBarrier(Message):
+    """A worker has come to the end of an epoch, or to `session.barrier()`, and waits for the others; it asks again until it may go on.
 
-    `barrier` counts its barriers from 1; 0: it is at `stage` of `epoch`. With `wait` False it waits for nothing: it only says that it is in
+    `barrier` counts these calls from 1; 0: it is at `stage` of `epoch`. With `wait` False it waits for nothing: it only says that it is in
     `epoch`, or, with -1, asks which epoch the run is in. `pace` is how many batches it has taken, and how many gradients it has given of
-    them. Answered by Gated.
+    them. Answered by BarrierStatus.
     """
 
     worker: int

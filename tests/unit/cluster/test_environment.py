@@ -163,12 +163,12 @@ class TestTorchrun:
     def test_the_addresses_are_exchanged_at_the_master(self, set_all):
         asked: list[Rendezvous] = []
 
-        def meet(meeting: Rendezvous) -> tuple[ClusterSpec, int]:
-            asked.append(meeting)
+        def exchange(rendezvous: Rendezvous) -> tuple[ClusterSpec, int]:
+            asked.append(rendezvous)
             return ClusterSpec(SPEC), 7
 
         set_all(TORCHRUN)
-        resolved = found(meet=meet)
+        resolved = found(exchange=exchange)
         assert (resolved.task, resolved.cluster, resolved.listen_fd) == (TaskId("worker", 0), ClusterSpec(SPEC), 7)
         assert resolved.why == "cluster from torchrun (run r1, 3 tasks: 1 ps, 2 workers)"
         assert asked == [
@@ -271,7 +271,7 @@ class TestWhoWins:
 
     def test_torchrun_inside_a_job_of_slurm_is_nearer(self, set_all):
         set_all(SLURM, TORCHRUN)
-        resolved = found(meet=lambda _: (ClusterSpec(SPEC), 7))
+        resolved = found(exchange=lambda _: (ClusterSpec(SPEC), 7))
         assert resolved.why.endswith("SLURM_* is set too and was not used, because torchrun started this process")
 
     def test_flags_win_and_the_line_says_what_was_passed_over(self, set_all):

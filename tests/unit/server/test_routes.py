@@ -27,7 +27,7 @@ OF_WORKERS: list[m.Message] = [
     m.TakeBuffers(0, GUESSED, 1, False),
     m.TakeBatches(0, GUESSED, 1, SHARE, [1]),
     m.UseBatches(0, GUESSED, 1, "data", []),
-    m.Gate(0, GUESSED, 1, 0, 1),
+    m.AtBarrier(0, GUESSED, 1, 0, 1),
 ]
 
 

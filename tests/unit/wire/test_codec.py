@@ -113,9 +113,9 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         m.UseBatches, numbers, numbers, numbers, st.text(), st.lists(st.tuples(numbers, numbers), max_size=4)
     ),
     m.LeasedBatches: st.builds(m.LeasedBatches, numbers, st.lists(numbers, max_size=4), st.booleans(), st.booleans()),
-    m.Gate: st.builds(m.Gate, numbers, numbers, numbers, numbers, numbers, numbers, st.booleans()),
-    m.Gated: st.builds(
-        m.Gated,
+    m.AtBarrier: st.builds(m.AtBarrier, numbers, numbers, numbers, numbers, numbers, numbers, st.booleans()),
+    m.BarrierStatus: st.builds(
+        m.BarrierStatus,
         numbers,
         st.booleans(),
         numbers,

@@ -1,8 +1,8 @@
-"""Where workers wait for each other: the ends of epochs, and barriers. Who has come, and who may go on.
+"""Where workers wait for each other: the ends of epochs, and calls of `session.barrier()`. Who has come, and who may go on.
 
-Owned by the thread of ps task 0 (and by tests). Pure like the quorum: numbers in, numbers out. A worker of `session.epochs` is at a place
+Owned by the thread of ps task 0 (and by tests). Pure like the quorum: numbers in, numbers out. A worker of `session.epochs` is at a barrier
 (epoch, stage): stage 0 when it begins the epoch, 1 when it has used its last batch of it, more where an epoch has several loops. It may
-pass a place when every live worker has come as far. Barriers are a sequence of their own. What always holds:
+pass a barrier when every live worker has come as far. The calls of `session.barrier()` are a sequence of their own. What always holds:
 - a worker that is not alive is not waited for, and a new incarnation begins where the run is;
 - the epoch only grows, and its members are those who were alive when it began: the data is divided among them;
 - `steps` are what a worker has given in this epoch, over all its incarnations, so that one that comes back goes on after them; `pace` says
@@ -18,21 +18,21 @@ from typing import Any, NamedTuple
 from torchquorum.rules.batch_pool import WorkerLife
 from torchquorum.rules.quorum import Key
 
-EPOCHS, BARRIERS = "epochs", "barriers"
+EPOCHS, CALLS = "epochs", "calls"
 
 
-class Place(NamedTuple):
-    """Where a worker is in a sequence of places: an epoch and its stage, or the number of a barrier and 0."""
+class Barrier(NamedTuple):
+    """Where a worker is in a sequence of barriers: an epoch and its stage, or the number of a call and 0."""
 
     number: int
     stage: int = 0
 
 
-BEFORE_ALL = Place(-1)
+BEFORE_ALL = Barrier(-1)
 
 
-class Gates:
-    """The places of all workers.
+class Barriers:
+    """The barriers of all workers.
 
     Attributes:
         epoch: The epoch that the run is in.
@@ -44,10 +44,10 @@ class Gates:
     def __init__(self) -> None:
         self.epoch, self.members, self.used = 0, tuple[int, ...](), False
         self.pace = (0, 0)
-        self._at: dict[str, dict[WorkerLife, Place]] = {EPOCHS: {}, BARRIERS: {}}
-        self._waiting: dict[WorkerLife, tuple[str, Place]] = {}
-        self._passed = 0  # barriers
-        self._base: dict[WorkerLife, int] = {}  # how many barriers had been passed when this life began
+        self._at: dict[str, dict[WorkerLife, Barrier]] = {EPOCHS: {}, CALLS: {}}
+        self._waiting: dict[WorkerLife, tuple[str, Barrier]] = {}
+        self._passed = 0  # calls
+        self._base: dict[WorkerLife, int] = {}  # how many calls had been passed when this life began
         self._given: Counter[int] = Counter()
         self._pending: dict[Key, None] = {}  # accepted, in no update yet
 
@@ -59,8 +59,8 @@ class Gates:
 
     def gone(self, life: WorkerLife) -> None:
         """A worker's incarnation is over."""
-        for places in self._at.values():
-            places.pop(life, None)
+        for passed in self._at.values():
+            passed.pop(life, None)
         self._waiting.pop(life, None)
         self._base.pop(life, None)
 
@@ -77,18 +77,18 @@ class Gates:
             self.members = self.members or tuple(sorted(first_members))
         if known > self.epoch:
             self._begin(known, self.members)
-        self._at[EPOCHS].setdefault(life, Place(self.epoch))
+        self._at[EPOCHS].setdefault(life, Barrier(self.epoch))
         return self.epoch
 
-    def come(self, life: WorkerLife, family: str, place: Place) -> bool:
-        """A worker has come to a place, and waits there; False if it was let go on there, and has not heard of it."""
-        if family == BARRIERS:
-            place = Place(place.number + self._base.get(life, 0))
+    def come(self, life: WorkerLife, family: str, barrier: Barrier) -> bool:
+        """A worker has come to a barrier, and waits there; False if it was let go on there, and has not heard of it."""
+        if family == CALLS:
+            barrier = Barrier(barrier.number + self._base.get(life, 0))
         before = self._at[family].get(life, BEFORE_ALL)
-        if before >= place and life not in self._waiting:
+        if before >= barrier and life not in self._waiting:
             return False
-        self._at[family][life] = max(place, before)
-        self._waiting[life] = family, place
+        self._at[family][life] = max(barrier, before)
+        self._waiting[life] = family, barrier
         self.used |= family == EPOCHS
         return True
 
@@ -96,14 +96,16 @@ class Gates:
         """Returns the workers whose wait is over, each with what it waited for, and forgets their waits."""
         live = list(live)
         over = {
-            life: family for life, (family, place) in self._waiting.items() if not self._missing(family, place, live)
+            life: family
+            for life, (family, barrier) in self._waiting.items()
+            if not self._missing(family, barrier, live)
         }
         for life in over:
-            family, place = self._waiting.pop(life)
-            if family == BARRIERS:
-                self._passed = max(self._passed, place.number)
-            elif place.number > self.epoch:
-                self._begin(place.number, tuple(sorted(other.worker for other in live)))
+            family, barrier = self._waiting.pop(life)
+            if family == CALLS:
+                self._passed = max(self._passed, barrier.number)
+            elif barrier.number > self.epoch:
+                self._begin(barrier.number, tuple(sorted(other.worker for other in live)))
         return over
 
     def heard(self, pace: tuple[int, int]) -> None:
@@ -142,7 +144,7 @@ class Gates:
         return sorted(other.worker for other in self._missing(*self._waiting[life], live))
 
     def stuck(self, live: Iterable[WorkerLife]) -> str:
-        """Says where the workers are if all of them wait, at places of which none can be passed; else empty."""
+        """Says where the workers are if all of them wait, at barriers of which none can be passed; else empty."""
         live = sorted(live)
         if not live or any(life not in self._waiting for life in live):
             return ""
@@ -150,9 +152,9 @@ class Gates:
             return ""
         return "; ".join(f"worker {life.worker} waits {_name(*self._waiting[life])}" for life in live)
 
-    def _missing(self, family: str, place: Place, live: Iterable[WorkerLife]) -> list[WorkerLife]:
+    def _missing(self, family: str, barrier: Barrier, live: Iterable[WorkerLife]) -> list[WorkerLife]:
         at = self._at[family]
-        return [life for life in live if at.get(life, BEFORE_ALL) < place]
+        return [life for life in live if at.get(life, BEFORE_ALL) < barrier]
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -175,7 +177,7 @@ class Gates:
             self.heard((int(batches), int(given)))
 
 
-def _name(family: str, place: Place) -> str:
-    if family == BARRIERS:
-        return f"at session.barrier() number {place.number}"
-    return f"at the end of epoch {place.number + 1 if place.stage else place.number}"
+def _name(family: str, barrier: Barrier) -> str:
+    if family == CALLS:
+        return f"at session.barrier() number {barrier.number}"
+    return f"at the end of epoch {barrier.number + 1 if barrier.stage else barrier.number}"

@@ -1,4 +1,4 @@
-"""A whole cluster in one process for tests: ps tasks and workers are threads, the network is queues."""
+"""A whole cluster in one process for tests: ps tasks and workers are threads, the network is queues or, if wanted, sockets."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import torch
 from torch import nn
 
 import torchquorum as tq
+from tests.ports import free_ports
 from torchquorum.cluster import ClusterSpec, TaskId
+from torchquorum.cluster.secret import OPEN
 from torchquorum.server.leading import Leading
 from torchquorum.server.serve import PsTask, ServeOptions
 from torchquorum.session.join import Task
 from torchquorum.wire.channel import Channel
 from torchquorum.wire.inprocess import InProcessNetwork
 from torchquorum.wire.rpc import Patience
+from torchquorum.wire.transports import connector
 
 PATIENCE = Patience(start_s=30.0, round_s=30.0, silence_s=20.0, probe_s=0.2, say_s=60.0)
 Connect = Callable[[str, bytes], Channel]
@@ -33,16 +36,15 @@ class Cluster:
         transport: str = "auto",
         wrap: Any = None,
         min_workers: int | None = None,
+        sockets: bool = False,
     ) -> None:
-        self.spec = ClusterSpec(
-            {
-                "ps": [f"localhost:{1000 + i}" for i in range(ps)],
-                "worker": [f"localhost:{2000 + i}" for i in range(workers)],
-            },
-            min_workers=min_workers,
-        )
+        ports = free_ports(ps + workers) if sockets else range(1000, 1000 + ps + workers)
+        names = [f"localhost:{port}" for port in ports]
+        self.spec = ClusterSpec({"ps": names[:ps], "worker": names[ps:]}, min_workers=min_workers)
         self.transport = transport
         self.network = InProcessNetwork()
+        self._dial: Connect = connector(self.spec, OPEN) if sockets else self.network.connect
+        self._sockets = sockets
         self.wrap = wrap
         self.said: list[str] = []
         self.servers: list[PsTask] = []
@@ -68,7 +70,7 @@ class Cluster:
         leader = None
         if index > 0:
             leader = self.connect(self.spec.address(TaskId("ps", 0)), f"ps/{index}".encode())
-        listener = self.network.listen(self.spec.address(TaskId("ps", index)))
+        listener = None if self._sockets else self.network.listen(self.spec.address(TaskId("ps", index)))
         return PsTask(self.spec, index, ServeOptions(say=self.said.append), listener=listener, leader=leader)
 
     def _serve(self, server: PsTask) -> None:
@@ -79,7 +81,7 @@ class Cluster:
 
     def connect(self, address: str, identity: bytes) -> Channel:
         """Connects a task to an address; tests may replace it."""
-        channel: Channel = self.network.connect(address, identity)
+        channel = self._dial(address, identity)
         return self.wrap(channel, identity) if self.wrap is not None else channel
 
     def leading(self, number: int = 0) -> Leading:

@@ -6,8 +6,6 @@ it; every batch that was begun gets one result; a client that is silent for too 
 
 from __future__ import annotations
 
-import time
-
 import torch
 
 from torchquorum.clock import SYSTEM, Clock, SeenTime
@@ -144,7 +142,7 @@ class ComputeRun:
             inbox.forget_batch(message.number)
             return
         # The lease is valid: the batch is ours, and the client is told that it has begun.
-        started = time.perf_counter()
+        started = self._clock.now()
         inbox.update(doing=message.number)
         loss: float | None = None
         try:
@@ -165,7 +163,7 @@ class ComputeRun:
         if step.reason == "expired" and not session.client.pipeline:
             inbox.forget_batches()  # the ps tasks took this task for dead, so the client may have given them to others
         inbox.update(incarnation=session.client.incarnation)
-        inbox.finish_batch(self._done(message, loss, step, time.perf_counter() - started))
+        inbox.finish_batch(self._done(message, loss, step, self._clock.now() - started))
 
     def _done(self, message: g.Batch, loss: float | None, step: Step, seconds: float) -> g.Done:
         pipelined = self._session.client.pipeline and not step.stop  # then `step` tells the fate of the batch before

@@ -24,7 +24,7 @@ from torchquorum.session.prefetch import prefetch
 from torchquorum.session.replayed import Replayed
 from torchquorum.session.stop_condition import StopCondition
 from torchquorum.update.constraints import check_after_update
-from torchquorum.wire.messages import JournalRef, Plan, TrackSpec
+from torchquorum.wire.messages import Create, JournalRef, Plan, TrackSpec
 from torchquorum.wire.plan import OptimizerPlan
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.link import Link
@@ -199,7 +199,7 @@ class Initializer:
             self._create_again(link, plan, replayed)
             return
         if all(created):
-            link.create(plan, self.flats, only_existing=True)
+            link.create(Create(plan, only_existing=True), self.flats)
             self._created = True
             self._let_rows_go()
             self._setup.say("the ps tasks hold live variables already; going on with them")
@@ -229,7 +229,7 @@ class Initializer:
                 self._setup.say(
                     "the run goes on from its checkpoint, and so does the optimizer: the state that it had before is not used"
                 )
-        link.create(plan, self.flats, found.path, generation=generation, replace=True, journal=journal, begins=begins)
+        link.create(Create(plan, found.path, generation, replace=True, journal=journal), self.flats, begins)
         self._created = True
         if not afresh:
             self._let_rows_go()
@@ -243,7 +243,7 @@ class Initializer:
             self._stop.end_at(plan.last_step)
         begins = [optimizer.begun_state() for optimizer in self._setup.optimizers]
         generation = self._setup.task.random_bits(62)
-        link.create(plan, self.flats, generation=generation, replace=True, begins=begins)
+        link.create(Create(plan, generation=generation, replace=True), self.flats, begins)
 
     def _find_journal(self, found: Found, plan: Plan, told: int) -> JournalRef:
         """How far the journal leads; a durable run goes back only if the options say so, or it was asked to begin anew."""

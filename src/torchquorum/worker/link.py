@@ -108,27 +108,16 @@ class Link(RunView):
         return any(welcome.created and welcome.generation == generation for welcome in self._welcomes)
 
     def create(
-        self,
-        plan: m.Plan,
-        flats: Sequence[FlatParameters],
-        restore: str | None = None,
-        *,
-        generation: int = 0,
-        replace: bool = False,
-        journal: m.JournalRef | None = None,
-        only_existing: bool = False,
-        begins: Sequence[LoadedState | None] = (),
+        self, message: m.Create, flats: Sequence[FlatParameters], begins: Sequence[LoadedState | None] = ()
     ) -> bool:
         """The chief hands its variables, or the path of a checkpoint with them, to the ps tasks, shard 0 last.
 
-        With `replace`, ps tasks that hold variables give them up, as others lost theirs; with `only_existing` all must hold some.
         The optimizers begin with the states `begins`, where there are some.
 
         Returns:
             Whether they had variables before, which then stay as they are.
         """
-        message = m.Create(plan, restore, generation, replace, journal, only_existing)
-        buffers = self._buffers.local.capture() if self._buffers is not None and plan.buffers else None
+        buffers = self._buffers.local.capture() if self._buffers is not None and message.plan.buffers else None
         return joining.create(self.channels, message, flats, buffers, begins)
 
     def join(self, plan: m.Plan, flats: Sequence[FlatParameters]) -> None:

@@ -122,6 +122,6 @@ def test_variables_are_sent_once_however_long_a_ps_takes_for_them_and_again_if_i
         return {5: [m.Fault("LostCreationError", "it is not here")], 9: [m.Created(0, False)]}.get(asked, [])
 
     ps.answer = slowly
-    assert not link.create(plan, [flat], generation=5)
+    assert not link.create(m.Create(plan, generation=5), [flat])
     frames = [len(f) for f in ps.channels[0].sent if isinstance(codec.split(f)[0], m.Create)]
     assert frames == [3, 1, 1, 1, 1, 3, 1, 1, 1]

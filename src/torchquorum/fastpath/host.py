@@ -181,7 +181,7 @@ class FastPathHost:
                 leased = variables.versions.leased(worker)
                 page.workers.leases[worker] = -1 if leased is None else leased
             if shard.plan.schedule is None:
-                page.rates.hold(shard.version, variables.update.lr)
+                page.rates.hold(shard.version, variables.update.rates.now)
             self._publish_rates()
             page.ps_looks()
             # Everything is in place: from this word on workers use the page, once the lock is free.
@@ -253,7 +253,7 @@ class FastPathHost:
             table.begin(version)
         most = min(max(table.known, made) + RATES_AT_ONCE, made + RATES_AHEAD)
         for update in range(table.known, most):
-            rates = self._shard.variables.update.rates_ahead(update - version)
+            rates = self._shard.variables.update.rates.ahead(update - version)
             if rates is None:
                 break
             table.add(rates)

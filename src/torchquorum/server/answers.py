@@ -113,9 +113,9 @@ class Answers:
             fastpath=fastpath.ref if fastpath is not None else None,
             states=variables.update.state.refs if fastpath is not None else [],
             outcome=answer.outcome,
-            lr=variables.update.lr,
+            lr=variables.update.rates.now,
             generation=self._generation,
-            used=variables.update.used,
+            used=variables.update.rates.used,
             track=track,
         )
         if answer.state is not None:

@@ -12,7 +12,7 @@ import torch
 
 from torchquorum.formats.checkpoint_manifest import torch_dtype
 from torchquorum.placement.layout import Region, Variable
-from torchquorum.update.updater import ELEMENTWISE
+from torchquorum.update.spans import ELEMENTWISE
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import frame_tensor, tensor_frame
 from torchquorum.wire.messages import StateRef

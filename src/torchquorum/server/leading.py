@@ -55,7 +55,7 @@ class Leading(Run):
             [track.variables.update.settings for track in shard.tracks],
         )
         self.leader.effects.scheduled_rates = lambda k, version: (
-            shard.tracks[k].variables.update.rates_ahead(version - 1 - shard.tracks[k].version) or []
+            shard.tracks[k].variables.update.rates.ahead(version - 1 - shard.tracks[k].version) or []
         )
         self.buffers = buffers
         self.recorder = self.leader.effects.recorder = open_recorder(plan, life.announce)

@@ -151,7 +151,7 @@ class ShardTrack:
     def _apply_rows(self, updates: Sequence[RowUpdate], version: int, evicted_at: float) -> None:
         if self.tables:
             update = self.variables.update
-            self.tables.apply(updates, version, update.settings, update.used)
+            self.tables.apply(updates, version, update.settings, update.rates.used)
             self.evicted += self.tables.evict(version, evicted_at) if evicted_at else 0
 
     def keep_values(self, values: Values, frames: Sequence[Frame]) -> None:

@@ -1,48 +1,28 @@
 """The updates of a shard on the ps: the mean of the gradients, then a kernel or a real torch.optim optimizer over flat memory.
 
-Owned by the ps thread. Variables of one parameter group and dtype that always get gradients together are one flat span, so an
-update is a few large vector operations, whatever the number of layers. A step in which some variables have no gradient splits
-their span for good, with its optimizer state, and leaves the absent ones unchanged, as torch.optim does. What always
-holds: the result equals the same optimizer run over the separate parameters, bit for bit.
+Owned by the ps thread. Variables that always get gradients together are one flat span (`torchquorum.update.spans`), so an update is a few
+large vector operations, whatever the number of layers. A step in which some variables have no gradient splits their span for good, with its
+optimizer state, and leaves the absent ones unchanged, as torch.optim does. What always holds: the result equals the same optimizer run over
+the separate parameters, bit for bit.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
 
 import torch
 
-from torchquorum.errors import ConfigError
-from torchquorum.memory.slots import Sections
 from torchquorum.placement.layout import Piece, Region, Variable
-from torchquorum.update import optimizers, schedules
+from torchquorum.update import optimizers
 from torchquorum.update.kernel_state import KernelState
-from torchquorum.update.kernels import SLICED_IN, Kernel, Moment, kernels_for, mean, states_of
+from torchquorum.update.kernels import Kernel, Moment, kernels_for, mean, states_of
+from torchquorum.update.rates import Rates
+from torchquorum.update.spans import Span, Spans
 from torchquorum.wire.messages import OptimizerSpec, ScheduleSpec
 from torchquorum.wire.settings import RATE, Settings, changed, changes, decode
-
-# These update each element independently, so they may run over flat memory and over slices of a variable.
-ELEMENTWISE = frozenset(
-    [
-        "SGD",
-        "Adam",
-        "AdamW",
-        "Adagrad",
-        "RMSprop",
-        "Adadelta",
-        "Adamax",
-        "NAdam",
-        "RAdam",
-        "ASGD",
-        "Rprop",
-        "DelayedNesterov",
-    ]
-)
 
 
 class ReadState(Protocol):
@@ -57,26 +37,6 @@ class ReadState(Protocol):
         ...
 
 
-@dataclass(eq=False)
-class Span:
-    """A run of pieces in one section that are updated together; `shape` is a variable's own where that matters."""
-
-    section: int
-    start: int
-    stop: int
-    pieces: tuple[Piece, ...]
-    shape: tuple[int, ...]
-    steps: int = 0  # how many updates its state has seen, where a kernel makes them
-    parameter: torch.nn.Parameter = field(default_factory=lambda: torch.nn.Parameter(torch.empty(0)))
-
-    def view(self, sections: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Returns this span of a slot's memory."""
-        values = sections[self.section]
-        if self.start == 0 and self.shape == (self.stop,) == tuple(values.shape):
-            return values
-        return values[self.start : self.stop].view(self.shape)
-
-
 def warm_up() -> None:
     """Makes torch.optim import what it imports at its first step, which takes a second, before a worker waits for it."""
     parameter = torch.nn.Parameter(torch.zeros(1))
@@ -89,7 +49,8 @@ class Updater:
 
     Attributes:
         settings: The options of each parameter group, as they travel, for the next update; without the rates that a schedule sets.
-        used: The learning rate of each parameter group in the last update.
+        spans: What is updated together.
+        rates: The learning rates.
     """
 
     def __init__(
@@ -101,22 +62,13 @@ class Updater:
         values: Sequence[torch.Tensor],
         state_slots: int | None = None,
     ) -> None:
-        self._region, self._variables, self._spec, self._schedule_spec = region, variables, optimizer, schedule
-        self._elementwise = optimizer.name in ELEMENTWISE
-        self._cuts = object()  # replaced whenever memory is cut into other spans
-        self._groups: list[list[Span]] = [[] for _ in optimizer.groups]
-        for index, section in enumerate(region.sections):
-            for group, given in enumerate(optimizer.groups):
-                # A fused kernel, too, may round the tail of a vector differently from its body.
-                whole = not self._elementwise or section.dtype not in SLICED_IN or bool(given.get("fused"))
-                pieces = [p for p in section.pieces if variables[p.variable].group == group]
-                runs = [[p] for p in pieces] if whole else ([pieces] if pieces else [])
-                self._groups[group] += [self._span(index, run) for run in runs]
+        self._variables, self._spec, self._schedule_spec = variables, optimizer, schedule
+        self.spans = Spans(region, variables, optimizer)
         for span in self.spans:
             span.parameter.data = span.view(values)
         groups = [
             {"params": [s.parameter for s in spans], **given}
-            for spans, given in zip(self._groups, optimizer.groups, strict=True)
+            for spans, given in zip(self.spans.groups, optimizer.groups, strict=True)
         ]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a shard may hold no variable of some group
@@ -131,38 +83,14 @@ class Updater:
         self.state = KernelState(region, names, initial, state_slots if names else None)
         self._as_planned = True
         self._take_state()
-        self._schedule = schedules.build(schedule, self._optimizer) if schedule else None
+        self.rates = Rates(self._optimizer, schedule)
         if kernels is not None:
             optimizers.step_without_hooks(
                 self._optimizer
             )  # nothing has a gradient: only tells the schedule that steps are being made
-        self._rates = [self._current_rates()]  # of the next update, and of those after it that were asked for
-        self.used = self._rates[0]
-        scheduled = (RATE,) if self._schedule is not None else ()
+        scheduled = (RATE,) if self.rates.scheduled else ()
         self.settings: Settings = [{k: v for k, v in g.items() if k not in scheduled} for g in optimizer.groups]
         self._scratch = [torch.empty_like(v) for v in values]
-
-    @property
-    def spans(self) -> list[Span]:
-        """Returns what is updated together now, by parameter group."""
-        return [s for spans in self._groups for s in spans]
-
-    @property
-    def lr(self) -> list[float]:
-        """Returns the learning rate of each parameter group for the next update."""
-        return self._rates[0]
-
-    def rates_ahead(self, update: int) -> list[float] | None:
-        """Returns the learning rates of the update that comes `update` updates after the next one; only where a kernel makes them.
-
-        None if the schedule does not go that far, as OneCycleLR beyond its last step, or fails: the ps meets that at that update.
-        """
-        try:
-            while len(self._rates) <= update:
-                self._rates.append(self._next_rates())
-        except Exception:
-            return None
-        return self._rates[update]
 
     def change(self, change: Settings) -> None:
         """Uses other options from the next update on: of each parameter group those that change; nothing for no change."""
@@ -173,8 +101,7 @@ class Updater:
             group.update({name: decode(value) for name, value in options.items()} | optimizers.as_on_a_ps(options))
         if any(name != RATE for options in change for name in options):
             self._options_changed()
-        if self._schedule is None:
-            self._rates = [self._current_rates()]
+        self.rates.changed()
 
     def _options_changed(self) -> None:
         """Another option than a rate has changed: a kernel may not do any more, or do again."""
@@ -185,7 +112,7 @@ class Updater:
         self._fitting = self._kernels = kernels if fits else None
         self._as_planned = not any(name != RATE for group in changes(self._spec.groups, spec.groups) for name in group)
         if any(options.get("fused") for options in spec.groups):
-            self._regroup(lambda piece: piece.variable)
+            self._cut(lambda piece: piece.variable)
         self._take_state()
 
     @property
@@ -198,7 +125,7 @@ class Updater:
         if self._kernels is None or not self._as_planned:
             return None
         found = []
-        for kernel, spans in zip(self._kernels, self._groups, strict=True):
+        for kernel, spans in zip(self._kernels, self.spans.groups, strict=True):
             steps = {span.steps if kernel.counted else min(1, span.steps) for span in spans}
             if len(steps) > 1:
                 return None
@@ -215,7 +142,7 @@ class Updater:
         if self._kernels is None:
             return
         memory = dict(zip(self.state.names, self.state.of(self.state.current), strict=True))
-        for kernel, spans in zip(self._kernels, self._groups, strict=True):
+        for kernel, spans in zip(self._kernels, self.spans.groups, strict=True):
             for span in spans:
                 state: dict[str, Any] = self._optimizer.state.pop(span.parameter, {})
                 here = [name for name in kernel.state if isinstance(state.get(name), torch.Tensor)]
@@ -228,7 +155,7 @@ class Updater:
         """Whether torch.optim has states of a variable that the kernel of its group does not know."""
         return any(
             not self._optimizer.state.get(span.parameter, {}).keys() <= {"step", *kernel.state}
-            for kernel, spans in zip(self._fitting or (), self._groups, strict=False)
+            for kernel, spans in zip(self._fitting or (), self.spans.groups, strict=False)
             for span in spans
         )
 
@@ -237,7 +164,7 @@ class Updater:
         if self._kernels is None:
             return
         memory = dict(zip(self.state.names, self.state.of(self.state.current), strict=True))
-        for kernel, spans in zip(self._kernels, self._groups, strict=True):
+        for kernel, spans in zip(self._kernels, self.spans.groups, strict=True):
             for span in spans:
                 if kernel.state and (span.steps or kernel.eager):
                     state: dict[str, Any] = {"step": torch.tensor(float(span.steps))} if kernel.counted else {}
@@ -247,26 +174,11 @@ class Updater:
         """Workers have made an update and written the version, with its state: only the schedule advances."""
         for span in self.spans:
             span.steps += 1
-        self._advance()
+        self.rates.advance()
 
     def pass_over(self) -> None:
         """The next version is no update: the schedule, which goes by version, advances, and nothing else."""
-        self._advance()
-
-    def _advance(self) -> None:
-        self.used = self._rates[0]
-        if len(self._rates) == 1:
-            self._rates.append(self._next_rates())
-        del self._rates[0]
-
-    def _next_rates(self) -> list[float]:
-        if self._schedule is not None:
-            with optimizers.of_the_program():
-                self._schedule.step()
-        return self._current_rates()
-
-    def _current_rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self._optimizer.param_groups]
+        self.rates.advance()
 
     def apply(
         self,
@@ -291,12 +203,12 @@ class Updater:
             sections = zip(*gradients, strict=True)
             step = [mean(section, out) for section, out in zip(sections, self._scratch, strict=True)]
         if absent:
-            self._split(absent)
+            self._cut(lambda piece: piece.variable in absent)
         if self._kernels is not None:
             self._step_by_kernel(self._kernels, old, new, step, absent)
         else:
             self._step(old, new, step, absent)
-        self._advance()
+        self.rates.advance()
         return step
 
     def _step(
@@ -313,23 +225,10 @@ class Updater:
             span.parameter.data = span.view(new)
             skip = bool(absent) and span.pieces[0].variable in absent
             span.parameter.grad = None if skip else span.view(mean)
-        with self._rates_of_now(), optimizers.of_the_program():
+        with self.rates.in_groups(), optimizers.of_the_program():
             optimizers.step_without_hooks(self._optimizer)
         for span in self.spans:
             span.parameter.grad = None
-
-    @contextmanager
-    def _rates_of_now(self) -> Iterator[None]:
-        """The schedule may be ahead, for workers that made updates by themselves: inside this block the rates are of the next update."""
-        if len(self._rates) == 1:
-            yield
-            return
-        groups, ahead = self._optimizer.param_groups, self._current_rates()
-        for group, rate in zip(groups, self._rates[0], strict=True):
-            group[RATE] = rate
-        yield
-        for group, rate in zip(groups, ahead, strict=True):
-            group[RATE] = rate
 
     def _step_by_kernel(
         self,
@@ -340,12 +239,12 @@ class Updater:
         absent: frozenset[int],
     ) -> None:
         """An optimizer that has a kernel: the next version and its state are written in one pass, with the bits of torch.optim."""
-        values, step = (self._views_of(old), self._views_of(new)), self._views_of(mean)
+        values, step = (self.spans.views_of(old), self.spans.views_of(new)), self.spans.views_of(mean)
         target = self.state.next_slot()
-        before = dict(zip(self.state.names, map(self._views_of, self.state.of(self.state.current)), strict=True))
-        after = dict(zip(self.state.names, map(self._views_of, self.state.of(target)), strict=True))
+        before = dict(zip(self.state.names, map(self.spans.views_of, self.state.of(self.state.current)), strict=True))
+        after = dict(zip(self.state.names, map(self.spans.views_of, self.state.of(target)), strict=True))
         k = 0
-        for kernel, spans, rate in zip(kernels, self._groups, self._rates[0], strict=True):
+        for kernel, spans, rate in zip(kernels, self.spans.groups, self.rates.now, strict=True):
             for span in spans:
                 mine = [before[name][k] for name in kernel.state], [after[name][k] for name in kernel.state]
                 if absent and span.pieces[0].variable in absent:
@@ -358,59 +257,18 @@ class Updater:
                 k += 1
         self.state.current = target
 
-    def _views_of(self, sections: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the spans of a slot's or gradient's memory; of memory that comes again the views are kept."""
-        if not isinstance(sections, Sections):
-            return [span.view(sections) for span in self.spans]
-        kept = sections.cut
-        if not (isinstance(kept, tuple) and kept[0] is self._cuts):
-            kept = sections.cut = (self._cuts, [span.view(sections) for span in self.spans])
-        return kept[1]
-
-    def _span(self, section: int, pieces: Sequence[Piece]) -> Span:
-        first, last = pieces[0], pieces[-1]
-        start, stop = first.offset, last.offset + last.numel  # the padding between pieces is zero and stays so
-        variable = self._variables[first.variable]
-        if self._elementwise or len(pieces) > 1:
-            shape: tuple[int, ...] = (stop - start,)
-        elif first.numel == variable.numel:
-            shape = tuple(variable.shape)
-        else:
-            raise ConfigError(
-                f"variable {variable.name} is sliced over shards, which its optimizer cannot do; leave slice_bytes out"
-            )
-        return Span(section, start, stop, tuple(pieces), shape)
-
-    def _split(self, absent: frozenset[int]) -> None:
-        """Splits every span in which only some variables have a gradient, with its state."""
-        self._regroup(lambda piece: piece.variable in absent)
-
-    def _regroup(self, kind_of: Callable[[Piece], Any]) -> None:
-        """Splits spans so that all pieces of each are of one kind."""
+    def _cut(self, kind_of: Callable[[Piece], Any]) -> None:
+        """Cuts spans, with their state, so that all pieces of each are of one kind."""
         self._show_state()
-        for group, spans in enumerate(self._groups):
-            parts = [part for span in spans for part in self._parts(span, kind_of)]
-            if len(parts) != len(spans):
-                self._groups[group] = parts
-                self._cuts = object()
-                self._optimizer.param_groups[group]["params"] = [s.parameter for s in parts]
+        for group in self.spans.cut(kind_of, self._cut_state):
+            self._optimizer.param_groups[group]["params"] = [s.parameter for s in self.spans.groups[group]]
         self._take_state()
 
-    def _parts(self, span: Span, kind_of: Callable[[Piece], Any]) -> list[Span]:
-        runs: list[list[Piece]] = []
-        for piece in span.pieces:
-            if runs and kind_of(runs[-1][-1]) == kind_of(piece):
-                runs[-1].append(piece)
-            else:
-                runs.append([piece])
-        if len(runs) == 1:
-            return [span]
-        parts = [self._span(span.section, run) for run in runs]
+    def _cut_state(self, span: Span, parts: list[Span]) -> None:
         state: dict[str, Any] = self._optimizer.state.pop(span.parameter, {})
         for part in parts:
             if state:
                 self._optimizer.state[part.parameter] = {k: _slice(v, span, part) for k, v in state.items()}
-        return parts
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -453,13 +311,7 @@ class Updater:
             version: How many updates had been made; the schedule is brought to that step.
         """
         self._read(read, scalars)
-        if self._schedule is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # the optimizer's steps were made before the restart
-                for _ in range(version):
-                    self._schedule.step()
-        self._rates = [self._current_rates()]
-        self.used = self._rates[0]
+        self.rates.begin_at(version)
 
     def load(self, read: ReadState, scalars: dict[str, dict[str, Any]]) -> None:
         """Replaces the optimizer's state between two updates; options and schedule stay as they are."""
@@ -474,7 +326,7 @@ class Updater:
             name = self._variables[piece.variable].name
             return read.states(name), scalars.get(name, {})
 
-        self._regroup(kind)
+        self._cut(kind)
         for span in self.spans:
             names, numbers = kind(span.pieces[0])
             state = {name: decode(value) for name, value in numbers.items()}

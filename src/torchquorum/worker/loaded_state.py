@@ -17,7 +17,7 @@ from torch import nn
 from torchquorum.errors import ConfigError
 from torchquorum.placement.layout import CONSTANT, Layout
 from torchquorum.update import optimizers
-from torchquorum.update.updater import ELEMENTWISE
+from torchquorum.update.spans import ELEMENTWISE
 from torchquorum.wire.messages import StatePiece, StateRef
 from torchquorum.wire.settings import Settings, encode
 

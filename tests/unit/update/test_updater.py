@@ -1,4 +1,4 @@
-"""One update of a shard: the segments, the mean, the optimizer, and what cannot run on a ps."""
+"""One update of a shard: the spans, the mean, the optimizer, and what cannot run on a ps."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -68,8 +68,8 @@ class Bench:
         return [found[i] for i in sorted(found)]
 
     @property
-    def segments(self) -> list[list[int]]:
-        """The variables of each segment."""
+    def spans(self) -> list[list[int]]:
+        """The variables of each span."""
         return [[p.variable for p in s.pieces] for s in self.update.spans]
 
 
@@ -77,7 +77,7 @@ def ones(*shape: int) -> torch.Tensor:
     return torch.ones(shape)
 
 
-def test_variables_of_one_group_and_dtype_are_one_segment() -> None:
+def test_variables_of_one_group_and_dtype_are_one_span() -> None:
     variables = [
         variable("a", 3, 5),
         variable("b", 7, group=1),
@@ -86,17 +86,17 @@ def test_variables_of_one_group_and_dtype_are_one_segment() -> None:
         variable("e", 1, dtype="float64"),
     ]
     bench = Bench(variables, "SGD", {"lr": 0.1}, {"lr": 0.2})
-    assert bench.segments == [[3, 4], [0, 2], [1]]
+    assert bench.spans == [[3, 4], [0, 2], [1]]
 
 
 def test_half_precision_is_updated_variable_by_variable() -> None:
     bench = Bench([variable("a", 3, dtype="bfloat16"), variable("b", 4, dtype="bfloat16")])
-    assert bench.segments == [[0], [1]]
+    assert bench.spans == [[0], [1]]
 
 
 def test_an_optimizer_that_looks_at_whole_variables_gets_them_in_their_shape() -> None:
     bench = Bench([variable("a", 3, 5), variable("b", 4)], "Adafactor", {"lr": 0.1})
-    assert bench.segments == [[0], [1]]
+    assert bench.spans == [[0], [1]]
     assert [tuple(s.parameter.shape) for s in bench.update.spans] == [(3, 5), (4,)]
 
 
@@ -105,13 +105,13 @@ def test_slices_are_refused_where_the_optimizer_looks_at_whole_variables() -> No
         Bench([variable("a", 40)], "Adafactor", {"lr": 0.1}, num_shards=2, slice_bytes=8)
 
 
-def test_a_step_without_some_gradients_splits_their_segment_for_good() -> None:
+def test_a_step_without_some_gradients_splits_their_span_for_good() -> None:
     bench = Bench([variable(n, 2) for n in "abcd"])
-    assert bench.segments == [[0, 1, 2, 3]]
+    assert bench.spans == [[0, 1, 2, 3]]
     bench.step([ones(2), None, None, ones(2)])
-    assert bench.segments == [[0], [1, 2], [3]]
+    assert bench.spans == [[0], [1, 2], [3]]
     bench.step([ones(2)] * 4)
-    assert bench.segments == [[0], [1, 2], [3]]
+    assert bench.spans == [[0], [1, 2], [3]]
     assert [v.tolist() for v in bench.values()] == [[-2, -2], [-1, -1], [-1, -1], [-2, -2]]
 
 
@@ -186,7 +186,7 @@ def test_update_k_uses_the_rate_of_step_k() -> None:
     bench = Bench([variable("a", 1)], "SGD", {"lr": 1.0}, schedule=schedule)
     seen = []
     for _ in range(4):
-        seen.append(bench.update.lr)
+        seen.append(bench.update.rates.now)
         bench.step([ones(1)])
     assert seen == [[1.0], [1.0], [0.5], [0.5]]
     assert bench.values()[0].item() == -3.0
@@ -194,7 +194,7 @@ def test_update_k_uses_the_rate_of_step_k() -> None:
 
 def test_a_shard_without_variables_of_some_group_works() -> None:
     bench = Bench([variable("a", 4), variable("b", 4, group=1)], "SGD", {"lr": 1.0}, {"lr": 2.0}, num_shards=2)
-    assert bench.update.lr == [1.0, 2.0]
+    assert bench.update.rates.now == [1.0, 2.0]
     assert bench.step([ones(4), None])[0].tolist() == [-1] * 4
 
 

@@ -121,7 +121,7 @@ def test_a_checkpoint(tmp_path: Path) -> None:
         walk(
             cluster,
             ready=lambda: True,
-            over=lambda: cluster.leading().checkpoints.last_good.endswith(f"-{BEFORE + 1}"),
+            over=lambda: cluster.leading().checkpoints.newest.path.endswith(f"-{BEFORE + 1}"),
             recorder=recorder,
             logdir=str(tmp_path),
             save_every_steps=BEFORE + 1,

@@ -12,11 +12,11 @@ import torchquorum.wire.messages as m
 from torchquorum.cluster import ClusterSpec
 from torchquorum.memory.slots import section_views
 from torchquorum.placement.layout import Layout, Variable, place
-from torchquorum.server.checkpoints import Saving
 from torchquorum.server.following import Following
 from torchquorum.server.identity import Identity
 from torchquorum.server.leading import Leading
 from torchquorum.server.reply import Reply
+from torchquorum.server.saving import Saving
 from torchquorum.server.service import Service
 from torchquorum.server.shard import Shard
 from torchquorum.wire import codec

@@ -8,76 +8,24 @@ again for a while.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
-from torchquorum.formats.checkpoint_manifest import CheckpointError, FileInfo, Manifest, Stored, StoredTable
-from torchquorum.formats.checkpoint_write import begin, part_name
+from torchquorum.formats.checkpoint_manifest import CheckpointError
+from torchquorum.formats.checkpoint_write import begin
 from torchquorum.formats.journal import JournalError
-from torchquorum.formats.storage import Location, locate
+from torchquorum.formats.storage import locate
 from torchquorum.server.buffer_home import BufferHome
 from torchquorum.server.leader import Leader
 from torchquorum.server.save_failures import RETRY_S, Retry, SaveFailures
-from torchquorum.server.saver import Published, Saver, Written
+from torchquorum.server.saver import Published, Saver
+from torchquorum.server.saving import NewestCheckpoint, Saving
 from torchquorum.server.stand_in import StandIn
 from torchquorum.server.worker_positions import WorkerPositions
 from torchquorum.wire.messages import Part, SaveState
-from torchquorum.wire.settings import Settings
 
 POSITIONS_S = 5.0
 UNASKED = -1000
 FIRST = -2
-
-
-@dataclass(slots=True)
-class Saving:
-    """A checkpoint in the making.
-
-    `version` is the first optimizer's; `versions` are all, at this `place` of the log, where workers stand at `position`.
-    """
-
-    number: int
-    version: int
-    folder: str
-    partial: Location
-    keep: int
-    begun_at: float
-    data: dict[str, dict[str, Any]] = field(default_factory=dict)
-    settings: list[Settings] = field(default_factory=list)
-    place: int = 0
-    position: int = 0
-    versions: list[int] = field(default_factory=list)
-    parts: dict[int, Part] = field(default_factory=dict)
-    publishing: bool = False
-    waits_for_positions: bool = True
-
-
-def part_of(shard: int, written: Written) -> Part:
-    """Returns the message to shard 0 about a part that was written, or failed to be."""
-    info, snapshot = written.info or FileInfo(0, ""), written.snapshot
-    pieces = msgspec.to_builtins(snapshot.pieces)
-    rows, tables = written.rows or FileInfo(0, ""), msgspec.to_builtins(snapshot.tables)
-    chain = snapshot.chain
-    if chain is not None:
-        chain.info = written.rows
-    return Part(
-        shard=shard,
-        number=written.number,
-        size_bytes=info.size_bytes,
-        sha256=info.sha256,
-        pieces=pieces,
-        scalars=snapshot.scalars,
-        error=written.error,
-        tables=tables,
-        rows_bytes=rows.size_bytes,
-        rows_sha256=rows.sha256,
-        rows_file=chain.name if chain is not None else "",
-        shared=[(name, info.size_bytes, info.sha256) for name, info in chain.files.items()]
-        if chain is not None
-        else [],
-    )
 
 
 class Checkpoints:
@@ -88,8 +36,7 @@ class Checkpoints:
         stand_in: When shard 0 saves in the chief's place.
         saving: The one that is being made.
         last: How the last one went.
-        last_good: The path of the newest that is complete, of this run or of the one that it continues; empty for none.
-        saved_version: The version of the newest that is complete, or where the run began.
+        newest: The newest that is complete, or where the run began.
         lost: Why the last version of the run is not saved, once no more is tried; empty before, and if it is saved.
         first_is_due: Whether workers wait for the first one, from which a journal goes on.
 
@@ -119,15 +66,12 @@ class Checkpoints:
         self._failures = SaveFailures(say, self._plan.save_s)
         self.saving: Saving | None = None
         self.last = SaveState(-1, "none", -1, "", "")
-        self.saved_version = leader.quorum.version  # of this there is a checkpoint, or nothing worth one
-        self._saved_place = leader.quorum.place
+        self.newest = NewestCheckpoint(leader.quorum.version, leader.quorum.place)
         self._exact = any(rule.once_per_round for rule in self._plan.rules)
         self.lost = ""
         self._closed = False
         self._next: tuple[int, str, int] | None = None
         self.first_is_due = False
-        self.last_good = ""
-        self._base = ("", "")  # the newest of this creation, and the folder in which it was written
 
     @property
     def busy(self) -> bool:
@@ -140,8 +84,8 @@ class Checkpoints:
         One waits at a time, the latest asked for; it will be of the version that there is then. One that is wanted `at_once` does not wait.
         """
         state = self.state(number)
-        if state is None and self._leader.quorum.stopped and self.last_good and not self.unsaved:
-            return SaveState(number, "done", self.saved_version, self.last_good, "")  # by ps task 0, in its place
+        if state is None and self._leader.quorum.stopped and self.newest.path and not self.unsaved:
+            return SaveState(number, "done", self.newest.version, self.newest.path, "")  # by ps task 0, in its place
         if state is None and self.busy and at_once:
             return SaveState(number, "busy", -1, "", "")
         if state is None and self.busy:
@@ -171,7 +115,7 @@ class Checkpoints:
             position=self._leader.position,
             versions=[track.version for track in self._leader.quorum.tracks],
         )
-        self._leader.snapshot(number, str(partial), *self._base)
+        self._leader.snapshot(number, str(partial), *self.newest.base)
 
     def state(self, number: int) -> SaveState | None:
         """Returns how checkpoint `number` goes, if it is known."""
@@ -193,14 +137,13 @@ class Checkpoints:
 
     def restored_from(self, step: int, first: int) -> None:
         """The checkpoint that the run goes on from is of this step; the journal led on from there, its first update to this place."""
-        self.saved_version, self._saved_place = step, first - 1
+        self.newest.version, self.newest.place = step, first - 1
 
     def save_again(self, now: float, *, due: bool) -> None:
         """With `due`, what was saved was removed: saves the current version. A durable run goes on only if that succeeds."""
         if due and not self.busy and self._plan.logdir is not None:
             self.first_is_due = bool(self._plan.durable)
-            self.last, self.last_good, self.saved_version = SaveState(-1, "none", -1, "", ""), "", -1
-            self._saved_place, self._base = -1, ("", "")
+            self.last, self.newest = SaveState(-1, "none", -1, "", ""), NewestCheckpoint(-1, -1)
             self.save(UNASKED - self._leader.quorum.place, self._plan.logdir, self._plan.keep, now)
 
     def save_unasked(self, now: float) -> None:
@@ -211,7 +154,7 @@ class Checkpoints:
     @property
     def unsaved(self) -> bool:
         """Whether the run has a folder, and no checkpoint of its current version."""
-        return self._plan.logdir is not None and self._leader.quorum.place != self._saved_place
+        return self._plan.logdir is not None and self._leader.quorum.place != self.newest.place
 
     def wants_position(self, worker: int) -> int:
         """Returns the version for which a worker's position is wanted, or -1."""
@@ -251,7 +194,8 @@ class Checkpoints:
             return
         saving.publishing = True
         self._leader.history.check()  # a checkpoint never holds updates that the ledger does not know after a crash
-        manifest, buffers = self._manifest(saving, wall), {}
+        workers = self.positions.at(saving.position, self._plan.num_workers)
+        manifest, buffers = saving.manifest(self._plan, self._generation, workers, wall), {}
         if self._buffers is not None:
             alive = self._leader.quorum.alive
             manifest.buffers, buffers = self._buffers.save(saving.position, alive, exact=self._exact)
@@ -298,12 +242,10 @@ class Checkpoints:
         if result.path is None:
             self._fail(saving, result.error, now)
             return
-        self.saving, self.first_is_due, self.saved_version, self.lost = None, False, saving.version, ""
-        self._saved_place = saving.place
+        self.saving, self.first_is_due, self.lost = None, False, ""
+        self.newest = NewestCheckpoint(saving.version, saving.place, str(result.path), str(saving.partial))
         self._failures.succeeded()
-        self.last_good = str(result.path)
-        self._base = (self.last_good, str(saving.partial))
-        self.last = SaveState(saving.number, "done", saving.version, self.last_good, "")
+        self.last = SaveState(saving.number, "done", saving.version, self.newest.path, "")
         self._leader.history.note("saved", text=result.path.name, values={"step": saving.version})
         self._say(f"saved {result.path}")
 
@@ -341,39 +283,9 @@ class Checkpoints:
         if self._plan.logdir is None:
             return ""
         more = f"; that of step {self.saving.version} is still being written" if self.saving is not None else ""
-        return f" The last good checkpoint is {self.last_good or 'none'}{more}."
+        return f" The last good checkpoint is {self.newest.path or 'none'}{more}."
 
     def _check_first(self, error: str) -> None:
         """Without a first checkpoint a journal is worth nothing, and the run would not be what was asked for."""
         if self.first_is_due:
             raise JournalError(f"the run cannot be durable: its first checkpoint failed: {error}")
-
-    def _of_others(self, saving: Saving) -> dict[str, Any]:
-        """Returns what a manifest has of the optimizers after the first."""
-        more = zip(self._plan.names[1:], saving.versions[1:], saving.settings[1:], strict=True)
-        found = [{"name": name, "version": version, "settings": settings} for name, version, settings in more]
-        return {"more": found} if found else {}
-
-    def _manifest(self, saving: Saving, wall: float) -> Manifest:
-        files, pieces, scalars, tables = {}, [], {}, list[StoredTable]()
-        for shard, part in sorted(saving.parts.items()):
-            files[part_name(shard, self._plan.num_shards)] = FileInfo(part.size_bytes, part.sha256)
-            pieces += msgspec.convert(part.pieces, list[Stored])
-            scalars.update(part.scalars)
-            if part.tables:
-                files |= {name: FileInfo(size_bytes, digest) for name, size_bytes, digest in part.shared}
-                files[part.rows_file] = FileInfo(part.rows_bytes, part.rows_sha256)
-                tables += msgspec.convert(part.tables, list[StoredTable])
-        return Manifest(
-            step=saving.version,
-            created_at=wall,
-            num_ps=self._plan.num_shards,
-            generation=self._generation,
-            plan=msgspec.to_builtins(self._plan),
-            scalars={"optimizer": scalars, "settings": saving.settings[0], **self._of_others(saving)},
-            pieces=pieces,
-            tables=tables,
-            workers=self.positions.at(saving.position, self._plan.num_workers),
-            data=saving.data,
-            files=files,
-        )

@@ -119,7 +119,7 @@ def create_run(life: TaskLife, create: Create, frames: Sequence[Frame], now: flo
                 -1 if manifest is None else create.journal.after if create.journal is not None else manifest.generation
             )
             run.recorder.began(describe_beginning(plan, create.generation, shard.version, base, frames, wall))
-        run.checkpoints.last_good = create.restore or ""
+        run.checkpoints.newest.path = create.restore or ""
         run.requests.kept = create.journal.kept if create.journal is not None else []
         step = manifest.step if manifest is not None else 0
         run.begin(data, replayed, now, wall, step=step, save=bool(plan.durable) and manifest is None)

@@ -78,7 +78,11 @@ class Leading(Run):
     def status(self) -> dict[str, Any]:
         """Returns the state of the run for people and reports, and for those who wait for its last checkpoint."""
         checkpoints = self.checkpoints
-        saved = {"saved_step": checkpoints.saved_version, "saved": checkpoints.last_good, "not_saved": checkpoints.lost}
+        saved = {
+            "saved_step": checkpoints.newest.version,
+            "saved": checkpoints.newest.path,
+            "not_saved": checkpoints.lost,
+        }
         return {**describe_run(self.leader), **saved}
 
     def begin(

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import torchquorum.wire.messages as m
 from torchquorum.formats.storage import locate
-from torchquorum.server.checkpoints import part_of
 from torchquorum.server.folder_watch import FolderWatch
 from torchquorum.server.reply import Incoming, Reply
 from torchquorum.server.saver import Published, Written
+from torchquorum.server.saving import part_of
 from torchquorum.server.shard import Shard
 from torchquorum.server.task_life import TaskLife
 from torchquorum.server.worker_requests import WorkerRequests

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import torch
 
 from torchquorum.replay.kept import KeptState
-from torchquorum.replay.script import LifeKey, Script
+from torchquorum.replay.script import LifeKey, Script, ScriptedLife
 from torchquorum.rules.quorum import Key
 from torchquorum.server.shard import Shard
-from torchquorum.wire.messages import Apply
+from torchquorum.wire.messages import Apply, Push
 
 Place = tuple[int, int]  # a generation, and a version of it
 
@@ -91,6 +91,20 @@ class ReplayProgress:
         """Something was computed otherwise than recorded."""
         with self.lock:
             self.differences.append(what)
+
+    def compare(self, life: ScriptedLife, push: Push) -> None:
+        """Compares a gradient with what the record has of it: the first loss that differs says where the computing does."""
+        decided = self.script.decided.get((*life.key, push.local_step))
+        if decided is None or decided.reason == "old incarnation":
+            return
+        if decided.loss != push.loss:
+            self.differs(
+                f"{life}, local step {push.local_step}, computed at version {push.version}: its loss is {push.loss}, and was {decided.loss}"
+            )
+        elif decided.version != push.version:
+            self.differs(
+                f"{life}, local step {push.local_step}: computed at version {push.version}, and was computed at {decided.version}"
+            )
 
     @property
     def over(self) -> bool:

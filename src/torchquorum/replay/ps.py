@@ -7,21 +7,19 @@ worker that asks for something else than the record says ends the replay with wo
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from typing import Any
-
-from msgspec.structs import replace
 
 import torchquorum.wire.messages as m
 from torchquorum.clock import Clock
 from torchquorum.cluster import TaskId
 from torchquorum.errors import LostPlaceError, TorchQuorumError
+from torchquorum.replay.handed_again import HandedAgain
 from torchquorum.replay.progress import ReplayProgress
+from torchquorum.replay.recreation import Recreation
 from torchquorum.replay.script import LifeKey, ReplayStep, ScriptedLife
 from torchquorum.rules.quorum import Key
 from torchquorum.server.identity import Identity
-from torchquorum.server.plan_difference import check_same_plan
 from torchquorum.server.reply import Incoming, Reply
 from torchquorum.server.run import Run
 from torchquorum.server.saver import Saver
@@ -78,10 +76,8 @@ class ReplayService(Service):
         self._asked: dict[LifeKey, Asked] = {}
         self._peers: dict[Peer, LifeKey] = {}
         self._joined: dict[LifeKey, int] = {}  # how many creations of the variables a life has joined
-        self._creation: Incoming[m.Create] | None = None
+        self._creation, self._handed = Recreation(me.index, progress), HandedAgain()
         self._next_answers = {key: self._script.answers_of(life) for key, life in self._script.lives.items()}
-        self._given: dict[tuple[LifeKey, str], int] = {}
-        self._last_given: dict[LifeKey, tuple[int, list[Reply]]] = {}
         self._handlers_of: dict[type[m.Message], Callable[[Asked], list[Reply]]] = {
             m.Hello: self._greet,
             m.Create: self._take_create,
@@ -101,7 +97,7 @@ class ReplayService(Service):
             m.Settle: lambda got: [got.reply(m.Settled(done=True))],
             m.Position: lambda _: [],
             m.Buffers: lambda _: [],
-            m.TakeBuffers: self._give_buffers,
+            m.TakeBuffers: lambda got: self._handed.buffers(self._script.life_of(got.message), got),
             m.TakeBatches: self._hand,
             m.UseBatches: lambda got: [got.reply(m.BatchesUsed(got.message.request, ok=True))],
             m.StatusRequest: lambda got: [got.reply(m.Status(self.status(), got.message.request))],
@@ -144,12 +140,6 @@ class ReplayService(Service):
         body = {"task": str(me.task), "ready": self.run is not None, "live": everybody, "stopped": False, "updates": 1}
         return {**body, "global_step": version, "saved_step": version, "ps": me.cluster.num_tasks("ps")}
 
-    def _life_of(self, message: Any) -> ScriptedLife:
-        life = self._script.lives.get((message.worker, message.incarnation))
-        if life is None:
-            raise ValueError(f"the record has no such life of /job:worker/task:{message.worker}")
-        return life
-
     def _next_generation(self, life: ScriptedLife) -> int | None:
         joined = self._joined.get(life.key, 0)
         return life.generations[joined] if joined < len(life.generations) else None
@@ -162,11 +152,8 @@ class ReplayService(Service):
             self._peers[got.peer] = life.key
             wanted = self._next_generation(life)
             there = self.run is not None and wanted in (None, self.run.generation)
-            replies[0].message.created = there or (self.run is None and not self._must_create(life))
+            replies[0].message.created = there or (self.run is None and life.worker != 0)
         return replies
-
-    def _must_create(self, life: ScriptedLife) -> bool:
-        return life.worker == 0
 
     def _take_create(self, got: Incoming[m.Create]) -> list[Reply]:
         """The chief creates the variables; of a chief that joins those that are there, nothing is taken."""
@@ -175,18 +162,18 @@ class ReplayService(Service):
             raise ValueError("the record has no such life of the chief")
         if self.run is not None and self._next_generation(life) == self.run.generation:
             return [got.reply(m.Created(self._version, existing=True))]
-        self._creation = got
+        self._creation.asked = got
         return [got.reply(m.Alive(self._version, stop=False))]
 
     def _take_join(self, got: Incoming[m.Join]) -> list[Reply]:
-        life = self._life_of(got.message)
+        life = self._script.life_of(got.message)
         got.message.fastpath = False
         self._asked[life.key] = got
         return [got.reply(self._wait(got.message.request))]
 
     def _take_request(self, got: Incoming[Any]) -> list[Reply]:
         message, run = got.message, self.run
-        life = self._life_of(message)
+        life = self._script.life_of(message)
         if run is None or not run.shard.workers.knows(message.worker, message.incarnation):
             raise LostPlaceError(LOST)
         if not run.shard.workers.is_current(message.worker, got.peer, message.request):
@@ -195,25 +182,11 @@ class ReplayService(Service):
         if answer := run.shard.answer(message.worker, message.incarnation, message.request):
             return answer
         if isinstance(message, m.Push):
-            if before is None or before.message.request != message.request:
-                self._compare(life, message)
+            if self.index == 0 and (before is None or before.message.request != message.request):
+                self._progress.compare(life, message)
             run.requests.push(got)
         self._asked[life.key] = got
         return []
-
-    def _compare(self, life: ScriptedLife, push: m.Push) -> None:
-        """Compares a gradient with what the record has of it: the first loss that differs says where the computing does."""
-        decided = self._script.decided.get((*life.key, push.local_step))
-        if self.index != 0 or decided is None or decided.reason == "old incarnation":
-            return
-        if decided.loss != push.loss:
-            self._progress.differs(
-                f"{life}, local step {push.local_step}, computed at version {push.version}: its loss is {push.loss}, and was {decided.loss}"
-            )
-        elif decided.version != push.version:
-            self._progress.differs(
-                f"{life}, local step {push.local_step}: computed at version {push.version}, and was computed at {decided.version}"
-            )
 
     def _take_values(self, got: Incoming[m.Values]) -> list[Reply]:
         if self.run is None:
@@ -250,7 +223,7 @@ class ReplayService(Service):
         key = leave.worker, leave.incarnation
         if self.index == 0:
             self._progress.left.add(key)
-        later = [number for number in self._next_answers.get(key, []) if number >= self.at]
+        later = self._ahead(key)
         if later and self.index == 0:
             item = self._script.steps[later[0]].item
             assert isinstance(item, Answer)
@@ -262,30 +235,13 @@ class ReplayService(Service):
 
     # -- what else the record has -------------------------------------------------------------------------------------
 
-    def _take_given(self, key: LifeKey, what: str, items: list[Any]) -> Any:
-        at = self._given.get((key, what), 0)
-        if at >= len(items):
-            return None
-        self._given[key, what] = at + 1
-        return items[at]
-
     def _hand(self, got: Incoming[m.TakeBatches]) -> list[Reply]:
         """Hands out the batches that the worker was given, in their order."""
-        take, life = got.message, self._life_of(got.message)
-        number, replies = self._last_given.get(life.key, (-1, []))
-        if number == take.request:
-            return replies
-        items, at = life.handed.get(take.share.name, []), self._given.get((life.key, take.share.name), 0)
-        answer = m.LeasedBatches(take.request, [], over=False, void=False)
-        if at < len(items) and (items[at].numbers or items[at].void or take.idle):
-            self._given[life.key, take.share.name] = at + 1
-            answer = m.LeasedBatches(take.request, items[at].numbers, items[at].over, items[at].void)
-        elif self._loses_here(life):
+        life = self._script.life_of(got.message)
+        replies = self._handed.batches(life, got, loses=lambda: self._loses_here(life))
+        if replies is None:
             self._asked[life.key] = got
-            return []
-        replies = [got.reply(answer)]
-        self._last_given[life.key] = take.request, replies
-        return replies
+        return replies or []
 
     def _loses_here(self, life: ScriptedLife) -> bool:
         """Whether a worker learns of the loss of the variables by something else than a push, and now."""
@@ -293,18 +249,6 @@ class ReplayService(Service):
             return False
         lost = self._script.lost_at(life, self.run.generation)
         return isinstance(self._script.steps[self.at].item, Began) and lost is not None and lost[1] == 0
-
-    def _give_buffers(self, got: Incoming[m.TakeBuffers]) -> list[Reply]:
-        take, life = got.message, self._life_of(got.message)
-        number, replies = self._last_given.get((life.worker, -life.incarnation), (-1, []))
-        if number == take.number:
-            return replies
-        item = self._take_given(life.key, "\0buffers", life.buffers)
-        if item is None:
-            return []
-        replies = [Reply(got.peer, m.SharedBuffers(take.number, item.whose), [item.values])]
-        self._last_given[life.worker, -life.incarnation] = take.number, replies
-        return replies
 
     # -- the steps ----------------------------------------------------------------------------------------------------
 
@@ -319,7 +263,7 @@ class ReplayService(Service):
                 if self.run is not None:
                     self._progress.keep((self.run.generation, self.run.shard.version), self.run.shard)
             if self.at < self._progress.end:
-                self._progress.awaited[self.index] = self._name_step(steps[self.at])
+                self._progress.awaited[self.index] = _name_step(steps[self.at], self.run)
             replies += self._answer_unrecorded()
         except TorchQuorumError as error:
             self._progress.fail(str(error))
@@ -425,9 +369,9 @@ class ReplayService(Service):
 
     def _begin(self, item: Began, replies: list[Reply]) -> bool:
         """The variables are created, once the chief has said so; whoever still asks for those before hears that they are lost."""
-        run, create = self.run, self._creation
+        run, create = self.run, self._creation.asked
         if run is not None and run.generation != item.generation:
-            if not self._all_lose(run):
+            if not self._creation.all_have_lost(run, self._asked, self.at):
                 return False
             for key, asked in list(self._asked.items()):
                 if not isinstance(asked.message, m.Join):
@@ -439,70 +383,32 @@ class ReplayService(Service):
             return True
         if create is None:
             return False
-        if self.index == 0:
-            self._check_plan(item, create)
-        shard = self._make(item, create)
+        shard = self._creation.make(item, create)
         if shard is None:
             return False
-        self._creation = None
+        self._creation.asked = None
         self.generation = item.generation
         self.run = Replaying(self.life, shard)  # pyright: ignore[reportAttributeAccessIssue]
         replies.append(create.reply(m.Created(shard.version, existing=False)))
         return True
 
-    def _all_lose(self, run: Run) -> bool:
-        """Whether every worker that goes on after the loss of these variables has come to what told it of the loss."""
-        if self.index > 0 and (self._creation is not None or self._progress.at[0] > self.at):
-            return True
-        for life in self._script.lives.values():
-            goes_on = run.generation in life.generations[:-1]
-            if goes_on and run.shard.workers.knows(*life.key):
-                asked = self._asked.get(life.key)
-                if asked is None or isinstance(asked.message, m.Join):
-                    return False
-        return True
 
-    def _check_plan(self, item: Began, create: Incoming[m.Create]) -> None:
-        try:
-            check_same_plan(item.plan, create.message.plan, "the program as it is now")
-        except TorchQuorumError as error:
-            raise TorchQuorumError(
-                f"{error}\n(`the chief` is that of the record: was the program changed since?)"
-            ) from error
-        if item.base < 0 and (found := zlib.crc32(create.frames[1], zlib.crc32(create.frames[0]))) != item.checksum:
-            raise TorchQuorumError(
-                f"the chief's first values are not those that were recorded (checksum {found:08x}, recorded {item.checksum:08x}): the "
-                "model is made with other random numbers, or read from a file that has changed"
-            )
-
-    def _make(self, item: Began, create: Incoming[m.Create]) -> Shard | None:
-        plan = item.plan
-        base = self._script.base_of(item)
-        if base is None:
-            return Shard.created(
-                self.index, replace(create.message, plan=plan, generation=item.generation), create.frames
-            )
-        kept = self._progress.kept.get(base)
-        if kept is None or not kept.complete:
-            return None
-        return Shard.made_of(self.index, plan, kept, kept.manifest, item.generation)
-
-    def _name_step(self, step: ReplayStep) -> str:
-        item = step.item
-        match item:
-            case Began():
-                return f"the chief to create the variables (version {item.version})"
-            case m.Apply():
-                run = self.run
-                missing = [k for k in item.keys if run is not None and Key(*k) not in run.shard.gradients]
-                named = ", ".join(f"/job:worker/task:{w} (local step {s})" for w, _, s in missing[:4])
-                return f"update {item.version}, which needs the gradient of {named}"
-            case Answer():
-                return _name(item)
-            case m.Assigned():
-                return f"/job:worker/task:{item.worker} to assign values"
-            case _:
-                return type(item).__name__
+def _name_step(step: ReplayStep, run: Run | None) -> str:
+    """Returns what a step waits for, in words."""
+    item = step.item
+    match item:
+        case Began():
+            return f"the chief to create the variables (version {item.version})"
+        case m.Apply():
+            missing = [k for k in item.keys if run is not None and Key(*k) not in run.shard.gradients]
+            named = ", ".join(f"/job:worker/task:{w} (local step {s})" for w, _, s in missing[:4])
+            return f"update {item.version}, which needs the gradient of {named}"
+        case Answer():
+            return _name(item)
+        case m.Assigned():
+            return f"/job:worker/task:{item.worker} to assign values"
+        case _:
+            return type(item).__name__
 
 
 def _number_of(message: Any) -> int:

@@ -108,6 +108,17 @@ class Script:
     began: list[Began] = field(default_factory=list)
     passed_over: set[int] = field(default_factory=set)
 
+    def life_of(self, message: Any) -> ScriptedLife:
+        """Returns the life that has sent a message.
+
+        Raises:
+            ValueError: The record has no such life.
+        """
+        life = self.lives.get((message.worker, message.incarnation))
+        if life is None:
+            raise ValueError(f"the record has no such life of /job:worker/task:{message.worker}")
+        return life
+
     def answers_of(self, life: ScriptedLife, generation: int | None = None) -> list[int]:
         """Returns the steps that answer a life, in one creation of the variables or in all."""
         found = []

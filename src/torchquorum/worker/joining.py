@@ -91,12 +91,13 @@ def create(
 def _ask_to_create(channels: PsChannels, k: int, message: m.Create, frames: list[Frame]) -> m.Created:
     """Sends a creation to ps task k; what has arrived is not sent again, however long it takes: it is asked whether it is there."""
     what, limit_s = "the variables to be created", channels.end.patience.start_s
-    again = msgspec.structs.replace(message, only_existing=True, optimizer=None, states={})
+    again, asker = (
+        msgspec.structs.replace(message, only_existing=True, optimizer=None, states={}),
+        channels.asker(k).at_start(),
+    )
     while True:
         try:
-            return channels.ask(
-                k, message, frames, kind=m.Created, what=what, limit_s=limit_s, again=again, starting=True
-            )
+            return asker.ask(message, frames, kind=m.Created, what=what, limit_s=limit_s, again=again)[0]
         except LostCreationError:
             if message.only_existing:
                 raise

@@ -15,7 +15,7 @@ import torchquorum.wire.messages as m
 from torchquorum.wire import codec
 from torchquorum.wire.channel import Channel
 from torchquorum.wire.codec import Frame
-from torchquorum.wire.rpc import SAME, Arrived, Asker, Pending, SignsOfLife, error_of
+from torchquorum.wire.rpc import Arrived, Asker, Pending, SignsOfLife, error_of
 from torchquorum.worker.worker_end import WorkerEnd
 
 MOST_PENDING = 64
@@ -139,14 +139,13 @@ class PsChannels:
         kind: type[_Kind],
         what: str,
         limit_s: float,
-        again: m.Message | None = SAME,
         starting: bool = False,
     ) -> _Kind:
         """Sends a message to ps task k until it answers with one of `kind`; see `torchquorum.wire.rpc`."""
         self.end.check_process()
         asker = self._askers[k]
         asker = asker.at_start() if starting else asker
-        return asker.ask(message, frames, kind=kind, what=what, limit_s=limit_s, again=again)[0]
+        return asker.ask(message, frames, kind=kind, what=what, limit_s=limit_s)[0]
 
     def question(self, message: m.Message) -> Pending:
         """Numbers a question to ps task 0 and sends it; its answer is kept until `finish` or its own `take`."""

@@ -8,6 +8,8 @@ the launcher and in most containers.
 import sys
 from typing import TextIO
 
+MOST_OF_AN_ERROR = 300
+
 
 def write_line(line: str, file: TextIO | None = None) -> None:
     """Writes a line at once.
@@ -35,3 +37,13 @@ def text_of(error: BaseException) -> str:
     except Exception as failure:
         text = f"{type(failure).__name__} where its text is made"
     return "".join(c if c.isprintable() or c.isspace() else c.encode("unicode_escape").decode() for c in text)
+
+
+def line_of(error: BaseException) -> str:
+    """Returns an error in one line, for the others of the run."""
+    lines = text_of(error).split("\n")
+    inner = next((i for i, line in enumerate(lines) if line.startswith("Original Traceback")), None)
+    if inner is not None:  # of a child of torch's DataLoader: where it was raised is in the task's own output
+        lines = [*lines[:inner], *[line for line in lines if line.strip()][-1:]]
+    text = " ".join(" ".join(lines).split())
+    return f"{type(error).__name__}: {text}"[:MOST_OF_AN_ERROR] if text else type(error).__name__

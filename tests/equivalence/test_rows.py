@@ -211,9 +211,8 @@ def test_what_rows_cannot_do_is_refused_when_the_session_begins(change: Any, sai
             pass
 
     cluster = Cluster()
-    cluster._threads.clear()
     work(cluster.task(0))
-    cluster.servers[0].end("test")
+    cluster.stop()
 
 
 class Words(nn.Module):

@@ -121,14 +121,14 @@ def main() -> int:
             from tests.fuzz import targets
     else:
         from tests.fuzz import targets
-    signal.signal(signal.SIGALRM, _too_slow)
+    signal.signal(signal.SIGALRM, too_slow)
     try:
         return _run(args, targets.make_targets())
     finally:
         shutil.rmtree(targets.folder(), ignore_errors=True)
 
 
-def _too_slow(*_: Any) -> None:
+def too_slow(*_: Any) -> None:
     raise TooSlow
 
 

@@ -26,7 +26,7 @@ from msgspec import inspect
 from tests.leaks import owner
 from tests.unit.formats import checkpoints
 from torchquorum.cluster import ClusterSpec, TaskId
-from torchquorum.cluster.environment import _read_launcher
+from torchquorum.cluster.environment import read_launcher
 from torchquorum.cluster.flags import parse_flags
 from torchquorum.cluster.secret import Secret
 from torchquorum.cluster.sources import launcher_task
@@ -365,7 +365,7 @@ def _cluster(body: bytes) -> None:
 
 
 def _environment(body: bytes) -> None:
-    (_read_launcher if body[:1] == b"L" else read_tf_config)(_text(body[1:]))
+    (read_launcher if body[:1] == b"L" else read_tf_config)(_text(body[1:]))
 
 
 def _words(body: bytes) -> None:

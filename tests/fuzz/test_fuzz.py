@@ -26,7 +26,7 @@ FOUND = [
 
 @pytest.fixture(autouse=True)
 def scratch() -> Iterator[None]:
-    before = signal.signal(signal.SIGALRM, run._too_slow)
+    before = signal.signal(signal.SIGALRM, run.too_slow)
     yield
     signal.signal(signal.SIGALRM, before)
     shutil.rmtree(targets.folder(), ignore_errors=True)

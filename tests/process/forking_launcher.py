@@ -21,7 +21,7 @@ from torchquorum.launcher.process import die_with_parent
 
 
 def spawn(self: LocalCluster, task: TaskId, extra: dict[str, str | None], fds: list[int]) -> Forked:
-    """Starts the process of a task, in place of LocalCluster._spawn."""
+    """Starts the process of a task, in place of LocalCluster.spawn."""
     out, child_out = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -47,5 +47,5 @@ def spawn(self: LocalCluster, task: TaskId, extra: dict[str, str | None], fds: l
 
 
 if __name__ == "__main__":
-    LocalCluster._spawn = spawn  # type: ignore[method-assign]
+    LocalCluster.spawn = spawn  # type: ignore[method-assign]
     main()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.process.tasks import run
-from tests.process.zygote import Forked, _the_zygote
+from tests.process.zygote import Forked, the_zygote
 from torchquorum.replay.replay import ReplayOptions, make_again
 
 PROGRAM = Path(__file__).parent / "replayed_program.py"
@@ -17,7 +17,7 @@ def spawn(command: Sequence[str], folder: str, environment: Mapping[str, str]) -
     """Starts the process of a replayed life as a fork of the zygote."""
     out, child_out = os.pipe()
     try:
-        process = _the_zygote().fork(command, environment, Path(folder), [child_out, child_out], ends_with_zygote=True)
+        process = the_zygote().fork(command, environment, Path(folder), [child_out, child_out], ends_with_zygote=True)
     finally:
         os.close(child_out)
     process.stdout = os.fdopen(out, "rb")  # type: ignore[assignment]

@@ -147,7 +147,7 @@ _zygote: Zygote | None = None
 _zygote_lock = threading.Lock()
 
 
-def _the_zygote() -> Zygote:
+def the_zygote() -> Zygote:
     """Returns this process's zygote, which is started when it is first needed."""
     global _zygote
     with _zygote_lock:
@@ -161,7 +161,7 @@ def fork_python(command: Sequence[str], environment: Mapping[str, str], *, netns
     """Starts a Python command as a fork of the zygote, in a network namespace if need be, with both output streams in one pipe."""
     out, child_out = os.pipe()
     try:
-        process = _the_zygote().fork(command, environment, Path.cwd(), [child_out, child_out], netns=netns)
+        process = the_zygote().fork(command, environment, Path.cwd(), [child_out, child_out], netns=netns)
     finally:
         os.close(child_out)
     process.stdout = os.fdopen(out, "r", encoding="utf-8", errors="replace")
@@ -170,7 +170,7 @@ def fork_python(command: Sequence[str], environment: Mapping[str, str], *, netns
 
 def fork_in_terminal(command: Sequence[str], environment: Mapping[str, str], terminal: int) -> Forked:
     """Starts a Python command as a fork of the zygote that prints to a terminal."""
-    return _the_zygote().fork(command, environment, Path.cwd(), [terminal, terminal])
+    return the_zygote().fork(command, environment, Path.cwd(), [terminal, terminal])
 
 
 def fork_task(
@@ -194,7 +194,7 @@ def fork_task(
     more = {"netns": netns, "limits": dict(limits or {}), "ends_with_zygote": True}
     with output.open("ab") as file:
         fds = [file.fileno(), file.fileno()]
-        return _the_zygote().fork([sys.executable, *argv], environment, Path.cwd(), fds, **more)
+        return the_zygote().fork([sys.executable, *argv], environment, Path.cwd(), fds, **more)
 
 
 def run_python(
@@ -202,7 +202,7 @@ def run_python(
 ) -> subprocess.CompletedProcess[str]:
     """Runs a Python command as a fork of the zygote to its end, as subprocess.run would."""
     with tempfile.TemporaryFile("w+", errors="replace") as out, tempfile.TemporaryFile("w+", errors="replace") as err:
-        process = _the_zygote().fork(command, environment, cwd or Path.cwd(), [out.fileno(), err.fileno()])
+        process = the_zygote().fork(command, environment, cwd or Path.cwd(), [out.fileno(), err.fileno()])
         try:
             code = process.wait(timeout_s)
         finally:

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from torchquorum.lines import text_of
+from torchquorum.lines import line_of, text_of
 
 PROGRAM = """
 import sys
@@ -55,3 +55,12 @@ def test_the_text_of_an_error_can_be_sent_and_printed_whatever_the_error_is() ->
     assert text_of(Unspeakable()) == "RuntimeError where its text is made"
     assert text_of(FileNotFoundError(2, "No such file", "a\udcff.pt")) == r"[Errno 2] No such file: 'a\udcff.pt'"
     assert text_of(ValueError("\x1b[31mred\x00\nモデル")) == "\\x1b[31mred\\x00\nモデル"
+
+
+def test_an_error_of_a_data_loaders_child_is_toldline_of_without_its_traceback() -> None:
+    wrapped = OSError(
+        "Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+        '  File "a.py", line 3, in b\n    raise OSError("damaged")\nOSError: damaged\n'
+    )
+    assert line_of(wrapped) == "OSError: Caught OSError in DataLoader worker process 0. OSError: damaged"
+    assert line_of(ValueError("one\ntwo")) == "ValueError: one two" and line_of(KeyError()) == "KeyError"

@@ -64,7 +64,7 @@ def sources_set() -> dict[str, Callable[[int | None], Finding | None]]:
     launcher, config, spec = env.task(), env.tf_config(), env.variables(env.CLUSTER_SPEC)
     torchrun, slurm = env.variables(*NAMES), env.variables("ENVIRONMENT", prefix="SLURM")
     if launcher is not None:
-        found[LAUNCHER] = lambda _: _read_launcher(launcher)
+        found[LAUNCHER] = lambda _: read_launcher(launcher)
     if config is not None and is_tf_config(config):
         found[env.TF_CONFIG] = lambda _: read_tf_config(config)
     if spec:
@@ -105,7 +105,8 @@ def explain_alone() -> str:
     return f"{winner} started a single process, which cannot be a cluster of ps and worker"
 
 
-def _read_launcher(text: str) -> Finding:
+def read_launcher(text: str) -> Finding:
+    """Reads what a launcher of ours tells its tasks."""
     try:
         record = msgspec.json.decode(text, type=LauncherTask)
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:

@@ -217,7 +217,8 @@ class ForkedCluster(LocalCluster):
         self._call = call
         self._results: dict[TaskId, Result] = {}
 
-    def _spawn(self, task: TaskId, extra: dict[str, str | None], fds: list[int]) -> Forked:
+    def spawn(self, task: TaskId, extra: dict[str, str | None], fds: list[int]) -> Forked:
+        """Forks a task."""
         forked, self._results[task] = fork_task(self._call, task, extra)
         return forked
 

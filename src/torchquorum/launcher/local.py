@@ -79,7 +79,7 @@ class LocalCluster(LaunchedCluster):
             extra[env.SECRET_FILE], extra[env.SECRET] = os.path.abspath(self.options.secret_file), None
         if not env.has_omp_num_threads():
             extra[env.OMP_NUM_THREADS] = str(threads)
-        process = self._spawn(task, extra, fds)
+        process = self.spawn(task, extra, fds)
         running = Running(task, process)
         assert process.stdout is not None
         running.reader = threading.Thread(
@@ -88,7 +88,7 @@ class LocalCluster(LaunchedCluster):
         running.reader.start()
         return running
 
-    def _spawn(self, task: TaskId, extra: dict[str, str | None], fds: list[int]) -> Process:
+    def spawn(self, task: TaskId, extra: dict[str, str | None], fds: list[int]) -> Process:
         """Starts the process of a task; `extra` changes its environment, `fds` are the file descriptors it inherits."""
         command = list(self.options.command)
         return subprocess.Popen(

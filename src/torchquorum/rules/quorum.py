@@ -115,6 +115,7 @@ class Quorum:
         live: How many workers are alive and not paused.
         idle: How many of these are held; the others compute.
         done: How many workers are paused because they are done with their epoch.
+        came_back: Whether a worker came back since it was last looked who may go on.
         replaced: Earlier incarnations, as (worker, incarnation), and the last local step of each that was decided on.
     """
 
@@ -139,7 +140,7 @@ class Quorum:
         self.closed = self.stopped
         self._now = 0.0  # of the last event that had a time
         self._stopped_at = 0.0
-        self._came_back = False  # a worker came back, and `_settle` has not run since
+        self.came_back = False
         self._out_of_step = OutOfStep(self.tracks, begun=any(at for _, at in rules))
 
     # -- events -------------------------------------------------------------------------------------------------------
@@ -185,7 +186,7 @@ class Quorum:
         if not known.alive:
             self._catch_up(known)
             self._mark(worker, alive=True, waits_in=known.waits_in)
-            self._came_back = True
+            self.came_back = True
 
     def leave(self, worker: int, incarnation: int, *, failed: str = "") -> list[Action]:
         """An incarnation of a worker leaves for good; its accepted gradients still count.
@@ -247,7 +248,7 @@ class Quorum:
 
     def somebody_silent(self, now: float) -> bool:
         """Whether `expire` would declare a worker dead, or a worker came back and `_settle` has not run since."""
-        return self._came_back or any(w.alive and now - w.last_seen > self.liveness_s for w in self.workers.values())
+        return self.came_back or any(w.alive and now - w.last_seen > self.liveness_s for w in self.workers.values())
 
     def expire(self, now: float) -> list[Action]:
         """Time has passed: workers that were silent for `liveness_s` are declared dead, and a late round is looked at.
@@ -265,7 +266,7 @@ class Quorum:
         ends = self.stopped and not self.closed and now - self._stopped_at > LAST_GRADIENTS_S
         self.closed = self.closed or ends
         graces = any(t.is_over_grace(now) for t in self.tracks)
-        changed = died or late or ends or graces or self._came_back
+        changed = died or late or ends or graces or self.came_back
         return [*died, *late, *self._settle(*(d.worker for d in died))] if changed else []
 
     def push(self, key: Key, version: int, now: float, *, finite: bool = True, track: int = 0) -> list[Action]:
@@ -434,13 +435,13 @@ class Quorum:
         linear in its gradients, not quadratic. A gradient touches its own track only.
         """
         actions, stopped = list[Action](), self.stopped
-        those = self.tracks if track is None or self._came_back else [track]
+        those = self.tracks if track is None or self.came_back else [track]
         for of in those:
             actions += self._settle_track(of, changed, full=full)
         if self.stopped != stopped and len(those) < len(self.tracks):
             for of in self.tracks[1:]:
                 actions += self._settle_track(of, changed)
-        self._came_back = False
+        self.came_back = False
         for of in self.tracks:
             actions += self._ask_for_more(of)
         if len(self.tracks) > 1 and self.idle == self.live > 0:
@@ -468,7 +469,7 @@ class Quorum:
         for_all = closed or self._is_over(of) or slowest != of.slowest
         looked_at = sorted(of.held if for_all else of.held.intersection(changed))
         of.slowest = slowest
-        return actions + [self._release(i) for i in looked_at if not self._must_wait(self.workers[i], of, slowest)]
+        return actions + [self._release(i) for i in looked_at if not self.must_wait(self.workers[i], of, slowest)]
 
     def _counted(self) -> list[int]:
         return [i for i, worker in self.workers.items() if worker.counted]
@@ -495,7 +496,8 @@ class Quorum:
             return []
         return [Chose(of.needed, len(live), of.chooser.round_s, self._now, of.index)]
 
-    def _must_wait(self, worker: Worker, of: Track, slowest: int) -> bool:
+    def must_wait(self, worker: Worker, of: Track, slowest: int) -> bool:
+        """Whether a worker may not go on in a track yet, where the slowest live one is that far."""
         place = worker.places[of.index]
         return not self._is_over(of) and ((worker.alive and of.is_ahead(place, slowest)) or of.has_given(place))
 

@@ -25,6 +25,9 @@ class Replica:
     Args:
         model: The model, on its own device.
         device: Where the copy lives. To torch, `torch.device("cpu", 1)` is the CPU; here it is a device with a copy of its own.
+
+    Attributes:
+        runs: What is copied as one piece each: memory of the model, and of the copy.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
@@ -38,7 +41,7 @@ class Replica:
         self.device = device
         self._modules = list(zip(model.modules(), self.module.modules(), strict=True))
         self._parameters = list(zip(model.parameters(), self.module.parameters(), strict=True))
-        self._runs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.runs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._mirrors: dict[tuple[object, ...], torch.Tensor] = {}
         self._where: tuple[int, ...] | None = None
 
@@ -49,7 +52,7 @@ class Replica:
         if where != self._where:  # a session has moved the parameters into memory of its own
             self._find_runs()
             self._where = where
-        for theirs, ours in self._runs:
+        for theirs, ours in self.runs:
             ours.copy_(theirs, non_blocking=True)
         for theirs, ours in self._parameters:
             ours.requires_grad_(theirs.requires_grad)
@@ -67,7 +70,7 @@ class Replica:
 
     def _find_runs(self) -> None:
         """Finds what can be copied as one piece: parameters of one storage that nearly fill the memory between them."""
-        self._runs, before, self._mirrors = [], self._mirrors, {}
+        self.runs, before, self._mirrors = [], self._mirrors, {}
         together: dict[tuple[int, torch.dtype], list[tuple[torch.Tensor, nn.Parameter]]] = {}
         for parameter, ours in self._parameters:
             theirs = as_part(parameter)
@@ -79,7 +82,7 @@ class Replica:
             first = min(theirs.storage_offset() for theirs, _ in pairs)
             count = max(theirs.storage_offset() + _extent(theirs) for theirs, _ in pairs) - first
             if count > (1 + MOST_WASTE) * sum(theirs.numel() for theirs, _ in pairs):
-                self._runs += [(theirs, ours.detach()) for theirs, ours in pairs]
+                self.runs += [(theirs, ours.detach()) for theirs, ours in pairs]
                 continue
             shapes = tuple((p.storage_offset() - first, tuple(p.shape), p.stride()) for p, _ in pairs)
             key = (dtype, count, shapes, tuple(id(ours) for _, ours in pairs))
@@ -90,7 +93,7 @@ class Replica:
                     ours.data = mirror.as_strided(shape, stride, offset)
             whole = pairs[0][0].as_strided((count,), (1,), first)
             self._mirrors[key] = mirror
-            self._runs.append((whole, mirror))
+            self.runs.append((whole, mirror))
 
 
 def copy_buffers(source: nn.Module, target: nn.Module, device: torch.device) -> None:

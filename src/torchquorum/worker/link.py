@@ -16,7 +16,7 @@ import torch
 import torchquorum.wire.messages as m
 from torchquorum.errors import DeadlineError, RefusedError, SegmentError, TaskLostError
 from torchquorum.formats.ledger import name_life
-from torchquorum.lines import text_of
+from torchquorum.lines import line_of
 from torchquorum.wire.settings import Settings
 from torchquorum.worker import joining
 from torchquorum.worker.buffer_exchange import BufferExchange
@@ -37,7 +37,6 @@ from torchquorum.worker.track_member import LaterLoss
 from torchquorum.worker.worker_end import WorkerEnd
 
 GOODBYE_S = 2.0
-MOST_OF_AN_ERROR = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +165,7 @@ class Link(RunView):
         self.positions.send(
             self.place, final=True
         )  # a checkpoint may still be made of this version, and nobody could ask any more
-        why = _in_a_line(failed) if failed is not None else ""
+        why = line_of(failed) if failed is not None else ""
         goodbye = m.Leave(self.end.index, self.incarnation, loss, accuracy, failed is None, why)
         for k in reversed(range(len(self.end.ps))):
             with suppress(DeadlineError, TaskLostError, RefusedError):
@@ -323,13 +322,3 @@ class Link(RunView):
         assert self._buffers is not None
         self.member.finish_request()
         return self._buffers.take(joining=joining)
-
-
-def _in_a_line(error: BaseException) -> str:
-    """Returns an error in one line, for the others of the run."""
-    lines = text_of(error).split("\n")
-    inner = next((i for i, line in enumerate(lines) if line.startswith("Original Traceback")), None)
-    if inner is not None:  # of a child of torch's DataLoader: where it was raised is in the task's own output
-        lines = [*lines[:inner], *[line for line in lines if line.strip()][-1:]]
-    text = " ".join(" ".join(lines).split())
-    return f"{type(error).__name__}: {text}"[:MOST_OF_AN_ERROR] if text else type(error).__name__

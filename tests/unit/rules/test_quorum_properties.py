@@ -356,9 +356,9 @@ class Counting(Quorum):
 
     looks = 0
 
-    def _must_wait(self, worker: Worker, of: Track, slowest: int) -> bool:
+    def must_wait(self, worker: Worker, of: Track, slowest: int) -> bool:
         self.looks += 1
-        return super()._must_wait(worker, of, slowest)
+        return super().must_wait(worker, of, slowest)
 
 
 def joined(rule: Rule, num_workers: int) -> Counting:

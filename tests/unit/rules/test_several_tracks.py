@@ -279,7 +279,7 @@ class Several(RuleBasedStateMachine):
     def somebody_computes(self) -> None:
         quorum = self.cluster.quorum
         assert self.cluster.stuck is None, "they all run the same program"
-        assert not quorum.live or quorum.live > quorum.idle or quorum._came_back
+        assert not quorum.live or quorum.live > quorum.idle or quorum.came_back
 
     def teardown(self) -> None:
         if not hasattr(self, "cluster"):

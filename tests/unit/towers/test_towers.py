@@ -281,14 +281,14 @@ def test_a_copy_takes_the_parameters_of_a_session_in_one_piece_per_dtype() -> No
     model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 5), nn.Linear(5, 5).double())
     replica = Replica(model, torch.device("cpu", 1))
     replica.refresh()
-    assert len(replica._runs) == 6
+    assert len(replica.runs) == 6
     optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     with tq.Session(tq.join([]), model, optimizer, last_step=1):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
         replica.refresh()
-        assert len(replica._runs) == 2
+        assert len(replica.runs) == 2
         for ours, theirs in zip(replica.module.parameters(), model.parameters(), strict=True):
             assert torch.equal(ours, theirs) and ours.data_ptr() != theirs.data_ptr()
 

@@ -14,7 +14,7 @@ from tests.unit.worker.ps_by_hand import PsTasks
 from torchquorum.errors import ClusterError, TaskLostError
 from torchquorum.wire import codec
 from torchquorum.worker.flat import FlatParameters
-from torchquorum.worker.link import GOODBYE_S, Link, Unsettled, _in_a_line
+from torchquorum.worker.link import GOODBYE_S, Link, Unsettled
 
 PUSH = m.Push(1, 7, 4, local_step=3, version=2, slot=-1, absent=[], loss=None)
 
@@ -98,15 +98,6 @@ def test_a_ps_that_is_gone_does_not_hold_up_a_goodbye() -> None:
     link.leave(loss=0.5)
     assert ps.sent(0)[-1] == ps.sent(1)[-1] == m.Leave(1, 7, 0.5, None, True)
     assert ps.clock.now() - began <= 2 * (GOODBYE_S + 1.0)
-
-
-def test_an_error_of_a_data_loaders_child_is_told_in_a_line_without_its_traceback() -> None:
-    wrapped = OSError(
-        "Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
-        '  File "a.py", line 3, in b\n    raise OSError("damaged")\nOSError: damaged\n'
-    )
-    assert _in_a_line(wrapped) == "OSError: Caught OSError in DataLoader worker process 0. OSError: damaged"
-    assert _in_a_line(ValueError("one\ntwo")) == "ValueError: one two" and _in_a_line(KeyError()) == "KeyError"
 
 
 def test_variables_are_sent_once_however_long_a_ps_takes_for_them_and_again_if_it_has_not_got_them() -> None:

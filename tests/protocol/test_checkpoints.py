@@ -494,7 +494,7 @@ def test_what_only_shard_0_may_be_asked_is_refused_elsewhere_and_strangers_are_r
     assert second.send(LEADER, m.Log(99, 0, [m.End(True, "of another generation")])) == []
     assert second.service.ended is None
     assert second.send(LEADER, m.Fault("protocol", "another release")) == []
-    assert second.service.refused == "another release"
+    assert second.service.shard_0.refuses == "another release"
     stop = first.send(name(0), m.Stop(0, 1))
     assert any(isinstance(r.message, m.Alive) and r.message.stop for r in stop)
 

@@ -187,6 +187,6 @@ def test_a_shard_whose_shard_0_has_gone_in_a_run_ends_with_an_error(
     pair.gone.add("localhost:1000")
     pair.train()
     if heard:
-        until(lambda: pair.ps[1].server.service.leader_heard_at is not None)
+        until(lambda: pair.ps[1].server.service.shard_0.heard_at is not None)
     pair.ps[0].server.end("killed")
     assert isinstance(pair.ps[1].ends(), TaskLostError)

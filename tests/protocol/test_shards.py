@@ -42,7 +42,7 @@ class Shards:
         """Shard 0's sign of life arrives at once, and is not answered."""
         ps = self.ps[index]
         assert ps.send(LEADER, message) == []
-        assert ps.service.leader_heard_at == ps.now
+        assert ps.service.shard_0.heard_at == ps.now
 
     def deliver(self, at: int = 0) -> None:
         """Hands over one message that is on its way."""

@@ -237,7 +237,7 @@ class PsTask:
         If it has gone, the last job is over all the same.
         """
         if self._leader is not None:
-            heard = self.service.leader_heard_at
+            heard = self.service.shard_0.heard_at
             if heard is None or now - heard <= LEADER_SILENCE_S:
                 return False
         return not self.service.staying.somebody(now)
@@ -350,11 +350,11 @@ class PsTask:
                 self._outbox.commit()
 
     def _check_leader(self, now: float) -> None:
-        if self.service.refused:
-            raise RefusedError(f"{self.task}: {self.service.refused}")
-        if self._leader is not None and self.service.run is not None and self.service.leader_heard_at is None:
-            self.service.leader_heard_at = now  # a run has begun, and shard 0 has yet to say its first word
-        heard = self.service.leader_heard_at
+        if self.service.shard_0.refuses:
+            raise RefusedError(f"{self.task}: {self.service.shard_0.refuses}")
+        if self._leader is not None and self.service.run is not None and self.service.shard_0.heard_at is None:
+            self.service.shard_0.heard_at = now  # a run has begun, and shard 0 has yet to say its first word
+        heard = self.service.shard_0.heard_at
         if heard is None or now - heard <= LEADER_SILENCE_S or now - self._leader_asked_at < SAY_EVERY_S:
             return
         # It is silent. One that is paused or cut off may come back; one whose host says that nobody listens is gone.

@@ -22,6 +22,7 @@ from torchquorum.server.ending import Ending
 from torchquorum.server.followers import Followers
 from torchquorum.server.following import Following
 from torchquorum.server.identity import Identity
+from torchquorum.server.leader_contact import LeaderContact
 from torchquorum.server.leading import Leading
 from torchquorum.server.plan_difference import check_same_plan
 from torchquorum.server.processes import Pids, note_process
@@ -32,7 +33,7 @@ from torchquorum.server.saver import Saver
 from torchquorum.server.staying import Staying
 from torchquorum.server.tally import Tally
 from torchquorum.server.task_life import TaskLife
-from torchquorum.server.waiting_joins import WaitingJoins
+from torchquorum.server.waiting_joins import WaitingJoins, what_joins_wait_for
 from torchquorum.wire import codec
 from torchquorum.wire.channel import Peer
 from torchquorum.wire.codec import Frame
@@ -74,9 +75,8 @@ class Service:
         generation: The last creation of the variables that was tried.
         pids: The processes of workers on this host.
         staying: The workers' programs that may begin another session.
-        refused: Why shard 0 does not accept this task, if it does not.
+        shard_0: What is known of shard 0, on the others.
         over: No other job will come: shard 0 ends, and with it every ps task.
-        leader_heard_at: When shard 0 was last heard of; None before the first time, and on shard 0.
         failure: What made an update impossible, if something did.
         turned_away: Returns the connections that the listener refused, by reason.
         moved_bytes: Returns how many bytes have come from a peer or reached it, as far as the listener knows.
@@ -97,9 +97,8 @@ class Service:
         self.generation = 0
         self.pids: Pids = {}
         self.rate_limit = RateLimit()
-        self.refused = ""
+        self.shard_0 = LeaderContact()
         self.over = False
-        self.leader_heard_at: float | None = None
         self.turned_away: Callable[[], dict[str, int]] = dict
         self.failure: UpdateError | JournalError | None = None
         self.moved_bytes: Callable[[Peer], int] = lambda _: 0
@@ -114,7 +113,7 @@ class Service:
             m.Have: self._heard_of_shard,
             m.HaveKeys: self._heard_of_shard,
             m.ShardHello: self._heard_of_shard,
-            m.Fault: self._fault,
+            m.Fault: self.shard_0.hear,
             m.Stay: self._stay,
             m.Over: self._hear_over,
         }
@@ -124,7 +123,7 @@ class Service:
     def handle(self, peer: Peer, frames: Sequence[Frame], now: float, wall: float) -> list[Reply]:
         """Answers one message."""
         if peer == LEADER:
-            self.leader_heard_at = now
+            self.shard_0.heard_at = now
         try:
             message, tensors = codec.split(frames)
         except codec.WireError as error:
@@ -231,12 +230,7 @@ class Service:
             return self.run.requests.join(got)
         self.rate_limit.count(got.peer)
         self._waiting.add(got.peer, got.message)
-        return [got.reply(self._what_joins_wait_for(got.message.request))]
-
-    def _what_joins_wait_for(self, request: int) -> m.Held:
-        if self.run is not None:
-            return m.Held(request, "the first checkpoint, from which a journal goes on", 0, 1, [])
-        return m.Held(request, m.CREATION, 0, 1, [0])
+        return [got.reply(what_joins_wait_for(got.message.request, created=self.run is not None))]
 
     def _let_in(self, now: float, wall: float) -> list[Reply]:
         """Answers those that have waited to join."""
@@ -248,7 +242,7 @@ class Service:
     def _probe(self, got: Incoming[m.Probe]) -> list[Reply]:
         request = got.message.request
         if got.peer in self._waiting:
-            return [got.reply(self._what_joins_wait_for(request))]
+            return [got.reply(what_joins_wait_for(request, created=self.run is not None))]
         if self.run is None:
             return [got.reply(m.Unknown(request, self.generation))]
         return self.run.requests.probe(got)
@@ -288,12 +282,6 @@ class Service:
 
     def _stay(self, got: Incoming[m.Stay]) -> list[Reply]:
         self.staying.hear(got.message, got.now)
-        return []
-
-    def _fault(self, got: Incoming[m.Fault]) -> list[Reply]:
-        """A fault is not answered: two ps tasks would answer each other for ever."""
-        if got.peer == LEADER and got.message.kind == "protocol":
-            self.refused = got.message.text
         return []
 
     def _status(self, got: Incoming[m.StatusRequest]) -> list[Reply]:

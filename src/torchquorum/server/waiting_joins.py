@@ -11,6 +11,13 @@ from torchquorum.wire.channel import Peer
 MOST_WAITING = 1000
 
 
+def what_joins_wait_for(request: int, *, created: bool) -> m.Held:
+    """Returns what a join is told that cannot be answered yet."""
+    if created:
+        return m.Held(request, "the first checkpoint, from which a journal goes on", 0, 1, [])
+    return m.Held(request, m.CREATION, 0, 1, [0])
+
+
 class WaitingJoins:
     """Joins that cannot be answered yet, in their order."""
 

@@ -7,7 +7,7 @@ from torchquorum.lazy import load_when_used
 if TYPE_CHECKING:
     from torchquorum.cluster import TaskId as TaskId
     from torchquorum.session.share import Share as Share
-    from torchquorum.simulation.books import Simulated as Simulated
+    from torchquorum.simulation.counts import Simulated as Simulated
     from torchquorum.simulation.network import Network as Network
     from torchquorum.simulation.scenario import Scenario as Scenario
     from torchquorum.simulation.scenario import SlowDown as SlowDown

@@ -18,8 +18,8 @@ from torchquorum.clock import SYSTEM, Clock
 from torchquorum.formats.in_use import Hold
 from torchquorum.formats.ledger import NAME, Entry, Event, encode_line, last_known, version_after, version_made
 from torchquorum.formats.ledger_segments import SegmentWriter, read_last_segment
+from torchquorum.formats.repeated_failure import RepeatedFailure
 from torchquorum.formats.storage import Location, RemotePath, locate
-from torchquorum.formats.trouble import Trouble
 
 KEPT_BYTES = 1 << 16
 TAIL_BYTES = 1 << 20
@@ -154,7 +154,7 @@ class LedgerWriter:
     def __init__(self, folder: Location, say: Callable[[str], None] = print, clock: Clock = SYSTEM) -> None:
         self._folder, self._say, self._clock = folder, say, clock
         self._path = folder / NAME
-        self._trouble = Trouble(say, clock)
+        self._trouble = RepeatedFailure(say, clock)
         self._why = ""
         self._lines = bytearray()
         self._gap = Gap()

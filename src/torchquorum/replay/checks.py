@@ -15,7 +15,7 @@ import torch
 from torchquorum.formats.checkpoint import CheckpointReader, list_checkpoints, load_manifest
 from torchquorum.formats.checkpoint_manifest import Kind, title
 from torchquorum.formats.record_file import RunRecordError
-from torchquorum.replay.kept import KeptState
+from torchquorum.replay.kept_state import KeptState
 from torchquorum.replay.script import Script
 from torchquorum.session.recording import cpu_model, versions
 

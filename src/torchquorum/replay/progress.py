@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from torchquorum.replay.kept import KeptState
+from torchquorum.replay.kept_state import KeptState
 from torchquorum.replay.script import LifeKey, Script, ScriptedLife
 from torchquorum.rules.quorum import Key
 from torchquorum.server.shard import Shard

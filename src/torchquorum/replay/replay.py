@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torchquorum.clock import SYSTEM
 from torchquorum.formats.record_file import RunRecordError
-from torchquorum.replay import checks, written
+from torchquorum.replay import checks, step_file
 from torchquorum.replay.director import Director, Output, Spawn, new_scratch
 from torchquorum.replay.progress import Place, ReplayProgress
 from torchquorum.replay.script import Script, read_script
@@ -84,7 +84,7 @@ def make_again(
             _tell_differences(progress, say)
         say(f"made again in {SYSTEM.now() - started:.1f} s")
     if last is not None:
-        written.write(progress, place, folder, say, with_gradients=options.dump is not None)
+        step_file.write(progress, place, folder, say, with_gradients=options.dump is not None)
     return _compare(progress, saved, say) if options.check else int(bool(progress.differences))
 
 

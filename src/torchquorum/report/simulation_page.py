@@ -87,7 +87,7 @@ def _against_the_run(sweep: SimulatedSweep, recorded: RecordedRun) -> list[str]:
 def _best(runs: Sequence[SimulatedRule]) -> list[str]:
     """The rule with the most progress, and the best number of backup workers where several were tried."""
     rounds = [r for r in runs if r.aggregate is not None]
-    noise = runs[0].books.scenario.noise
+    noise = runs[0].counts.scenario.noise
     by = (
         "gradients used per second"
         if noise is None
@@ -108,7 +108,7 @@ def _best(runs: Sequence[SimulatedRule]) -> list[str]:
 def simulation_charts(sweep: SimulatedSweep) -> list[Scene]:
     """Returns the charts of simulated rules."""
     runs, colours = sweep.runs, sweep.colours
-    examples = runs[0].books.scenario.batch_size > 1
+    examples = runs[0].counts.scenario.batch_size > 1
     what = "Examples used per second" if examples else "Gradients used per second"
     scenes = [
         _bars("Updates per second", [(r.figures.updates_per_s) for r in runs], sweep, "updates per second"),
@@ -163,7 +163,7 @@ def _fate(sweep: SimulatedSweep) -> Scene:
 
 
 def _course(run: SimulatedRule, colour: str) -> Series:
-    times = run.books.update_times
+    times = run.counts.update_times
     step = max(1, len(times) // _POINTS)
     picked = range(step - 1, len(times), step)
     return Series(

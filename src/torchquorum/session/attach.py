@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchquorum.errors import DeadlineError, LostCreationError, LostPlaceError, TaskLostError
-from torchquorum.session import late_state, position, recording
+from torchquorum.session import position, recording, scheduler_state
 from torchquorum.session.buffers import SessionBuffers
 from torchquorum.session.config import Setup
 from torchquorum.session.connection import WorkerConnection
@@ -212,16 +212,16 @@ class Attachment:
         optimizers, saved = self._setup.optimizers, link.position or {}
         if saved.get("version") != link.place:
             saved = {}
-        own = late_state.unpack(saved["settings"]) if "settings" in saved else None
+        own = scheduler_state.unpack(saved["settings"]) if "settings" in saved else None
         owns = own if len(optimizers) > 1 else [own]
         for k, optimizer in enumerate(optimizers):
             optimizer.take_settings((owns[k] if owns else None) or link.tracks[k].settings)
         if self._setup.task.is_chief and link.version > 0:
-            self._tell_of_schedulers(link, late_state.unpack(saved["schedulers"]) if "schedulers" in saved else {})
+            self._tell_of_schedulers(link, scheduler_state.unpack(saved["schedulers"]) if "schedulers" in saved else {})
 
     def _tell_of_schedulers(self, link: Link, restored: Mapping[str, Any]) -> None:
         """Says that a scheduler object of a run that goes on begins anew, if one does."""
-        schedulers = [name for name, source in self._setup.data.items() if late_state.is_scheduler(source)]
+        schedulers = [name for name, source in self._setup.data.items() if scheduler_state.is_scheduler(source)]
         if all(name in restored for name in schedulers) and (
             schedulers or not any(optimizer.has_scheduler for optimizer in self._setup.optimizers)
         ):

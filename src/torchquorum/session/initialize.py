@@ -19,7 +19,7 @@ from torchquorum.session.buffers import SessionBuffers
 from torchquorum.session.config import Setup
 from torchquorum.session.durable import Found, find_checkpoint, find_journal
 from torchquorum.session.folder import check_free
-from torchquorum.session.given import describe_each, owners
+from torchquorum.session.models_and_optimizers import describe_each, owners
 from torchquorum.session.prefetch import prefetch
 from torchquorum.session.replayed import Replayed
 from torchquorum.session.stop_condition import StopCondition

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from torchquorum.errors import ConfigError
-from torchquorum.session import late_state
+from torchquorum.session import scheduler_state
 from torchquorum.worker.local_buffers import CapturedBuffers, LocalBuffers
 from torchquorum.worker.local_steps import LocalSteps
 
@@ -109,7 +109,7 @@ class Captured:
         kind, keys, at, has_gauss, cached = self.numpy
         return {
             "data": self.data,
-            **({name: late_state.pack(state) for name, state in self.late_states.items()}),
+            **({name: scheduler_state.pack(state) for name, state in self.late_states.items()}),
             "torch": encode_state(self.torch),
             "cuda": [encode_state(state) for state in self.cuda],
             "python": [version, base64.b64encode(np.asarray(internal, np.uint32).tobytes()).decode(), gauss],
@@ -131,7 +131,7 @@ def capture(
         settings: Returns what stands in the optimizer's parameter groups.
         local: The worker's local steps, whose state is saved beside.
     """
-    late = {name: source for name, source in data.items() if late_state.is_late(source)}
+    late = {name: source for name, source in data.items() if scheduler_state.is_late(source)}
     return Captured(
         late=late,
         settings=settings,
@@ -149,7 +149,7 @@ def capture(
 
 def restore(body: Mapping[str, Any], data: Mapping[str, Resumable], say: Callable[[str], None]) -> None:
     """Restores a position; what it does not contain stays as it is, and so does data that cannot be moved there."""
-    saved = {**body.get("data", {}), **(late_state.unpack(body["schedulers"]) if "schedulers" in body else {})}
+    saved = {**body.get("data", {}), **(scheduler_state.unpack(body["schedulers"]) if "schedulers" in body else {})}
     for name, source in data.items():
         if name in saved:
             try:

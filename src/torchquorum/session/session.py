@@ -31,12 +31,12 @@ from torchquorum.session.durable import read_durable, read_restore
 from torchquorum.session.epochs import EPOCHS, EpochLoop
 from torchquorum.session.evaluator import Evaluator
 from torchquorum.session.folder import check_folder
-from torchquorum.session.given import Given, read_model, read_optimizers
 from torchquorum.session.hooks.checkpoint_hook import CheckpointHook
 from torchquorum.session.hooks.device_hook import SessionDevices
 from torchquorum.session.hooks.hook import Hook, HookCalls
 from torchquorum.session.join import Task, say
 from torchquorum.session.lifecycle import Lifecycle
+from torchquorum.session.models_and_optimizers import Given, read_model, read_optimizers
 from torchquorum.session.position import Resumable
 from torchquorum.session.prefetch import ahead
 from torchquorum.session.recording import read_record

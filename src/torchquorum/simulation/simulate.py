@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from torchquorum.rules import Rule
-from torchquorum.simulation.books import Books, Simulated, figures_of
+from torchquorum.simulation.counts import Counts, Simulated, figures_of
 from torchquorum.simulation.scenario import Scenario
 from torchquorum.simulation.simulator import Simulator
 from torchquorum.simulation.step_times import DrawnTimes
@@ -36,6 +36,6 @@ def simulate(rule: Rule | str, workers: int, times: DrawnTimes | str | float = 1
     return figures_of(run_scenario(Scenario(rule=rule, workers=workers, times=times, **more)))
 
 
-def run_scenario(scenario: Scenario) -> Books:
+def run_scenario(scenario: Scenario) -> Counts:
     """Simulates a scenario to its end."""
     return Simulator(scenario).run()

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from torchquorum.rules.quorum import Action, Key, Quorum, Released
-from torchquorum.simulation.books import Books
+from torchquorum.simulation.counts import Counts
 from torchquorum.simulation.network import SharedLink
 from torchquorum.simulation.scenario import Scenario
 from torchquorum.simulation.step_times import random_of
@@ -43,7 +43,7 @@ class Simulator:
 
     Attributes:
         quorum: The shipped one.
-        books: What has happened so far.
+        counts: What has happened so far.
         now: The virtual time, in seconds.
     """
 
@@ -51,7 +51,7 @@ class Simulator:
         self.scenario = s = scenario
         # Processes that die are noticed by events of their own, so nobody is silent.
         self.quorum = Quorum(s.chosen_rule, s.workers, last_step=s.updates, liveness_s=math.inf)
-        self.books = Books(s)
+        self.counts = Counts(s)
         self.now = 0.0
         times = s.step_times
         self._processes = [SimulatedWorker(times.draws(i, s.seed)) for i in range(s.workers)]
@@ -63,7 +63,7 @@ class Simulator:
         self._events: list[tuple[float, int, _Handler, int, int]] = []
         self._places = list(range(s.start or s.workers, s.workers))  # where workers that arrive later go; a heap
 
-    def run(self) -> Books:
+    def run(self) -> Counts:
         """Simulates until the scenario's end, or until nothing more can happen."""
         s = self.scenario
         for number, change in enumerate(s.slow_downs):
@@ -75,7 +75,7 @@ class Simulator:
         if self.quorum.chooser is not None:
             self._at(TICK_S, Simulator._tick)
         end, most = s.seconds or math.inf, s.gradients or math.inf
-        events, pop, books = self._events, heapq.heappop, self.books
+        events, pop, counts = self._events, heapq.heappop, self.counts
         while events and self._pushed < most and not self.quorum.stopped:
             at, _, handle, worker, life = pop(events)
             if at > end:
@@ -83,15 +83,15 @@ class Simulator:
             self.now = at
             handle(self, worker, life)
         self.now = end if events and self._pushed < most and not self.quorum.stopped else self.now
-        books.close(self.now)
-        return books
+        counts.close(self.now)
+        return counts
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def _begin_step(self, worker: int, process: SimulatedWorker, at: float) -> None:
         """A worker begins to compute on the version that it has."""
         end = at + next(process.draws) * process.factor
-        self.books.computing(worker, at, end)
+        self.counts.computing(worker, at, end)
         direct = self._instant and not self._pipeline
         self._at(end, Simulator._arrive if direct else Simulator._end_step, worker, process.life)
 
@@ -102,10 +102,10 @@ class Simulator:
             return
         if process.unanswered:
             process.computed = True
-            self.books.holds(worker, self.now, "the answer to the push before")
+            self.counts.holds(worker, self.now, "the answer to the push before")
             return
         arrives_at = self._up.transfer(self.now)
-        self.books.sending(arrives_at - self.now)
+        self.counts.sending(arrives_at - self.now)
         self._at(arrives_at, Simulator._arrive, worker, life)
         if self._pipeline:  # it goes on at once, on the last version that it has got
             process.sent_version, process.version = process.version, process.next_version
@@ -123,7 +123,7 @@ class Simulator:
         self._follow(self.quorum.push(Key(worker, life, process.local_step), version, self.now))
         self._look_later()
         if not self._pipeline and worker in self.quorum.held:
-            self.books.holds(worker, self.now, self.quorum.cause_of_wait(worker))
+            self.counts.holds(worker, self.now, self.quorum.cause_of_wait(worker))
 
     def _released(self, action: Released) -> None:
         """A worker is answered: it gets the variables, and goes on."""
@@ -132,12 +132,12 @@ class Simulator:
         if process.life != action.incarnation or not process.alive or action.stop:
             return
         here_at = self.now if self._instant else self._down.transfer(self.now)
-        self.books.sending(here_at - self.now)
+        self.counts.sending(here_at - self.now)
         if process.unanswered:
             process.next_version = action.version
             self._at(here_at, Simulator._answered, worker, process.life)
             return
-        self.books.releases(worker, self.now)
+        self.counts.releases(worker, self.now)
         process.version = process.next_version = action.version
         self._begin_step(worker, process, here_at)
 
@@ -149,7 +149,7 @@ class Simulator:
         process.unanswered = False
         if process.computed:
             process.computed = False
-            self.books.releases(worker, self.now)
+            self.counts.releases(worker, self.now)
             self._end_step(worker, life)
 
     # -- workers come and go ------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class Simulator:
         process = self._processes[worker]
         process.life, process.alive, process.local_step = life, True, 0
         process.unanswered = process.computed = False
-        self.books.starts(worker, self.now)
+        self.counts.starts(worker, self.now)
         if self.scenario.fail_s is not None:
             self._at(self.now + self._random.expovariate(1.0 / self.scenario.fail_s), Simulator._fail, worker, life)
         self._follow(self.quorum.join(worker, life, self.now))
@@ -168,7 +168,7 @@ class Simulator:
         """A process dies, and what it was doing is lost."""
         s, process = self.scenario, self._processes[worker]
         process.alive = False
-        self.books.fails(worker, self.now)
+        self.counts.fails(worker, self.now)
         self._at(self.now + s.notice_s, Simulator._notice, worker, life)
         if s.restart_s is not None:
             self._at(self.now + s.restart_s, Simulator._start, worker, life + 1)
@@ -215,7 +215,7 @@ class Simulator:
     # -- what follows -------------------------------------------------------------------------------------------------
 
     def _follow(self, actions: list[Action]) -> None:
-        note = self.books.note
+        note = self.counts.note
         for action in actions:
             if type(action) is Released:
                 self._released(action)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from torchquorum.errors import ConfigError
 from torchquorum.rules import parse_rule
-from torchquorum.simulation.books import Books, Simulated, figures_of
+from torchquorum.simulation.counts import Counts, Simulated, figures_of
 from torchquorum.simulation.scenario import Scenario
 from torchquorum.simulation.simulate import run_scenario
 
@@ -23,15 +23,15 @@ class SimulatedRule:
     """One rule of a sweep: its name as it was given, what happened, and the figures."""
 
     name: str
-    books: Books
+    counts: Counts
     figures: Simulated
 
     @property
     def aggregate(self) -> int | None:
         """Returns how many gradients an update takes, where each worker counts once and that number is fixed."""
-        rule = self.books.scenario.chosen_rule
+        rule = self.counts.scenario.chosen_rule
         fixed = rule.once_per_round and not rule.auto
-        return rule.needed(self.books.scenario.workers) if fixed else None
+        return rule.needed(self.counts.scenario.workers) if fixed else None
 
 
 def read_sweep(text: str, workers: int) -> list[str]:
@@ -64,8 +64,8 @@ def sweep(scenario: Scenario, rules: Sequence[str]) -> list[SimulatedRule]:
     """Simulates each rule with the same workers."""
     found = []
     for name in rules:
-        books = run_scenario(replace(scenario, rule=name))
-        found.append(SimulatedRule(name=name, books=books, figures=figures_of(books)))
+        counts = run_scenario(replace(scenario, rule=name))
+        found.append(SimulatedRule(name=name, counts=counts, figures=figures_of(counts)))
     return found
 
 
@@ -80,6 +80,6 @@ def estimate_by_arrivals(run: SimulatedRule) -> list[float]:
     The time of the k-th arrival of a round in which all are waited for, times the updates needed. It leaves out what a real run has:
     a worker that was not waited for is still busy with its old gradient when the next round begins.
     """
-    noise = run.books.scenario.noise
+    noise = run.counts.scenario.noise
     worth = (k if noise is None else k / (k + noise) for k in range(1, len(run.figures.arrivals_s) + 1))
     return [seconds / w for seconds, w in zip(run.figures.arrivals_s, worth, strict=False)]

@@ -14,27 +14,27 @@ def test_bounded_as_worked_out_by_hand() -> None:
 
     Then worker 0 pushes at 4 (lead 2: waits), worker 1 at 6; and so on: every 3 s two updates.
     """
-    books = run_scenario(Scenario(rule="bounded:1", workers=2, times=1.0, slow={1: 3.0}, updates=7))
-    assert list(books.update_times) == [1, 2, 3, 4, 6, 7, 9]
-    assert books.waited == {SLOWEST: (3 - 2) + (6 - 4) + (9 - 7)}
+    counts = run_scenario(Scenario(rule="bounded:1", workers=2, times=1.0, slow={1: 3.0}, updates=7))
+    assert list(counts.update_times) == [1, 2, 3, 4, 6, 7, 9]
+    assert counts.waited == {SLOWEST: (3 - 2) + (6 - 4) + (9 - 7)}
     # w0#1 v0 met 0; w0#2 v1 met 1; w1#1 v0 met 2; w0#3 v3 met 3; w1#2 v3 met 4; w0#4 v5 met 5; w1#3 v5 met 6
-    assert books.staleness == {0: 4, 1: 2, 2: 1}
+    assert counts.staleness == {0: 4, 1: 2, 2: 1}
 
 
 def test_buffered_rounds_as_worked_out_by_hand() -> None:
     """Buffered(3), steps of 1 and 2 s: gradients at 1, 2, 2, 3, 4, 4: the third is an update, and the sixth."""
-    books = run_scenario(Scenario(rule="buffered:3", workers=2, times=1.0, slow={1: 2.0}, updates=2))
-    assert list(books.update_times) == [2, 4]
-    assert list(books.sizes) == [3, 3]
-    assert books.waited == {}
+    counts = run_scenario(Scenario(rule="buffered:3", workers=2, times=1.0, slow={1: 2.0}, updates=2))
+    assert list(counts.update_times) == [2, 4]
+    assert list(counts.sizes) == [3, 3]
+    assert counts.waited == {}
 
 
 def test_backup_workers_as_worked_out_by_hand() -> None:
     """Sync(2) of steps 1, 1 and 3 s: an update each second; the third worker's gradient is stale at 3, 6 and 9."""
-    books = run_scenario(Scenario(rule="sync:2of3", workers=3, times=1.0, slow={2: 3.0}, updates=9))
-    assert list(books.update_times) == list(range(1, 10))
-    assert books.refused == {"stale": 3}
-    assert books.waited == {QUORUM: 0.0}
+    counts = run_scenario(Scenario(rule="sync:2of3", workers=3, times=1.0, slow={2: 3.0}, updates=9))
+    assert list(counts.update_times) == list(range(1, 10))
+    assert counts.refused == {"stale": 3}
+    assert counts.waited == {QUORUM: 0.0}
 
 
 def test_sync_waits_for_the_slow_one_and_says_so() -> None:
@@ -64,9 +64,9 @@ def test_pipelined_it_waits_for_the_answer_before_its_next_push() -> None:
 def test_the_links_of_the_ps_are_shared() -> None:
     """Two workers send at once: one arrives a second after the other, and both get the variables one after the other."""
     net = Network(size_bytes=10.0, bandwidth=10.0)
-    books = run_scenario(Scenario(rule="sync", workers=2, times=1.0, network=net, updates=2))
+    counts = run_scenario(Scenario(rule="sync", workers=2, times=1.0, network=net, updates=2))
     # Down at 1 and 2, computed at 2 and 3, up at 3 and 4: update. Down at 5 and 6, and so on.
-    assert list(books.update_times) == [4, 8]
+    assert list(counts.update_times) == [4, 8]
     half = Network(size_bytes=10.0, bandwidth=10.0, ps=2, worker_bandwidth=10.0)
     both = run_scenario(Scenario(rule="sync", workers=2, times=1.0, network=half, updates=1))
     assert list(both.update_times) == [3]  # two ps tasks take both at once; a worker's own link takes a second each way
@@ -92,8 +92,8 @@ def test_workers_arrive_while_places_are_free() -> None:
 
 def test_speeds_change_when_the_scenario_says() -> None:
     slow = [SlowDown(10.0, {0: 2.0}), SlowDown(30.0, {0: 1.0})]
-    books = run_scenario(Scenario(rule="sync", workers=1, times=1.0, slow=slow, seconds=40.5))
-    assert list(books.update_times) == [*range(1, 11), *range(12, 31, 2), *range(31, 41)]
+    counts = run_scenario(Scenario(rule="sync", workers=1, times=1.0, slow=slow, seconds=40.5))
+    assert list(counts.update_times) == [*range(1, 11), *range(12, 31, 2), *range(31, 41)]
 
 
 @pytest.mark.parametrize("rule", ["sync:3", "bounded:2"])
@@ -104,7 +104,7 @@ def test_the_same_scenario_gives_the_same_figures(rule: str) -> None:
 
 def test_every_rule_meets_the_same_workers() -> None:
     recorded = Recorded({0: [1.0, 2.0], 1: [3.0]})
-    books = run_scenario(Scenario(rule="async", workers=2, times=recorded, updates=6))
-    assert list(books.update_times) == [1, 3, 3, 4, 6, 6]
+    counts = run_scenario(Scenario(rule="async", workers=2, times=recorded, updates=6))
+    assert list(counts.update_times) == [1, 3, 3, 4, 6, 6]
     more = simulate("async", 3, recorded, updates=100)
     assert more.updates_per_s > simulate("async", 2, recorded, updates=100).updates_per_s

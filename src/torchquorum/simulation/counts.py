@@ -15,7 +15,7 @@ from torchquorum.rules.quorum import Accepted, Action, Applied, Chose, Refused
 from torchquorum.simulation.scenario import Scenario
 
 
-class Books:
+class Counts:
     """The counts of one simulation.
 
     Attributes:
@@ -176,34 +176,34 @@ class Simulated:
         return {n: getattr(self, n) for n in self.__dataclass_fields__ if n not in left_out}
 
 
-def figures_of(books: Books) -> Simulated:
+def figures_of(counts: Counts) -> Simulated:
     """Returns the figures of a simulation that is over."""
-    s, seconds = books.scenario, books.seconds
-    accepted = sum(books.staleness.values())
+    s, seconds = counts.scenario, counts.seconds
+    accepted = sum(counts.staleness.values())
     # The time to the last update: what follows it made none.
-    until = books.update_times[-1] if books.update_times else seconds
-    worth = sum(k if s.noise is None else k / (k + s.noise) for k in books.sizes)
-    present = books.present_s or 1.0
+    until = counts.update_times[-1] if counts.update_times else seconds
+    worth = sum(k if s.noise is None else k / (k + s.noise) for k in counts.sizes)
+    present = counts.present_s or 1.0
     return Simulated(
         rule=str(s.chosen_rule),
         workers=s.workers,
         seconds=seconds,
-        updates=len(books.update_times),
-        gradients=books.gradients,
-        used=books.used,
-        refused=dict(books.refused),
-        staleness_mean=sum(k * n for k, n in books.staleness.items()) / accepted if accepted else 0.0,
-        staleness_max=max(books.staleness, default=0),
-        staleness=dict(sorted(books.staleness.items())),
-        updates_per_s=len(books.update_times) / until if until > 0 else 0.0,
-        gradients_per_s=books.gradients / seconds if seconds > 0 else 0.0,
-        examples_per_s=books.used * s.batch_size / until if until > 0 else 0.0,
+        updates=len(counts.update_times),
+        gradients=counts.gradients,
+        used=counts.used,
+        refused=dict(counts.refused),
+        staleness_mean=sum(k * n for k, n in counts.staleness.items()) / accepted if accepted else 0.0,
+        staleness_max=max(counts.staleness, default=0),
+        staleness=dict(sorted(counts.staleness.items())),
+        updates_per_s=len(counts.update_times) / until if until > 0 else 0.0,
+        gradients_per_s=counts.gradients / seconds if seconds > 0 else 0.0,
+        examples_per_s=counts.used * s.batch_size / until if until > 0 else 0.0,
         progress_per_s=worth / until if until > 0 else 0.0,
-        computing=books.computing_s / present,
-        sending=books.sending_s / present,
-        waiting={cause: seconds / present for cause, seconds in sorted(books.waited.items())},
-        failures=books.failures,
-        arrivals_s=[total / n for total, n in zip(books.arrival_sums, books.arrival_counts, strict=True)],
-        aggregate_mean=books.used / len(books.sizes) if books.sizes else 0.0,
-        chosen=list(books.chosen),
+        computing=counts.computing_s / present,
+        sending=counts.sending_s / present,
+        waiting={cause: seconds / present for cause, seconds in sorted(counts.waited.items())},
+        failures=counts.failures,
+        arrivals_s=[total / n for total, n in zip(counts.arrival_sums, counts.arrival_counts, strict=True)],
+        aggregate_mean=counts.used / len(counts.sizes) if counts.sizes else 0.0,
+        chosen=list(counts.chosen),
     )

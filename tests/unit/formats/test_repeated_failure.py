@@ -1,13 +1,13 @@
 """What fails again and again is said at once, then once a minute, and when it is over."""
 
 from tests.manual_clock import ManualClock
-from torchquorum.formats.trouble import Trouble
+from torchquorum.formats.repeated_failure import RepeatedFailure
 
 
 def test_a_failure_is_said_at_once_then_every_minute_and_its_end_once() -> None:
     said: list[str] = []
     clock = ManualClock()
-    trouble = Trouble(said.append, clock)
+    trouble = RepeatedFailure(said.append, clock)
     trouble.over("never said: nothing has failed")
     for _ in range(130):
         trouble.tell("full")

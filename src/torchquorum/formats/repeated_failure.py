@@ -13,7 +13,7 @@ from torchquorum.clock import SYSTEM, Clock
 SAY_EVERY_S = 60.0
 
 
-class Trouble:
+class RepeatedFailure:
     """One kind of failure.
 
     Args:

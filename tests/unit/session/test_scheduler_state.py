@@ -9,7 +9,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import torchquorum as tq
-from torchquorum.session.late_state import is_late, is_scheduler, pack, unpack
+from torchquorum.session.scheduler_state import is_late, is_scheduler, pack, unpack
 
 
 def sgd() -> torch.optim.SGD:

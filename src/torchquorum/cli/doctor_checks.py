@@ -12,13 +12,13 @@ import shutil
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from importlib import metadata
 
+from torchquorum.clock import SYSTEM
 from torchquorum.cluster.secret import ADVICE, OPEN, Access
 from torchquorum.errors import ConfigError, SecretError, TorchQuorumError
 from torchquorum.formats.storage import Location, RemotePath, check_writable
@@ -89,12 +89,12 @@ def _packages() -> list[CheckResult]:
 
 
 def _torch() -> list[CheckResult]:
-    started = time.perf_counter()
+    started = SYSTEM.now()
     try:
         import torch
     except Exception as error:
         return [CheckResult("torch", "fail", f"cannot be imported: {error}", "pip install --force-reinstall torch")]
-    took = time.perf_counter() - started
+    took = SYSTEM.now() - started
     version = str(torch.__version__)
     text = f"{version}, imported in {took:.1f} s, {torch.get_num_threads()} thread(s) per operation"
     try:

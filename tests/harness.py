@@ -38,8 +38,8 @@ class Cluster:
         min_workers: int | None = None,
         sockets: bool = False,
     ) -> None:
-        ports = free_ports(ps + workers) if sockets else range(1000, 1000 + ps + workers)
-        names = [f"localhost:{port}" for port in ports]
+        in_process = [*range(1000, 1000 + ps), *range(2000, 2000 + workers)]
+        names = [f"localhost:{port}" for port in (free_ports(ps + workers) if sockets else in_process)]
         self.spec = ClusterSpec({"ps": names[:ps], "worker": names[ps:]}, min_workers=min_workers)
         self.transport = transport
         self.network = InProcessNetwork()

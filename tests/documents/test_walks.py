@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -127,52 +125,6 @@ def test_a_checkpoint(tmp_path: Path) -> None:
             save_every_steps=BEFORE + 1,
         )
     assert not faults_of(rows_of(WALKS[2]), recorder.entered), recorder.entered
-
-
-def test_a_worker_dies_and_comes_back() -> None:
-    """The worker is a thread here; that its process has ended is told by a process that stands for it."""
-    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    gone, back = threading.Event(), threading.Event()
-    with Recorder().recording() as recorder:
-        cluster = Cluster(workers=2)
-
-        def stay(task: Task) -> None:
-            trainer = Trainer()
-            with trainer.session(task) as session:
-                until(lambda: len(cluster.leading().leader.quorum.live) == 2)
-                for _ in range(BEFORE):
-                    trainer.step()
-                assert gone.wait(DEADLINE_S)
-                recorder.on = True
-                process.kill()
-                trainer.step()
-                assert back.wait(DEADLINE_S)
-                recorder.on = False
-                session.request_stop()
-
-        def die_and_come_back(task: Task) -> None:
-            trainer = Trainer()
-            session = trainer.session(task)
-            session.__enter__()
-            until(lambda: len(cluster.leading().leader.quorum.live) == 2)
-            for _ in range(BEFORE):
-                trainer.step()
-            link = trainer.optimizer.link
-            assert link is not None
-            cluster.servers[0].service.pids[1, link.incarnation] = process.pid
-            gone.set()
-            until(lambda: not cluster.leading().leader.quorum.workers[1].alive)
-            trainer = Trainer()
-            with trainer.session(task) as again:
-                back.set()
-                again.request_stop()
-            session.__exit__(RuntimeError, RuntimeError("of a process that is gone"), None)
-
-        cluster.run(stay, die_and_come_back)
-    process.wait(DEADLINE_S)
-    assert process.stdin is not None
-    process.stdin.close()
-    assert not faults_of(rows_of(WALKS[3]), recorder.entered, elsewhere=["launcher/local.py"]), recorder.entered
 
 
 def test_a_ps_dies_and_comes_back(tmp_path: Path) -> None:

@@ -89,7 +89,7 @@ def test_it_is_bit_for_bit(tmp_path: Path, name: str, arguments: dict[str, Any])
         for piece, state, values in again.variables.update.states():
             assert torch.equal(values, states[piece.variable, state])
         replayed, made = again.variables.update, shard.variables.update
-        assert replayed.scalars() == made.scalars() and replayed.lr == made.lr
+        assert replayed.scalars() == made.scalars() and replayed.rates.now == made.rates.now
     finally:
         shard.close()
         again.close()

@@ -20,6 +20,7 @@ from torchquorum.session.join import Task
 from torchquorum.session.states import SessionState
 from torchquorum.session.stop_condition import StopCondition
 from torchquorum.wire.inprocess import InProcessNetwork
+from torchquorum.wire.messages import Create
 from torchquorum.wire.rpc import Patience
 from torchquorum.worker.run_view import RunView
 from torchquorum.worker.step import Step
@@ -88,8 +89,8 @@ def make(
         def wait_for_place(self) -> None:
             world.do("place")
 
-        def create(self, plan: Any, flat: Any, path: Any = None, *, only_existing: bool = False, **_: Any) -> None:
-            world.do("confirm" if only_existing else "create")
+        def create(self, message: Create, flats: Any, begins: Any = ()) -> None:
+            world.do("confirm" if message.only_existing else "create")
             world.created = [True, True]
 
         def join(self, plan: Any, flat: Any) -> None:

@@ -305,8 +305,10 @@ def test_what_has_no_effect_is_an_error() -> None:
         with tq.Session(task, model, optimizer, patience=PATIENCE):
             with pytest.raises(tq.errors.ConfigError, match="use load_state_dict"):
                 optimizer.state = {}  # pyright: ignore[reportAttributeAccessIssue]
-            with pytest.raises(TypeError):
+            with pytest.raises(tq.errors.ConfigError, match="a copy inside a session"):
                 optimizer.state[next(model.parameters())] = {}  # pyright: ignore[reportIndexIssue]
+            with pytest.raises(tq.errors.ConfigError, match="cannot be copied or pickled"):
+                copy.deepcopy(optimizer)
             optimizer.inner.load_state_dict(checkpoint("adam")[1])
             with pytest.raises(tq.errors.ConfigError, match="call those of the tq.Optimizer"):
                 go_on(model, optimizer)

@@ -176,3 +176,22 @@ def test_the_parameters_stay_after_the_session() -> None:
     before = model.state_dict()["0.bias"].clone()
     plain.step()
     assert not torch.equal(before, model.state_dict()["0.bias"])
+
+
+def test_a_second_session_beside_the_first_and_another_optimizer_inside_it_are_refused_in_words() -> None:
+    cluster = Cluster()
+
+    def work(task: Task) -> None:
+        model, other = linear(), linear()
+        optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        with tq.Session(task, model, optimizer, patience=PATIENCE) as session:
+            with pytest.raises(ConfigError, match="is in a session already: end that first"):
+                tq.Session(task, other, tq.Optimizer(torch.optim.SGD(other.parameters()))).start()
+            later = tq.Optimizer(torch.optim.ASGD(model.parameters()))
+            model(torch.ones(2, 37)).sum().backward()
+            with pytest.raises(ConfigError, match="begun with another optimizer for these parameters"):
+                later.step()
+            optimizer.step()
+            assert session.global_step == 1
+
+    cluster.run(work)

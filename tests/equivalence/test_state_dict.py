@@ -57,3 +57,39 @@ def test_before_a_session_it_is_that_of_a_new_optimizer_and_after_it_there_is_no
             optimizer.state_dict()
 
     Cluster().run(work)
+
+
+def test_reading_the_state_leaves_what_the_program_has_written_and_a_write_to_the_copy_is_noticed() -> None:
+    def averages(model: Any, optimizer: Any) -> list[torch.Tensor]:
+        """Every second step the averages of ASGD stand in the model for a while, taken in parameter by parameter."""
+        seen = []
+        for step in range(FIRST):
+            optimizer.zero_grad()
+            backward(model, 0, step)
+            optimizer.step()
+            own = [p.detach().clone() for p in model.parameters()]
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.copy_(optimizer.state[p].get("ax", p))
+                seen += [p.detach().clone() for p in model.parameters()]
+                optimizer.state_dict()
+                for p, value in zip(model.parameters(), own, strict=True):
+                    p.copy_(value)
+        return seen
+
+    def work(task: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        model = Net()
+        optimizer = tq.Optimizer(torch.optim.ASGD(model.parameters(), t0=0))
+        with tq.Session(task, model, optimizer, patience=PATIENCE):
+            seen = averages(model, optimizer)
+            optimizer.state[model.first.weight]["ax"].zero_()
+            with pytest.raises(tq.errors.ConfigError, match=r"ax of first\.weight in optimizer\.state: written to"):
+                optimizer.step()
+        with pytest.raises(tq.errors.ConfigError, match="read it inside"):
+            optimizer.state[model.first.weight]
+        return seen, [p.detach() for p in model.parameters()]
+
+    [(seen, ours)] = Cluster().run(work)
+    model = Net()
+    assert same(seen, averages(model, torch.optim.ASGD(model.parameters(), t0=0)))
+    assert same(ours, [p.detach() for p in model.parameters()])

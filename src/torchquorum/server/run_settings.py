@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from torchquorum.wire.messages import Plan
-from torchquorum.wire.settings import RATE, Settings, changes, decode, with_rates
+from torchquorum.wire.settings import RATE, Settings, changes, decode, is_like, with_rates
 
 
 class RunSettings:
@@ -33,7 +31,7 @@ class RunSettings:
             raise ValueError("settings of other parameter groups, or of another optimizer, than the run has")
         for ours, theirs in zip(self.now, settings, strict=True):
             for name, value in theirs.items():
-                if not _fits(value, ours[name]):
+                if not is_like(value, ours[name]):
                     raise ValueError(f"{name}={str(value)[:80]} instead of {ours[name]}: not a value of that kind")
 
     def offer(self, settings: Settings) -> None:
@@ -79,20 +77,3 @@ def resumed(plan: Plan, saved_plan: Mapping[str, Any], saved: Settings | None) -
         {name: there[name] if name in there and was.get(name) == value else value for name, value in now.items()}
         for now, was, there in zip(given, before, saved, strict=True)
     ]
-
-
-def _fits(value: Any, before: Any) -> bool:
-    """Whether an option may have this value, given the one it had."""
-    if isinstance(before, list):
-        return isinstance(value, list) and len(value) == len(before) and all(map(_fits, value, before))
-    if isinstance(value, dict):
-        return _is_number(value.get("tensor")) and isinstance(
-            getattr(torch, str(value.get("dtype")), None), torch.dtype
-        )
-    if _is_number(before) or isinstance(before, dict):
-        return _is_number(value)
-    return value is None or isinstance(value, bool | int | float | str)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

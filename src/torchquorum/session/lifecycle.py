@@ -8,6 +8,7 @@ runs on the thread of the training loop. What always holds: after `end` nothing 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
@@ -27,7 +28,7 @@ from torchquorum.session.config import Setup
 from torchquorum.session.durable import is_saved
 from torchquorum.session.hooks.device_hook import SessionDevices
 from torchquorum.session.hooks.hook import HookCalls
-from torchquorum.session.join import say
+from torchquorum.session.join import Task, say
 from torchquorum.session.presence import Presence
 from torchquorum.session.recording import Determinism
 from torchquorum.session.run_state import RunState
@@ -42,6 +43,7 @@ from torchquorum.worker.polls import wait_until_saved
 from torchquorum.worker.step import Step
 
 _Answer = TypeVar("_Answer")
+_made: weakref.WeakSet[Lifecycle] = weakref.WeakSet()
 
 
 class Lifecycle:
@@ -93,7 +95,13 @@ class Lifecycle:
                 f"tq.Session in process {pid}: it is a fork of {task}, process {task.pid}, which has called tq.join(); only that one "
                 "takes part in the run. Start the session there, or give the child a task of its own: call tq.join() in it"
             )
+        if any(other.trains(task) for other in _made if other is not self):
+            raise ConfigError(
+                f"{task} is in a session already: end that first, with session.close() or by leaving its block. To train several models "
+                "at a time give them to one session: tq.Session(task, [a, b], [optimizer_a, optimizer_b])"
+            )
         self.states.begin()
+        _made.add(self)
         self._hooks.begin()
         if task.alone is not None:
             task.alone.start()
@@ -126,6 +134,11 @@ class Lifecycle:
         except BaseException as error:
             self.end(error)
             raise
+
+    def trains(self, task: Task) -> bool:
+        """Whether this is a session of that task, and is under way."""
+        ended = (SessionState.NEW, SessionState.CLOSED, SessionState.FAILED)
+        return self._setup.task is task and self.states.state not in ended
 
     def _attach_optimizers(self, link: Link) -> None:
         for track, optimizer in enumerate(self._setup.optimizers):
@@ -247,6 +260,8 @@ class Lifecycle:
             ConfigError: It has made no step at all, so it trains by hand, and nothing of that is in the run.
         """
         link = self.link
+        for optimizer in self._setup.optimizers:
+            optimizer.tell_of_state()
         names = link.joined.writes.left_over() if link.joined is not None else ""
         if not names:
             return

@@ -68,6 +68,23 @@ def with_rates(settings: Settings, rates: Sequence[float]) -> Settings:
     return [{**group, RATE: rate} for group, rate in zip(settings, rates, strict=True)]
 
 
+def is_like(value: Any, before: Any) -> bool:
+    """Whether an option may have this value, given the one it had; both as they travel."""
+    if isinstance(before, list):
+        return isinstance(value, list) and len(value) == len(before) and all(map(is_like, value, before))
+    if isinstance(value, dict):
+        return _is_number(value.get("tensor")) and isinstance(
+            getattr(torch, str(value.get("dtype")), None), torch.dtype
+        )
+    if _is_number(before) or isinstance(before, dict):
+        return _is_number(value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def describe(change: Settings) -> str:
     """Returns a change in words, such as `lr=0.05` or, with several groups, `group 1: lr=0.05`."""
     shown = [

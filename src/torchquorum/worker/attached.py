@@ -24,6 +24,7 @@ from torchquorum.worker.optimizer_options import OptimizerOptions
 from torchquorum.worker.optimizer_state import OptimizerState
 from torchquorum.worker.program_settings import ProgramSettings
 from torchquorum.worker.run_view import TrackView
+from torchquorum.worker.state_copy import GivenStates, StateCopy
 from torchquorum.worker.step import Step
 from torchquorum.worker.track_member import LaterLoss, TrackMember
 
@@ -69,6 +70,7 @@ class AttachedOptimizer:
         track: Which optimizer of the run it is.
         called: Its name, where there are several.
         last: What became of the last step.
+        given: What the program was given of the state.
     """
 
     inner: torch.optim.Optimizer
@@ -80,6 +82,7 @@ class AttachedOptimizer:
     track: int
     called: str
     last: Step | None = None
+    given: GivenStates = field(default_factory=GivenStates)
     _nonfinite: Nonfinite = field(default_factory=Nonfinite)
     _apart: int = 0  # rounds running in which the settings differed; -1 when it was said
 
@@ -191,6 +194,21 @@ class AttachedOptimizer:
         written = self.program.written_since_push() if self.program is not None else []
         settings = changed(self.view.settings, written)
         return found.in_torchs_layout(self.inner.param_groups, flat.parameters, settings, self.view.lr)
+
+    def read_state(self, flat: FlatParameters) -> StateCopy:
+        """Returns the state by parameter, as of the version that the parameters hold: gathered once for each."""
+        if (known := self.given.at(self._place)) is not None:
+            return known
+        numbered = self.pull_state(flat)["state"]
+        parameters = [p for group in self.inner.param_groups for p in group["params"]]
+        states = {parameters[i]: state for i, state in numbered.items()}
+        names = {p: variable.name for p, variable in zip(flat.parameters, flat.layout.variables, strict=True)}
+        return self.given.give(self._place, states, names)
+
+    @property
+    def _place(self) -> tuple[int, int, int]:
+        """Returns which version of which creation the parameters hold, and how many gradients this worker has given."""
+        return self.link.generation, self.view.version, self.link.local_step
 
     def read_loaded(self, name: str, rates: list[Any]) -> LoadedState:
         """Returns what torch.optim has just loaded into the wrapped optimizer, if the run can go on from it.

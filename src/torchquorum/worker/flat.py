@@ -262,6 +262,11 @@ def as_part(parameter: nn.Parameter) -> torch.Tensor:
     return buffer[offset : offset + parameter.numel()].view(parameter.shape)
 
 
+def is_in_a_session(parameter: torch.Tensor) -> bool:
+    """Whether a session that runs has moved this parameter into its buffers."""
+    return parameter in _WHERE
+
+
 def _with_own_storage(view: torch.Tensor) -> torch.Tensor:
     """Returns the same memory as a tensor whose storage is no larger: torch.save writes a tensor's whole storage."""
     return torch.from_dlpack(view) if view.device.type in ("cpu", "cuda") else view

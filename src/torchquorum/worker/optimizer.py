@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,18 +21,20 @@ from torchquorum.wire.messages import AverageSpec, OptimizerSpec
 from torchquorum.wire.settings import RATE, Settings
 from torchquorum.worker.accumulation import check_accumulation
 from torchquorum.worker.attached import AttachedOptimizer, StepObserver
-from torchquorum.worker.flat import FlatParameters
+from torchquorum.worker.flat import FlatParameters, is_in_a_session
 from torchquorum.worker.link import Link
 from torchquorum.worker.loaded_state import LoadedState, begun_state
 from torchquorum.worker.local_steps import LocalSteps, outer_spec
 from torchquorum.worker.optimizer_options import OptimizerOptions
 from torchquorum.worker.program_settings import ProgramSettings
-from torchquorum.worker.schedule_spec import read_schedule
+from torchquorum.worker.schedule_spec import check_schedule, read_schedule
+from torchquorum.worker.state_copy import StateElsewhere
 from torchquorum.worker.step import Step
 from torchquorum.worker.track_member import LaterLoss
 
 # Those of every optimizer there is: register_optimizer_step_pre_hook and its like fill them.
 _HOOKS_OF_ALL = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+_NO_COPY = "a tq.Optimizer cannot be copied or pickled, as it stands for the optimizer of a run: copy or save optimizer.state_dict()"
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -107,6 +108,8 @@ class Optimizer(torch.optim.Optimizer):
         self._take_hooks(optimizer)
         self._last: Step | None = None
         self._last_lr = self._given_rates()
+        if self._local is None:
+            check_schedule(self.options.schedule, optimizer)
         self._program: ProgramSettings | None = ProgramSettings(optimizer)
         self._spec: OptimizerSpec | None = None
         self._begins: LoadedState | None = None
@@ -138,14 +141,17 @@ class Optimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Mapping[Any, Any]:
-        """Returns the state by parameter: inside a session a copy, gathered from the ps tasks as for `state_dict`; before one, its own."""
+        """Returns the state by parameter: inside a session a copy, gathered from the ps tasks as for `state_dict`; before one, its own.
+
+        What is written to a copy is an error at the next step.
+        """
         if "inner" not in self.__dict__:
             return {}
         if self._attached is None or self._local is not None:
-            return self.inner.state
-        numbered = self.state_dict()["state"]
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        return MappingProxyType({parameters[i]: MappingProxyType(state) for i, state in numbered.items()})
+            elsewhere = self._local is None and (self._had_session or self._spec is not None)
+            return StateElsewhere() if elsewhere and not self.inner.state else self.inner.state
+        assert self.flat is not None, "a session runs"
+        return self._attached.read_state(self.flat)
 
     @state.setter
     def state(self, state: Mapping[Any, Any]) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -164,10 +170,16 @@ class Optimizer(torch.optim.Optimizer):
             ConfigError: It is a copy.
         """
         if "inner" not in self.__dict__:
-            raise ConfigError(
-                "a tq.Optimizer cannot be copied or pickled, as it stands for the optimizer of a run: copy or save optimizer.state_dict()"
-            )
+            raise ConfigError(_NO_COPY)
         self.inner.__setstate__(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is made, or a file is written.
+
+        Raises:
+            ConfigError: Always.
+        """
+        raise ConfigError(_NO_COPY)
 
     def _given_rates(self) -> list[float]:
         for number, group in enumerate(self.param_groups):
@@ -325,6 +337,8 @@ class Optimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 found = loss = closure()
         if isinstance(loss, torch.Tensor):
+            if loss.numel() != 1:
+                raise ConfigError(f"loss: a tensor of {loss.numel()} elements; give its mean, or leave it out")
             loss = loss.detach()
         attached.push(float(loss) if loss is not None else None)
         return found
@@ -347,13 +361,24 @@ class Optimizer(torch.optim.Optimizer):
         """Raises ConfigError if there is no session, or the program sets learning rates beside a schedule, or a state where none counts."""
         self._ready()
 
+    def tell_of_state(self) -> None:
+        """The loop is over: says what the program has written to the copy of its state, which no step has found."""
+        if self._attached is not None and (written := self._attached.given.written()):
+            self.say(f"{written} in optimizer.state: written to after this worker's last step, which has no effect")
+
     def _ready(self) -> AttachedOptimizer:
         """Returns what it does in the session, if all is well."""
         if self._attached is None:
+            if any(is_in_a_session(p) for group in self.param_groups for p in group["params"]):
+                raise ConfigError(
+                    "optimizer.step(): the session that runs was begun with another optimizer for these parameters. To change the "
+                    "optimizer, end that session and begin another with this one, from the values that the parameters have then"
+                )
             raise ConfigError(
                 "optimizer.step() outside of `with tq.Session(task, model, optimizer)`: there is no ps to push to"
             )
         check_accumulation()
+        self._attached.given.look()
         if self.inner.state and self._local is None:
             raise ConfigError(
                 "the optimizer that tq.Optimizer wraps was given a state inside the session, by its own step() or load_state_dict(), and "

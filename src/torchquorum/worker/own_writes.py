@@ -6,7 +6,7 @@ assignment they hold the versions that it made.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -96,6 +96,23 @@ class OwnWrites:
             if not self._view.stopped:
                 self.judge(track, suspected.variables)
 
+    def set_aside(self) -> list[dict[int, torch.Tensor]]:
+        """Another version is about to come that no step has asked for: returns what the program has written, by parameter."""
+        found = [self._suspect(of) for of in self._tracks]
+        if not any(found):
+            return []
+        return [
+            {i: of.flat.parameters[i].detach().clone() for i in those}
+            for of, those in zip(self._tracks, found, strict=True)
+        ]
+
+    def put_back(self, written: Sequence[Mapping[int, torch.Tensor]]) -> None:
+        """The version has come: the parameters hold again what the program has written."""
+        with torch.no_grad():
+            for of, values in zip(self._tracks, written, strict=False):
+                for i, value in values.items():
+                    of.flat.parameters[i].data.copy_(value)
+
     def left_over(self) -> str:
         """Returns the names of parameters that were written to since they were given a version, if there are any; they keep that."""
         those = [self._suspect(of) for of in self._tracks]
@@ -166,10 +183,7 @@ class OwnWrites:
         return found
 
     def _put_back(self, kept: Sequence[Kept], written: Sequence[Sequence[int]]) -> None:
-        with torch.no_grad():
-            for of, each, those in zip(self._tracks, kept, written, strict=True):
-                for i in those:
-                    of.flat.parameters[i].data.copy_(each.values[i])
+        self.put_back([{i: each.values[i] for i in those} for each, those in zip(kept, written, strict=True)])
 
     def begin(self) -> Assignment:
         """This worker has come to an assignment: keeps what the parameters hold, written to or not."""

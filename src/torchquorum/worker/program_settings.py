@@ -6,13 +6,13 @@ groups held at the last look, as it travels; it is the same object as long as no
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 
 from torchquorum.errors import ConfigError
-from torchquorum.wire.settings import RATE, Settings, changes, decode, encode
+from torchquorum.wire.settings import RATE, Settings, changes, decode, encode, is_like
 
 # What torch, and its scheduler objects, keep in a group besides the optimizer's options.
 NOT_SETTINGS = frozenset(
@@ -42,6 +42,7 @@ class ProgramSettings:
 
     def __init__(self, optimizer: torch.optim.Optimizer, *, more: bool = False) -> None:
         self._optimizer, self._more = optimizer, more
+        self._parameters: list[tuple[list[Any], list[int]]] = []  # the list of each group, and what was in it
         self._seen: list[dict[str, Any]] = []
         self.now: Settings = []
         self._at_push: Settings = []
@@ -49,6 +50,7 @@ class ProgramSettings:
 
     def begin(self, without: Collection[str] = ()) -> None:
         """Looks at all groups as if for the first time; options of these names are not looked at."""
+        self._parameters = [(group["params"], list(map(id, group["params"]))) for group in self._optimizer.param_groups]
         named = self._optimizer.defaults.keys()
         self._seen = [
             {
@@ -64,7 +66,7 @@ class ProgramSettings:
         """Returns what the groups hold now.
 
         Raises:
-            ConfigError: A group has lost an option, or got a value that cannot travel.
+            ConfigError: A group has lost an option, got a value that cannot travel or of another kind, or other parameters.
         """
         groups, found = self._optimizer.param_groups, False
         if len(groups) != len(self._seen):
@@ -73,6 +75,9 @@ class ProgramSettings:
                 "added or removed inside it"
             )
         for number, (group, seen) in enumerate(zip(groups, self._seen, strict=True)):
+            parameters, ids = self._parameters[number]
+            if group["params"] is not parameters or len(parameters) != len(ids):
+                _check_parameters(number, group["params"], ids)
             for name, before in seen.items():
                 try:
                     value = group[name]
@@ -82,6 +87,11 @@ class ProgramSettings:
                     continue
                 if type(value) is type(before) and bool(value == before):
                     continue
+                now = encode(value)
+                if not is_like(now, encode(before)):
+                    raise ConfigError(
+                        f"param_groups[{number}][{name!r}] = {value!r}: give a value such as {before!r}, which it had"
+                    )
                 seen[name], found = _held(value), True
         if found:
             self.now = [{name: encode(value) for name, value in group.items()} for group in self._seen]
@@ -114,6 +124,16 @@ class ProgramSettings:
                     group[name] = decode(value)
                     seen[name] = _held(group[name])
         self.now = [{name: encode(value) for name, value in group.items()} for group in self._seen]
+
+
+def _check_parameters(number: int, parameters: Sequence[Any], ids: list[int]) -> None:
+    """Raises ConfigError unless a parameter group has the parameters that it had."""
+    if list(map(id, parameters)) != ids:
+        raise ConfigError(
+            f"param_groups[{number}]['params'] has {len(parameters)} parameters, and others than the {len(ids)} when the run began: the ps "
+            "tasks would train those further. To leave a parameter as it is, call requires_grad_(False) and set its .grad to None; for "
+            "other parameters end the session and begin another"
+        )
 
 
 def _held(value: Any) -> Any:

@@ -126,12 +126,17 @@ class RunMember:
         return self.take(self._round_s)
 
     def pull_state(self, track: int = 0) -> OptimizerState:
-        """Takes the current versions, and returns an optimizer's state at that place, as all ps tasks have it."""
+        """Takes the current versions, and returns an optimizer's state at that place, as all ps tasks have it.
+
+        What the program has written to the parameters stays in them: the next step finds it, as without this.
+        """
         self.finish_request()
+        written = self.writes.set_aside()
         for each in self.tracks:
             each.watch.before_pull()
         self._send_pull(averaged=False, state=True)
         self.take(self._round_s)
+        self.writes.put_back(written)
         states = [each.optimizer_state() for each in self.tracks]
         return states[track]
 

@@ -6,12 +6,17 @@ Called by programs and by `tq.Optimizer`. What always holds: what they return tr
 
 from __future__ import annotations
 
+import difflib
 import functools
-from collections.abc import Mapping
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from torchquorum.errors import ConfigError
-from torchquorum.update.schedules import check_name
+from torchquorum.update import optimizers
+from torchquorum.update.schedules import build, check_name, schedule_class
 from torchquorum.wire.messages import AverageSpec, ScheduleSpec
 from torchquorum.wire.settings import encode
 
@@ -61,6 +66,24 @@ def _travels(value: Any) -> Any:
     if isinstance(value, ScheduleSpec):
         return {"name": value.name, "arguments": value.arguments}
     return [_travels(v) for v in value] if isinstance(value, list | tuple) else encode(value)
+
+
+def check_schedule(given: Schedule | None, optimizer: torch.optim.Optimizer) -> None:
+    """Raises ConfigError unless a schedule can be made for an optimizer, as the ps tasks will: its class and arguments are looked at."""
+    if given is None:
+        return
+    groups = [{**group, "params": [_like(group["params"])]} for group in optimizer.param_groups]
+    try:
+        build(given, optimizers.build(optimizers.name_of(type(optimizer)), groups))
+    except ConfigError as error:
+        known = inspect.signature(schedule_class(given.name)).parameters
+        unknown = next((name for name in given.arguments if name not in known), "")
+        near = difflib.get_close_matches(unknown, known, 1, 0.5) if unknown else []
+        raise ConfigError(f"{error}" + (f"; did you mean {near[0]}?" if near else "")) from None
+
+
+def _like(parameters: Sequence[torch.Tensor]) -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.zeros((1,) * parameters[0].dim() if parameters else 1))
 
 
 def read_schedule(given: Any) -> Schedule | None:

@@ -105,6 +105,34 @@ def test_a_step_outside_of_a_session_is_refused() -> None:
         tq.Optimizer(sgd()).step()
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments", "text"),
+    [
+        ("CosineAnnealingLR", {"T_maxx": 3}, r"unexpected keyword argument 'T_maxx'.*did you mean T_max\?"),
+        ("CosineAnnealingLR", {}, "missing 1 required positional argument: 'T_max'"),
+        ("CyclicLR", {"base_lr": 0.1, "max_lr": 1.0}, "momentum"),
+        ("ReduceLROnPlateau", {}, "it follows a metric"),
+        ("SequentialLR", {"schedulers": [tq.schedule("StepLR", size=2)], "milestones": []}, "size"),
+    ],
+)
+def test_arguments_that_a_schedule_does_not_take_are_refused_when_the_optimizer_is_made(
+    name: str, arguments: dict[str, Any], text: str
+) -> None:
+    inner = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=text):
+        tq.Optimizer(inner, schedule=tq.schedule(name, **arguments))
+
+
+def test_a_loss_that_is_not_one_number_is_refused() -> None:
+    def work(task: Any) -> None:
+        model = torch.nn.Linear(2, 2)
+        optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        with tq.Session(task, model, optimizer), pytest.raises(ConfigError, match="a tensor of 3 elements"):
+            optimizer.step(loss=torch.zeros(3))
+
+    work(tq.join([]))
+
+
 @pytest.mark.parametrize("lr", [0.1, torch.tensor(0.1)], ids=["number", "tensor"])
 def test_a_learning_rate_changed_beside_a_schedule_is_refused(lr: Any) -> None:
     inner = sgd(lr)

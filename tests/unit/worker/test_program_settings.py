@@ -71,3 +71,22 @@ def test_lost_options_and_other_groups_are_errors() -> None:
     optimizer.param_groups.append({})
     with pytest.raises(ConfigError, match="has 2 parameter groups, and had 1"):
         program.look()
+
+
+def test_other_parameters_in_a_group_are_an_error() -> None:
+    optimizer = sgd()
+    group, program = optimizer.param_groups[0], ProgramSettings(optimizer)
+    group["params"] = list(group["params"])
+    program.look()
+    group["params"].pop()
+    with pytest.raises(ConfigError, match=r"has 1 parameters, and others than the 2 when the run began"):
+        program.look()
+
+
+@pytest.mark.parametrize("value", [None, "0.1", (0.1, 0.2), True])
+def test_a_value_of_another_kind_is_an_error_that_names_one(value: Any) -> None:
+    optimizer = sgd()
+    program = ProgramSettings(optimizer)
+    optimizer.param_groups[0]["lr"] = value
+    with pytest.raises(ConfigError, match=r"param_groups\[0\]\['lr'\] = .*: give a value such as 0.1"):
+        program.look()

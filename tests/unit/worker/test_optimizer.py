@@ -110,7 +110,7 @@ def test_a_step_outside_of_a_session_is_refused() -> None:
     [
         ("CosineAnnealingLR", {"T_maxx": 3}, r"unexpected keyword argument 'T_maxx'.*did you mean T_max\?"),
         ("CosineAnnealingLR", {}, "missing 1 required positional argument: 'T_max'"),
-        ("CyclicLR", {"base_lr": 0.1, "max_lr": 1.0}, "momentum"),
+        ("OneCycleLR", {"max_lr": 0.1}, "total_steps"),
         ("ReduceLROnPlateau", {}, "it follows a metric"),
         ("SequentialLR", {"schedulers": [tq.schedule("StepLR", size=2)], "milestones": []}, "size"),
     ],

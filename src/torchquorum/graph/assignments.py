@@ -213,21 +213,21 @@ class Assignments:
         batch = self._take(index, message.number)
         if batch is None:
             return
-        assignee = self.assignees[index]
-        assignee.local_step, assignee.version = message.local_step, message.version
-        if message.reason == "expired":  # its task had been taken for dead; the gradient was not used
+        assignee, step = self.assignees[index], message.step
+        assignee.local_step, assignee.version = step.local_step, step.version
+        if step.reason == "expired":  # its task had been taken for dead; the gradient was not used
             self.waiting.appendleft(batch)
             return
         batch.result = BatchResult(
             number=message.number,
             loss=message.loss,
-            step=message.version,
-            local_step=message.local_step,
+            step=step.version,
+            local_step=step.local_step,
             placement=assignee.place,
-            accepted=message.accepted,
-            reason=message.reason,
-            staleness=message.staleness,
-            lr=message.lr,
+            accepted=step.accepted,
+            reason=step.reason,
+            staleness=step.staleness,
+            lr=step.lr,
             attempts=batch.attempts,
             seconds=message.seconds,
         )

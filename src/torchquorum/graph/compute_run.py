@@ -6,6 +6,8 @@ it; every batch that was begun gets one result; a client that is silent for too 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from torchquorum.clock import SYSTEM, Clock, SeenTime
@@ -172,13 +174,7 @@ class ComputeRun:
             life=self._inbox.life,
             number=message.number,
             loss=loss,
-            version=step.version,
-            local_step=step.local_step,
-            accepted=None if pipelined else step.accepted,
-            reason="pipelined" if pipelined else step.reason,
-            staleness=0 if pipelined else step.staleness,
-            lr=step.lr,
-            stop=step.stop,
+            step=replace(step, accepted=None, reason="pipelined", staleness=0) if pipelined else step,
             seconds=seconds,
         )
 

@@ -189,8 +189,8 @@ class Dispatcher:
             case g.State() if message.life == contact.life:
                 self._take_state(contact, message)
             case g.Done() if message.run == run.id and message.life == contact.life:
-                run.stop = run.stop or message.stop
-                run.version = max(run.version, message.version)
+                run.stop = run.stop or message.step.stop
+                run.version = max(run.version, message.step.version)
                 run.assignments.done(index, message)
             case g.Failed() if message.run == run.id and message.life == contact.life:
                 run.assignments.failed(index, message.number, message.text)

@@ -15,6 +15,7 @@ import msgspec
 from torchquorum.wire import codec
 from torchquorum.wire.codec import Frame, WireError
 from torchquorum.wire.messages import Fault, Message, Plan
+from torchquorum.worker.step import Step
 
 MAX_FRAME_BYTES = 4 << 30
 
@@ -200,19 +201,13 @@ class State(Message):
 
 
 class Done(Message):
-    """What became of a batch."""
+    """What became of a batch, and of the step that its gradient made."""
 
     run: str
     life: str
     number: int
     loss: float | None
-    version: int
-    local_step: int
-    accepted: bool | None
-    reason: str
-    staleness: int
-    lr: float
-    stop: bool
+    step: Step
     seconds: float
 
 

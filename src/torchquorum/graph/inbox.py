@@ -125,13 +125,15 @@ class Inbox:
         with self._changed:
             if message.run != self._state.run:
                 return  # of a client that is gone; another has taken the run over and counts from the beginning
-            expired = isinstance(message, g.Done) and message.reason == "expired"  # may be given to this task again
+            expired = (
+                isinstance(message, g.Done) and message.step.reason == "expired"
+            )  # may be given to this task again
             self._run.remember(message.number, None if expired else packet)
             peer = self._run.peer
             self._state.doing, self._state.waiting_for, self._state.loss = -1, "", None
             if isinstance(message, g.Done):
-                self._state.version, self._state.local_step = message.version, message.local_step
-                self._state.stop = self._state.stop or message.stop
+                self._state.version, self._state.local_step = message.step.version, message.step.local_step
+                self._state.stop = self._state.stop or message.step.stop
         self._send(peer, [packet])
 
     def answer_fetch(self, work: Work, message: Message, frames: Sequence[Frame] = ()) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from torchquorum.graph import graph_messages as g
 from torchquorum.graph.assignments import Assignments, GivenBatch
+from torchquorum.worker.step import Step
 
 
 def assignments(tasks: int = 2, batches: int = 0, **options: object) -> Assignments:
@@ -23,7 +24,7 @@ def give_all(made: Assignments) -> list[tuple[int, int]]:
 
 
 def done(number: int, local_step: int, *, accepted: bool = True, reason: str = "fresh") -> g.Done:
-    return g.Done("r", "l", number, 0.5, local_step, local_step, accepted, reason, 0, 0.1, False, 0.01)
+    return g.Done("r", "l", number, 0.5, Step(local_step, local_step, accepted, reason, 0, 0.1, False), 0.01)
 
 
 def test_batches_go_to_whoever_has_least_and_nobody_gets_more_than_the_depth() -> None:

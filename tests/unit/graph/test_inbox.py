@@ -14,6 +14,7 @@ from torchquorum.rules import Async
 from torchquorum.wire import codec
 from torchquorum.wire.entry_channel import EntryChannel
 from torchquorum.wire.messages import Fault, OptimizerSpec, Plan
+from torchquorum.worker.step import Step
 
 LIVENESS_S = 4.0
 
@@ -125,7 +126,7 @@ def test_a_batch_is_computed_again_only_if_its_gradient_came_too_late(
     give(channel, 1)
     ask(channel, g.Ask("run", [1], stamp))
     assert take_all(inbox) == [1]
-    inbox.finish_batch(g.Done("run", inbox.life, 1, 0.5, 3, 3, reason == "fresh", reason, 0, 0.1, False, 0.01))
+    inbox.finish_batch(g.Done("run", inbox.life, 1, 0.5, Step(3, 3, reason == "fresh", reason, 0, 0.1, False), 0.01))
     received = channel.receive(30.0)
     assert received is not None and isinstance(g.split(received)[0], g.Done)
     give(channel, 1)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 EXTRAS = ["accelerate", "lightning", "transformers"]
@@ -72,3 +74,21 @@ def test_accumulation_that_would_be_ignored_is_an_error_before_the_first_update(
     need("accelerate")
     done = run(sys.executable, "-c", WRONG.format(optimizer=optimizer))
     assert done.returncode != 0 and says in done.stderr and "Traceback" not in done.stderr
+
+
+def ended_with(done: subprocess.CompletedProcess[str]) -> list[torch.Tensor]:
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.findall(r"ended with (\[.*\])", done.stdout)
+    return [torch.tensor(json.loads(numbers)) for numbers in found]
+
+
+@pytest.mark.frameworks
+@pytest.mark.parametrize("program", [*EXTRAS, "lightning-gan"])
+def test_two_workers_under_sync_equal_the_joined_batch(program: str) -> None:
+    need(program.partition("-")[0])
+    path = "tests/process/joined_program.py"
+    (whole,) = ended_with(run(sys.executable, path, program, "--plain"))
+    torchquorum = str(Path(sys.executable).with_name("torchquorum"))
+    one, two = ended_with(run(torchquorum, "run", "--workers", "2", path, program))
+    assert torch.equal(one, two)
+    torch.testing.assert_close(one, whole, atol=2e-5, rtol=1e-4)

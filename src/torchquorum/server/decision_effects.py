@@ -182,10 +182,12 @@ class DecisionEffects:
             self.history.note("equal gradients", values={"workers": list(workers)})
             who = ", ".join(f"/job:worker/task:{worker}" for worker in workers[:4])
             more = f" and {len(workers) - 4} more" if len(workers) > 4 else ""
+            of = f" of {self.plan.names[track]}" if self.plan.more else ""
             self.notes.append(
-                f"{who}{more} gave equal gradients in {ROUNDS} rounds running: they read the same batches, so all but one compute for "
-                "nothing. Divide the data: DataLoader(..., sampler=tq.data.Sampler(dataset, task)), session.share(dataset, batch_size), "
-                "or what the program reads by task.index and task.num_workers"
+                f"{who}{more} gave equal gradients{of} in {ROUNDS} rounds running: they read the same batches, or draw the same noise, so "
+                "all but one compute for nothing. Divide the data: DataLoader(..., sampler=tq.data.Sampler(dataset, task)), "
+                "session.share(dataset, batch_size), or what the program reads by task.index and task.num_workers; seed the noise by "
+                "torch.manual_seed(seed + task.index)"
             )
 
     def _chose(self, action: quorum.Chose, wall: float) -> None:

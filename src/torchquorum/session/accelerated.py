@@ -21,7 +21,7 @@ def unwrapped(optimizer: Any) -> Any:
     if isinstance(optimizer, Mapping):
         return {name: unwrapped(one) for name, one in optimizer.items()}
     inner = getattr(optimizer, "optimizer", None)
-    if isinstance(optimizer, Optimizer) or not isinstance(inner, Optimizer):
+    if not isinstance(inner, Optimizer):  # what Fabric returns says that it is a tq.Optimizer itself
         return optimizer
     if getattr(optimizer, "scaler", None) is not None:
         raise ConfigError(

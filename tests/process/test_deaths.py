@@ -130,7 +130,7 @@ def test_a_dead_chief_that_stays_dead_costs_neither_the_last_checkpoint_nor_the_
     assert events.Scalars("learning_rate")[-1].step == 1000
 
 
-def _task_pid(launcher: int, job: str, index: int) -> int:
+def task_pid(launcher: int, job: str, index: int) -> int:
     """The process of a task, found by the environment that its launcher gave it."""
     text = Path(f"/proc/{launcher}/task/{launcher}/children").read_text()
     for pid in map(int, text.split()):
@@ -147,7 +147,7 @@ def test_the_launcher_restarts_what_is_killed_and_the_run_ends_well(tmp_path: Pa
     try:
         started.until("[ps 0] /job:ps/task:0: saved")
         for job, index in (("worker", 1), ("ps", 0), ("worker", 0)):
-            os.kill(_task_pid(started.process.pid, job, index), signal.SIGKILL)
+            os.kill(task_pid(started.process.pid, job, index), signal.SIGKILL)
             started.until(f"torchquorum: /job:{job}/task:{index} was ended by SIGKILL; restarting it (1 of 3)")
             started.until(f"[{job} {index}]" if job == "ps" else f"[worker {index}] started at")
             started.until("[worker 1] local")

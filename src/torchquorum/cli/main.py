@@ -29,6 +29,7 @@ COMMANDS = {
     "simulate": ("torchquorum.cli.simulate", "Simulate rules: what they would do with these workers."),
     "replay": ("torchquorum.cli.replay", "Make a recorded run again, bit for bit."),
     "board": ("torchquorum.cli.tensorboard", "Show a run in TensorBoard."),
+    "dashboard": ("torchquorum.cli.dashboard", "Show running clusters on a live page."),
     "checkpoints": ("torchquorum.cli.checkpoints", "List the checkpoints of a run."),
     "tables": ("torchquorum.cli.tables", "Show or export the tables of rows of a run."),
     "export": ("torchquorum.cli.checkpoints", "Export a plain state_dict from a checkpoint."),

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.text import Text
 
 from torchquorum.cli.command import Command, Named, Workers, durable_option, option
+from torchquorum.cli.dashboard import dashboard_beside
 from torchquorum.cli.live_view import View
 from torchquorum.cluster import TaskId
 from torchquorum.cluster.flags import TRANSPORTS
@@ -46,6 +47,7 @@ COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 @option("--link", metavar="RATE", help="each worker behind a line, e.g. 20mbit (root)")
 @option("--max-restarts", default=3, metavar="N", help="restarts of each task that a signal ended")
 @option("--view", is_flag=True, help="show a live table of the workers below the output")
+@option("--dashboard", is_flag=True, help="serve a live page of the run for a browser")
 @option("--quiet", is_flag=True, help="do not print the tasks' output")
 @option(
     "--on",
@@ -66,7 +68,9 @@ COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 )
 @click.argument("script")
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def run(script: str, arguments: tuple[str, ...], quiet: bool, view: bool, on: str, **given: Any) -> int:
+def run(
+    script: str, arguments: tuple[str, ...], quiet: bool, view: bool, dashboard: bool, on: str, **given: Any
+) -> int:
     """Run your own script on a cluster, one process per task; `tq.join()` tells each which task it is.
 
     \b
@@ -92,12 +96,14 @@ def run(script: str, arguments: tuple[str, ...], quiet: bool, view: bool, on: st
     try:
         if not view:
             cluster.start()
-            return cluster.wait()
+            with dashboard_beside(dashboard, cluster, console.print):
+                return cluster.wait()
         with View(console) as live:
             watcher = RunWatcher(cluster.leader, access=lambda: cluster.access)
             try:
                 cluster.start()
-                return cluster.wait(lambda: live.show(watcher.status) if watcher.poll() else None)
+                with dashboard_beside(dashboard, cluster, live.note):
+                    return cluster.wait(lambda: live.show(watcher.status) if watcher.poll() else None)
             finally:
                 watcher.close()
     finally:

@@ -68,7 +68,7 @@ class EventFetcher:
 
 def _show(run: str, folder: Path, host: str, port: int, open_: bool | None, fetcher: EventFetcher | None) -> int:
     _check_folder(folder, run)
-    _check_port(host, port)
+    check_free(host, port)
     address = _launch(folder, host, port)
     click.echo(f"TensorBoard for {run}: {address} (Ctrl-C ends it)")
     if open_ if open_ is not None else sys.stdout.isatty():
@@ -88,7 +88,8 @@ def _check_folder(folder: Path, run: str) -> None:
         )
 
 
-def _check_port(host: str, port: int) -> None:
+def check_free(host: str, port: int) -> None:
+    """Raises AddressInUseError or ConfigError if nothing can be served on an address."""
     if not 0 <= port <= 65535:
         raise ConfigError(f"--port {port}: must be from 0 to 65535; 0 for a free one")
     try:

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from torchquorum.cli.before_training import check_device, check_optimizer, check_run_folder
 from torchquorum.cli.command import Checked, ClusterCommand, Named, Workers, durable_option, option
+from torchquorum.cli.dashboard import dashboard_beside
 from torchquorum.cli.live_view import View
 from torchquorum.cli.run_folder import new_run_folder
 from torchquorum.cluster import TaskId, WorkerRange
@@ -108,6 +109,7 @@ HAND = "One task of a cluster started by hand"
 @option("--accept-loss", is_flag=True, section=CLUSTER, help="durable: go on although updates are lost")
 @option("--record", is_flag=True, section=CLUSTER, help="record the run, for `torchquorum replay`")
 @option("--report", metavar="FILE", section=CLUSTER, help="write the final report to this file, as JSON")
+@option("--dashboard", is_flag=True, section=CLUSTER, help="serve a live page of the run for a browser")
 @option("--quiet", is_flag=True, section=CLUSTER, help="print only the result")
 @option("--job-name", metavar="JOB", section=HAND, help="ps or worker")
 @option(
@@ -133,6 +135,7 @@ def train(**given: Any) -> int:
     place = {k: given.pop(k) for k in ("job_name", "task_id", "ps_hosts", "worker_hosts", "min_workers")}
     secret_file, insecure = given.pop("secret_file"), given.pop("insecure")
     transport, report, quiet = given.pop("transport"), given.pop("report"), given.pop("quiet")
+    dashboard = given.pop("dashboard")
     ps, workers, link = given.pop("ps"), given.pop("workers"), given.pop("link")
     if given["steps"] is None and given["seconds"] is None and given["epochs"] is None:
         given["steps"] = DEFAULTS.steps
@@ -142,6 +145,10 @@ def train(**given: Any) -> int:
     if any(value is not None for value in place.values()):
         if workers.elastic and place["min_workers"] is None:
             place["min_workers"] = str(workers.least)
+        if dashboard:
+            raise ConfigError(
+                "--dashboard: is for a whole cluster; call `torchquorum dashboard` with the address of ps task 0"
+            )
         place |= {"secret_file": secret_file, "insecure": "true" if insecure else None}
         return _one_task(options, place, transport, report)
     check_workers(options, workers)
@@ -157,7 +164,7 @@ def train(**given: Any) -> int:
     options.logdir = options.logdir or new_run_folder("mnist")
     cluster = LaunchOptions(command=[], ps=ps, workers=workers, transport=transport, secret_file=secret_file, link=link)
     cluster.record = options.record
-    return _cluster(options, cluster, report, quiet)
+    return _cluster(options, cluster, report, quiet, dashboard)
 
 
 def check_workers(options: MnistOptions, workers: WorkerRange) -> None:
@@ -178,7 +185,7 @@ def _one_task(options: MnistOptions, place: dict[str, Any], transport: str, repo
     return 0
 
 
-def run_job(options: MnistOptions, cluster: LaunchOptions, view: View) -> int:
+def run_job(options: MnistOptions, cluster: LaunchOptions, view: View, *, dashboard: bool = False) -> int:
     """Runs the built-in job on a local cluster, with its progress in `view`; returns its exit code."""
     cluster.command = [sys.executable, "-m", "torchquorum.jobs.mnist_job", options.to_json()]
     local = LocalCluster(
@@ -190,12 +197,13 @@ def run_job(options: MnistOptions, cluster: LaunchOptions, view: View) -> int:
         watcher = Watcher(local.cluster.address(TaskId("ps", 0)), access=read_access(cluster.secret_file))
         try:
             local.start()
-            return local.wait(lambda: view.show(watcher.status) if watcher.poll() else None)
+            with dashboard_beside(dashboard, local, view.note):
+                return local.wait(lambda: view.show(watcher.status) if watcher.poll() else None)
         finally:
             watcher.close()
 
 
-def _cluster(options: MnistOptions, cluster: LaunchOptions, report: str | None, quiet: bool) -> int:
+def _cluster(options: MnistOptions, cluster: LaunchOptions, report: str | None, quiet: bool, dashboard: bool) -> int:
     console = Console(highlight=False)
     with scratch_folder() as folder:
         where = Path(report) if report else Path(folder) / "report.json"
@@ -208,7 +216,8 @@ def _cluster(options: MnistOptions, cluster: LaunchOptions, report: str | None, 
             tasks = f"{cluster.ps} ps, {cluster.range} {'worker' if cluster.range.most == 1 else 'workers'}"
             slow = f", slow: {options.slow}" if options.slow else ""
             console.print(f"training {options.model} on MNIST: {tasks}, {options.rule}, {length}{slow}")
-        code = run_job(options, cluster, View(console, quiet=quiet, seconds=options.seconds))
+        view = View(console, quiet=quiet, seconds=options.seconds)
+        code = run_job(options, cluster, view, dashboard=dashboard)
         result = json.loads(where.read_text()) if where.is_file() else None
     if code == 0 and result is not None:
         _summary(console, result, options)

@@ -137,12 +137,17 @@ class RunWatcher:
     def __init__(
         self, where: Callable[[], str | None], every_s: float = 0.5, access: Callable[[], Access] = read_access
     ) -> None:
-        self._where, self._every_s, self._access = where, every_s, access
+        self._where, self.every_s, self._access = where, every_s, access
         self._watched: str | None = None
         self._watcher: Watcher | None = None
         self.status: dict[str, Any] = {}
 
-    def poll(self) -> bool:
+    @property
+    def silent_s(self) -> float:
+        """For how long no answer has come from the ps task 0 that there is."""
+        return self._watcher.silent_s if self._watcher is not None else 0.0
+
+    def poll(self, timeout_s: float = 0.0) -> bool:
         """Asks if it is time to, takes what has come; returns whether something has.
 
         Raises:
@@ -152,8 +157,11 @@ class RunWatcher:
         if address != self._watched:
             self.close()
             self._watched = address
-            self._watcher = Watcher(address, self._every_s, self._access()) if address is not None else None
-        if self._watcher is None or not self._watcher.poll():
+            self._watcher = Watcher(address, self.every_s, self._access()) if address is not None else None
+        if self._watcher is None:
+            SYSTEM.sleep(timeout_s)
+            return False
+        if not self._watcher.poll(timeout_s):
             return False
         self.status = self._watcher.status
         return True

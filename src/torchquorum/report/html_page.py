@@ -1,6 +1,6 @@
 """The frame of a page: one self-contained HTML file, light or dark as the reader's system.
 
-Called by `run_page` and `compare_page`. What always holds: the page loads nothing; without JavaScript it shows the same, only
+Called by the pages. What always holds: the page loads nothing; without JavaScript it shows the same, only
 without the values at the pointer.
 """
 
@@ -49,7 +49,7 @@ table.words td:first-child{width:8em}}
 
 # At the pointer: the values of every line of the chart at that x.
 _JS = """
-for (const svg of document.querySelectorAll('svg[data-axes]')) {
+function point(part) { for (const svg of part.querySelectorAll('svg[data-axes]')) {
   const [ax, ay] = JSON.parse(svg.dataset.axes), card = svg.parentElement;
   const tip = card.appendChild(document.createElement('div')); tip.className = 'tip';
   const rule = svg.appendChild(document.createElementNS('http://www.w3.org/2000/svg', 'line'));
@@ -81,15 +81,16 @@ for (const svg of document.querySelectorAll('svg[data-axes]')) {
     tip.style.left = Math.max(4, Math.min(x + 14, card.clientWidth - tip.offsetWidth - 4)) + 'px';
     tip.style.top = (e.clientY - card.getBoundingClientRect().top + 14) + 'px';
   });
-}
+} }
+point(document);
 """
 
 
-def page(title: str, body: Sequence[str]) -> str:
-    """Returns a whole HTML page."""
+def page(title: str, body: Sequence[str], *, below: str = "This file is self-contained.", script: str = "") -> str:
+    """Returns a whole HTML page; `below` is the sentence at its end."""
     light, dark = ("".join(f"--{name}:{value};" for name, value in theme.items()) for theme in (LIGHT, DARK))
     style = f":root{{color-scheme:light dark;{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}{_CSS}"
-    made = f"Made by torchquorum {torchquorum.__version__}. This file is self-contained."
+    made = f"Made by torchquorum {torchquorum.__version__}. {escape(below)}"
     return "\n".join(
         [
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
@@ -97,7 +98,7 @@ def page(title: str, body: Sequence[str]) -> str:
             '<link rel="icon" href="data:,">',  # otherwise the browser requests one
             f"<title>{escape(title)}</title>\n<style>{style}</style>\n</head>\n<body>\n<main>",
             *body,
-            f"<footer>{made}</footer>\n</main>\n<script>{_JS}</script>\n</body>\n</html>\n",
+            f"<footer>{made}</footer>\n</main>\n<script>{_JS}{script}</script>\n</body>\n</html>\n",
         ]
     )
 

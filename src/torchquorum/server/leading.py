@@ -16,6 +16,7 @@ from torchquorum.formats.checkpoint_write import clear_left_behind
 from torchquorum.formats.journal import Record
 from torchquorum.formats.ledger_write import open_ledger
 from torchquorum.formats.storage import locate
+from torchquorum.memory.resident import resident_bytes
 from torchquorum.rules.quorum import Key
 from torchquorum.server.barrier_waits import SAVED_AS
 from torchquorum.server.buffer_home import BufferHome
@@ -78,12 +79,10 @@ class Leading(Run):
     def status(self) -> dict[str, Any]:
         """Returns the state of the run for people and reports, and for those who wait for its last checkpoint."""
         checkpoints = self.checkpoints
-        saved = {
-            "saved_step": checkpoints.newest.version,
-            "saved": checkpoints.newest.path,
-            "not_saved": checkpoints.lost,
-        }
-        return {**describe_run(self.leader), **saved}
+        newest = checkpoints.newest
+        saved = {"saved_step": newest.version, "saved": newest.path, "not_saved": checkpoints.lost}
+        use = {"memory_bytes": resident_bytes(), "moved_bytes": self.shard.workers.moved_bytes}
+        return {**describe_run(self.leader), **saved, **use, "logdir": self.plan.logdir}
 
     def begin(
         self, data: dict[str, Any], replayed: list[Record], now: float, wall: float, *, step: int, save: bool

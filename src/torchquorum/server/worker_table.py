@@ -44,10 +44,15 @@ class JoinedWorker:
 
 
 class WorkerTable:
-    """The joined workers by index, and the incarnations that they replaced."""
+    """The joined workers by index, and the incarnations that they replaced.
+
+    Attributes:
+        moved_bytes: How many bytes have come from all of them, or reached them, at the last look.
+    """
 
     def __init__(self, num_workers: int, regions: Sequence[Region]) -> None:
         self._regions = regions
+        self.moved_bytes = 0
         self._joined: dict[int, JoinedWorker] = {}
         self._replaced: dict[tuple[int, int], None] = {}
         self._most_replaced = remembered_lives(num_workers)
@@ -135,6 +140,8 @@ class WorkerTable:
         for worker, joined in self._joined.items():
             count = moved_bytes(joined.peer)
             if count != joined.moved_bytes:
+                # A connection that was made anew counts from the beginning.
+                self.moved_bytes += count - joined.moved_bytes if count > joined.moved_bytes else count
                 joined.moved_bytes = count
                 heard.append((worker, joined.incarnation))
         return heard

@@ -1,0 +1,1 @@
+"""One page of running clusters, which a browser keeps open: `torchquorum dashboard`."""

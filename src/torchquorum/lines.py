@@ -6,6 +6,7 @@ the launcher and in most containers.
 """
 
 import sys
+from collections.abc import Sequence
 from typing import TextIO
 
 MOST_OF_AN_ERROR = 300
@@ -25,6 +26,12 @@ def write_line(line: str, file: TextIO | None = None) -> None:
         except UnicodeEncodeError:  # an odd file name, or a terminal that knows few characters
             stream.write(f"{line}\n".encode(stream.encoding, "backslashreplace").decode(stream.encoding))
         stream.flush()
+
+
+def first_of(names: Sequence[str], most: int = 3) -> str:
+    """Returns the first of some names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(names[:most])}{more}"
 
 
 def text_of(error: BaseException) -> str:

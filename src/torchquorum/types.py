@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torchquorum.simulation.network import Network as Network
     from torchquorum.simulation.scenario import Scenario as Scenario
     from torchquorum.simulation.scenario import SlowDown as SlowDown
+    from torchquorum.wire.rpc import Patience as Patience
     from torchquorum.worker.capture import CapturedStep as CapturedStep
     from torchquorum.worker.step import Step as Step
 else:

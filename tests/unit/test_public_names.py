@@ -26,7 +26,7 @@ PUBLIC = {
     "torchquorum.tensorflow": """
         ConfigProto Coordinator GPUOptions allow_soft_placement constant l2_regularizer log_device_placement
     """,
-    "torchquorum.types": "CapturedStep Network Scenario Share Simulated SlowDown Step TaskId",
+    "torchquorum.types": "CapturedStep Network Patience Scenario Share Simulated SlowDown Step TaskId",
     "torchquorum.errors": """
         AddressInUseError ClusterError ConfigError DataError DeadlineError DeviceError FlagError GraphError
         InterruptedRunError LaunchError LostCreationError LostPlaceError LostVariablesError NanLossError NonfiniteError

@@ -11,6 +11,7 @@ from rich.table import Table
 from torchquorum.cli.command import Command, option
 from torchquorum.errors import ConfigError
 from torchquorum.formats.storage import Location, is_there, locate
+from torchquorum.lines import first_of
 
 
 @click.command(cls=Command)
@@ -41,7 +42,8 @@ def checkpoints(run: str, verify: bool) -> int:
         problem = info.problem or (checkpoint.verify(info.path) if verify else None)
         bad += problem is not None
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.created_at)) if info.created_at else ""
-        state = problem or ", ".join(filter(None, ["good" if verify else "", _changes(info.path)]))
+        strange = f"NaN or infinity in {first_of(info.nonfinite)}" if info.nonfinite else ""
+        state = problem or ", ".join(filter(None, ["good" if verify else "", strange, _changes(info.path)]))
         table.add_row(info.path.name, str(info.step), when, f"{info.size_bytes / 1e6:.1f} MB", state)
     console.print(table)
     return 1 if bad else 0
@@ -76,6 +78,8 @@ def export(run: str, file: str, averages: bool, step: int | None) -> int:
         if found is None:
             raise ConfigError(f"{folder} has no good checkpoint; `torchquorum checkpoints {run}` lists what it has")
         path = found[0]
+    if (nonfinite := checkpoint.load_manifest(path).nonfinite) and not averages:
+        click.echo(f"{path} holds NaN or infinity in {first_of(nonfinite)}", err=True)
     target = checkpoint_write.export(path, locate(file), averages=averages)
     click.echo(f"wrote {target} from {path.name}")
     return 0

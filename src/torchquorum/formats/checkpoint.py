@@ -59,7 +59,7 @@ __all__ = [
 
 
 class CheckpointInfo(msgspec.Struct, frozen=True):
-    """A checkpoint in a list; `problem` says why it cannot be restored, as far as known."""
+    """A checkpoint in a list; `problem` says why it cannot be restored, as far as known; `nonfinite` what holds NaN or infinity."""
 
     step: int
     path: Location
@@ -67,6 +67,7 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     size_bytes: int
     problem: str | None = None
     in_reach: bool = True  # otherwise it cannot be read now, and may be whole
+    nonfinite: list[str] = []
 
 
 def list_checkpoints(folder: Location) -> list[CheckpointInfo]:
@@ -104,7 +105,8 @@ def _inspect(step: int, path: Location) -> CheckpointInfo:
             created_at = _made_at(path)
             size_bytes = sum(file.stat().st_size for file in path.iterdir())
         return CheckpointInfo(step, path, created_at, size_bytes, str(error), not isinstance(error, UnreadableError))
-    return CheckpointInfo(step, path, manifest.created_at, sum(f.size_bytes for f in manifest.files.values()))
+    size_bytes = sum(f.size_bytes for f in manifest.files.values())
+    return CheckpointInfo(step, path, manifest.created_at, size_bytes, nonfinite=manifest.nonfinite)
 
 
 def _made_at(path: Location) -> float:

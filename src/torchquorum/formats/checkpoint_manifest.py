@@ -169,6 +169,7 @@ class Manifest(msgspec.Struct, kw_only=True):
         buffers: Where the model's buffers are stored, and those of each worker that differ from them.
         workers: Each worker's position in its data and its random state, as JSON types.
         data: For each share of data: its description, and which batches are part of the variables.
+        nonfinite: The variables and tables that hold NaN or infinity.
         files: Every file except the manifest.
     """
 
@@ -185,6 +186,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     buffers: list[Stored] = []
     workers: dict[str, dict[str, Any]] = {}
     data: dict[str, dict[str, Any]] = {}
+    nonfinite: list[str] = []
     files: dict[str, FileInfo]
 
     @property

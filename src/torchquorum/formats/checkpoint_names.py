@@ -17,6 +17,7 @@ import msgspec
 
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.formats.checkpoint_manifest import PREFIX, STEP, Manifest, pack
+from torchquorum.formats.scratch import is_alive
 from torchquorum.formats.storage import Location
 
 _L = TypeVar("_L", bound=Location)
@@ -77,11 +78,4 @@ def this_host() -> str:
 
 def is_abandoned(host: str, process: int, changed_at: float, clock: Clock = SYSTEM) -> bool:
     """Whether a writer is known to be dead, or has changed nothing for an hour."""
-    if host == this_host():
-        try:
-            os.kill(process, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:  # another user's process: it runs
-            pass
-    return clock.wall() - changed_at > STALE_S
+    return (host == this_host() and not is_alive(process)) or clock.wall() - changed_at > STALE_S

@@ -246,7 +246,8 @@ def prune(folder: Location, keep: int = KEEP, *, clock: Clock = SYSTEM) -> list[
     """Removes old checkpoints, and what writers that died left behind.
 
     Keeps the newest `keep` that can be restored, and everything newer than the oldest of these; damaged ones do not count, and
-    older ones that are known to be damaged are moved aside.
+    older ones that are known to be damaged are moved aside. If all that are kept hold NaN or infinity, the newest that does not is
+    kept too.
     An unfinished one is removed when its writer is dead, or when nothing in it has changed for an hour.
 
     Returns:
@@ -260,7 +261,8 @@ def prune(folder: Location, keep: int = KEEP, *, clock: Clock = SYSTEM) -> list[
     infos = sorted(list_checkpoints(folder), key=age_order)
     good = [age_order(info) for info in infos if info.problem is None]
     older = [info for info in infos if len(good) >= keep and age_order(info) < good[-keep]]
-    old = [info.path for info in older if info.problem is None]
+    kept = next((info for info in reversed(infos) if info.problem is None and not info.nonfinite), None)
+    old = [info.path for info in older if info.problem is None and info is not kept]
     with _reporting(f"removing old checkpoints in {folder}", note=""):
         for info in older:
             if info.problem is not None and info.in_reach:

@@ -21,6 +21,7 @@ SEGMENT_BYTES = 4 << 20
 MOST_BYTES = 16 << 20
 CLOSE_S = 60.0
 LAST_TRIES_S = 20.0
+GIVE_UP_S = 2.0
 
 
 def segment_name(name: str, clock: Clock = SYSTEM) -> str:
@@ -70,7 +71,7 @@ class SegmentWriter:
         self._put_bytes = 0
         self._error: OSError | None = None
         self._ending = threading.Event()
-        self.closed = False
+        self.closed = self._given_up = False
         self._thread = threading.Thread(target=self._run, name="torchquorum-segments", daemon=True)
         self._thread.start()
 
@@ -108,9 +109,17 @@ class SegmentWriter:
             if self._error is not None:
                 raise self._error
 
+    def give_up(self) -> None:
+        """Ends the thread, without what it has not put yet."""
+        self.closed = self._given_up = True
+        self._ending.set()
+        self._thread.join(GIVE_UP_S)
+
     def _run(self) -> None:
         while not self._clock.wait(self._ending, PUT_EVERY_S):
             self._put()
+        if self._given_up:
+            return
         deadline = self._clock.now() + LAST_TRIES_S
         self._put()
         while self._error is not None and self._clock.now() < deadline:

@@ -18,8 +18,9 @@ from torchquorum.clock import SYSTEM, Clock
 from torchquorum.formats.in_use import Hold
 from torchquorum.formats.ledger import NAME, Entry, Event, encode_line, last_known, version_after, version_made
 from torchquorum.formats.ledger_segments import SegmentWriter, read_last_segment
+from torchquorum.formats.owner_object import OwnerBeat
 from torchquorum.formats.repeated_failure import RepeatedFailure
-from torchquorum.formats.storage import Location, RemotePath, locate
+from torchquorum.formats.storage import Location, RemotePath, is_memory, locate
 
 KEPT_BYTES = 1 << 16
 TAIL_BYTES = 1 << 20
@@ -166,7 +167,7 @@ class LedgerWriter:
         self._closed = False
         self.losses = 0
         self._retry_at = self._look_at = clock.now()
-        self._hold = Hold(folder) if isinstance(folder, Path) else None
+        self._hold = _hold(folder, clock)
         try:
             self._open()
         except OSError as error:
@@ -204,19 +205,30 @@ class LedgerWriter:
         if self._closed:
             return
         self._look_at = self._clock.now() + LOOK_EVERY_S
-        if self._hold is not None:
+        if isinstance(self._hold, Hold):
             self._hold.renew()
-        happened = self._file.what_happened() if isinstance(self._file, LedgerFile) else ""
-        if happened:
+        if happened := self._what_happened():
             self._say(
                 f"the ledger {self._path} {happened} while the run goes on. It is begun again where it must be, and has the "
                 "updates that are missing in it as a gap; give each run a folder of its own, and leave it there"
             )
-            assert isinstance(self._file, LedgerFile)
-            self._file.close()
+            if isinstance(self._file, SegmentWriter):
+                self._file.give_up()
+            elif self._file is not None:
+                self._file.close()
             self._file, self._why = None, f"the ledger {happened}"
             self.losses += 1
         self._write_all()
+
+    def _what_happened(self) -> str:
+        if isinstance(self._hold, OwnerBeat):
+            return "was removed" if self._hold.was_removed() else ""
+        return self._file.what_happened() if isinstance(self._file, LedgerFile) else ""
+
+    @property
+    def taken_by(self) -> str:
+        """Returns which other run writes to the folder now; empty if none does."""
+        return self._hold.taken_by if isinstance(self._hold, OwnerBeat) else ""
 
     def sync(self) -> None:
         """Flushes, and waits until it is on disk."""
@@ -257,7 +269,7 @@ class LedgerWriter:
             self._known = self._file.known
             if self._file.torn_bytes:
                 self._insert(self._gap_up_to(0, "an unfinished last line was removed", self._file.torn_bytes))
-            if self._hold is not None:
+            if isinstance(self._hold, Hold):
                 self._hold.renew()
         if self._began is not None:
             self._fill_hole(self._why or "the ledger could not be written")
@@ -310,6 +322,13 @@ class LedgerWriter:
             f"the ledger {self._path} cannot be written ({self._why}); training goes on, and it is tried again "
             f"every second: {waiting} lines wait{counted}"
         )
+
+
+def _hold(folder: Location, clock: Clock) -> Hold | OwnerBeat | None:
+    """Marks a folder as used by this process; the memory of one process needs no mark."""
+    if isinstance(folder, Path):
+        return Hold(folder)
+    return OwnerBeat(folder, clock) if not is_memory(str(folder)) else None
 
 
 def sync_ledger(folder: Path) -> None:

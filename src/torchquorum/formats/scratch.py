@@ -32,19 +32,20 @@ def clear_left_behind(home: Path) -> list[Path]:
     removed: list[Path] = []
     for path in home.glob(f"{PREFIX}*"):
         match = named.fullmatch(path.name)
-        if match and not _lives(int(match[1])) and path.lstat().st_uid == os.getuid():
+        if match and not is_alive(int(match[1])) and path.lstat().st_uid == os.getuid():
             shutil.rmtree(path, ignore_errors=True)
             removed.append(path)
     return removed
 
 
-def _lives(pid: int) -> bool:
+def is_alive(process: int) -> bool:
+    """Whether a process of this host, and of this pid namespace, runs."""
     try:
-        os.kill(pid, 0)
+        os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except OSError:
-        pass  # another user's process
+    except OSError:  # another user's process
+        pass
     return True
 
 

@@ -22,6 +22,7 @@ from torchquorum.errors import ConfigError, DeadlineError, TorchQuorumError
 from torchquorum.launcher.ray_address import find_cluster, no_cluster
 from torchquorum.launcher.ray_host import TaskHost
 from torchquorum.launcher.ray_lines import RayOutputFilter
+from torchquorum.lines import first_of
 
 SAY_EVERY_S = 15.0
 POLL_S = 0.2
@@ -161,7 +162,7 @@ class RayConnection:
         machines = [
             f"{node['NodeManagerAddress']} ({describe_resources(node['Resources'])})" for node in self.machines()
         ]
-        shown = ", ".join(machines[:8]) + (f" and {len(machines) - 8} more" if len(machines) > 8 else "")
+        shown = first_of(machines, 8)
         free = describe_resources(self.ray.available_resources())
         return f"{len(machines)} machine{'s' if len(machines) != 1 else ''}: {shown}; free: {free}"
 

@@ -5,6 +5,7 @@ Owned by the leader. `value_assignments` says whose values count and whose wait 
 
 from __future__ import annotations
 
+from torchquorum.lines import first_of
 from torchquorum.server.decision_effects import DecisionEffects
 from torchquorum.server.value_assignments import ValueAssignments
 from torchquorum.wire.messages import STANDS_IN, Assign, Assigned, Held, Outcome, TrackValues
@@ -47,7 +48,7 @@ class Assigning:
         lost = met - values.version
         since = f"; in these, {lost} updates since version {values.version} are overwritten" if lost else ""
         names = ["the optimizer's state", *names] if values.state else names
-        shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        shown = first_of(names)
         name = f" of {self._plan.names[track]}" if self._plan.names[track] else ""
         text = f"{shown} became version {version}{name}{since}"
         effects.history.wall = wall

@@ -14,6 +14,7 @@ from torchquorum.formats.checkpoint_manifest import CheckpointError
 from torchquorum.formats.checkpoint_write import begin
 from torchquorum.formats.journal import JournalError
 from torchquorum.formats.storage import locate
+from torchquorum.lines import first_of
 from torchquorum.server.buffer_home import BufferHome
 from torchquorum.server.leader import Leader
 from torchquorum.server.save_failures import RETRY_S, Retry, SaveFailures
@@ -248,6 +249,12 @@ class Checkpoints:
         self.last = SaveState(saving.number, "done", saving.version, self.newest.path, "")
         self._leader.history.note("saved", text=result.path.name, values={"step": saving.version})
         self._say(f"saved {result.path}")
+        if saving.nonfinite:
+            self._say(
+                f"{result.path.name} holds NaN or infinity in {first_of(saving.nonfinite)}. The newest checkpoint before it whose values "
+                "are all finite is kept"
+            )
+            self._leader.effects.note(self._leader.history.largest())
 
     def _fail(self, saving: Saving, error: str, now: float | None) -> None:
         self._saver.abandon(saving.partial)

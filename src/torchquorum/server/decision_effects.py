@@ -11,6 +11,7 @@ from typing import Any
 
 from torchquorum.errors import UpdateError
 from torchquorum.formats.ledger_write import LedgerWriter
+from torchquorum.lines import first_of
 from torchquorum.rules import quorum
 from torchquorum.rules.barriers import Barriers
 from torchquorum.rules.equal_gradients import ROUNDS, EqualGradients
@@ -139,10 +140,9 @@ class DecisionEffects:
         """Returns in words that all workers wait, in rounds of different optimizers, and what to do."""
         names, waits = self.plan.names, list[str]()
         for track, workers in action.waits:
-            who = ", ".join(f"/job:worker/task:{i}" for i in workers[:4])
-            more = f" and {len(workers) - 4} more" if len(workers) > 4 else ""
+            who = first_of([f"/job:worker/task:{i}" for i in workers], 4)
             of = self.quorum.tracks[track]
-            waits.append(f"{who}{more} for the round of {names[track]} ({len(of.round)} of {of.needed} gradients)")
+            waits.append(f"{who} for the round of {names[track]} ({len(of.round)} of {of.needed} gradients)")
         return (
             f"all live workers wait for each other, in rounds of different optimizers: {'; '.join(waits)}. The run ends. Under "
             "rules with rounds every worker has to step the same optimizers in the same order: start all of them with the same "
@@ -180,11 +180,10 @@ class DecisionEffects:
         if workers:
             self.history.wall = wall
             self.history.note("equal gradients", values={"workers": list(workers)})
-            who = ", ".join(f"/job:worker/task:{worker}" for worker in workers[:4])
-            more = f" and {len(workers) - 4} more" if len(workers) > 4 else ""
+            who = first_of([f"/job:worker/task:{worker}" for worker in workers], 4)
             of = f" of {self.plan.names[track]}" if self.plan.more else ""
             self.notes.append(
-                f"{who}{more} gave equal gradients{of} in {ROUNDS} rounds running: they read the same batches, or draw the same noise, so "
+                f"{who} gave equal gradients{of} in {ROUNDS} rounds running: they read the same batches, or draw the same noise, so "
                 "all but one compute for nothing. Divide the data: DataLoader(..., sampler=tq.data.Sampler(dataset, task)), "
                 "session.share(dataset, batch_size), or what the program reads by task.index and task.num_workers; seed the noise by "
                 "torch.manual_seed(seed + task.index)"

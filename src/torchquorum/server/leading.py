@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torchquorum.wire.messages as m
+from torchquorum.errors import UpdateError
 from torchquorum.fastpath.host import FastPathHost, may_change
 from torchquorum.formats.checkpoint_write import clear_left_behind
 from torchquorum.formats.journal import Record
@@ -124,10 +125,11 @@ class Leading(Run):
     def leave(self, got: Incoming[m.Leave]) -> list[Reply]:
         """A worker leaves for good, with its results."""
         leave = got.message
-        done = leave.finished or bool(self.broken)  # of a failed update everybody knows
+        known = self.broken or (self.plan.must_save and self.checkpoints.lost)  # of what ends the run everybody knows
+        done = leave.finished or bool(known)
         failed = "" if done else f"its program failed{': ' if leave.why else ''}{leave.why}"
-        known = self.leader.quorum.workers.get(leave.worker)
-        if known is not None and known.incarnation == leave.incarnation and not known.left:
+        worker = self.leader.quorum.workers.get(leave.worker)
+        if worker is not None and worker.incarnation == leave.incarnation and not worker.left:
             counts = self.life.tally.worker(leave.worker)
             counts.final_loss = leave.loss if leave.loss is not None else counts.final_loss
             counts.accuracy = leave.accuracy if leave.accuracy is not None else counts.accuracy
@@ -229,6 +231,11 @@ class Leading(Run):
     def tick(self, now: float, wall: float) -> list[Reply]:
         """Time has passed: checkpoints, deaths, the end of the job, the ledger's buffer."""
         leader, checkpoints = self.leader, self.checkpoints
+        if (taken_by := leader.history.taken_by) and not self.broken:
+            raise UpdateError(
+                f"{self.life.me.task}: another run has taken {self.plan.logdir} over ({taken_by}), perhaps while this one was paused: it "
+                "ends here, and saves nothing any more. Let one of the two go on, or give each a folder of its own"
+            )
         for result in self._written():
             if isinstance(result, Published):
                 checkpoints.published(result, now)

@@ -28,6 +28,7 @@ class RowChain:
         name: The file that is written.
         files: Those before it.
         changed: How many rows those and this have beyond the first.
+        nonfinite: The tables of which a row in them holds NaN or infinity.
     """
 
     versions: list[int]
@@ -35,6 +36,7 @@ class RowChain:
     files: dict[str, FileInfo] = field(default_factory=dict)
     changed: int = 0
     info: FileInfo | None = None  # once it is written
+    nonfinite: set[str] = field(default_factory=set)
 
     @property
     def names(self) -> list[str]:
@@ -72,7 +74,9 @@ class RowChains:
             files = {**before.files, before.name: before.info}
             if share_files(locate(entry.base), entry.base_partial, locate(entry.partial), files):
                 name = part_file(self._index, self._num_shards, len(files))
-                return self._remember(entry, RowChain(list(versions), name, files, before.changed)), before.versions
+                return self._remember(
+                    entry, RowChain(list(versions), name, files, before.changed, nonfinite=before.nonfinite)
+                ), before.versions
         self._of.clear()  # which keys went is forgotten with a whole one
         chain = RowChain(list(versions), part_file(self._index, self._num_shards))
         return self._remember(entry, chain), [-1] * len(versions)

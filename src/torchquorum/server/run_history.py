@@ -147,6 +147,11 @@ class RunHistory:
         """Returns how often the ledger was found removed, replaced or cut."""
         return self._ledger.losses if self._ledger is not None else 0
 
+    @property
+    def taken_by(self) -> str:
+        """Returns which other run writes to the folder now; empty if none does."""
+        return self._ledger.taken_by if self._ledger is not None else ""
+
     def check(self) -> None:
         """A checkpoint is about to be published: the ledger knows all of its updates, or says in a gap which it does not."""
         if self._ledger is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,6 +44,7 @@ class Written:
     info: FileInfo | None
     error: str
     rows: FileInfo | None = None
+    nonfinite: list[str] = field(default_factory=list)  # the variables and tables that hold NaN or infinity
 
 
 @dataclass(slots=True)
@@ -119,7 +120,8 @@ class Saver:
                 part, rows = write_part(partial, shard, num_shards, snapshot.tensors), None
                 if snapshot.rows and snapshot.chain is not None:
                     rows = write_file(partial, snapshot.chain.name, lambda path: write_rows(path, snapshot.rows))
-                return Written(number, snapshot, part, "", rows)
+                nonfinite = snapshot.nonfinite() + [table.name for table in snapshot.rows if not table.finite]
+                return Written(number, snapshot, part, "", rows, nonfinite)
             except (TorchQuorumError, OSError) as error:
                 return Written(number, snapshot, None, str(error))
 

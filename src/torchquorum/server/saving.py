@@ -62,6 +62,11 @@ class Saving:
     publishing: bool = False
     waits_for_positions: bool = True
 
+    @property
+    def nonfinite(self) -> list[str]:
+        """Returns the variables and tables that hold NaN or infinity, as far as the parts are here."""
+        return sorted({name for part in self.parts.values() for name in part.nonfinite})
+
     def manifest(self, plan: Plan, generation: int, workers: dict[str, dict[str, Any]], wall: float) -> Manifest:
         """Returns the manifest, once all parts are there; `workers` has their positions."""
         files, pieces, scalars, tables = {}, [], {}, list[StoredTable]()
@@ -84,6 +89,7 @@ class Saving:
             tables=tables,
             workers=workers,
             data=self.data,
+            nonfinite=self.nonfinite,
             files=files,
         )
 
@@ -100,8 +106,11 @@ def part_of(shard: int, written: Written) -> Part:
     pieces = msgspec.to_builtins(snapshot.pieces)
     rows, tables = written.rows or FileInfo(0, ""), msgspec.to_builtins(snapshot.tables)
     chain = snapshot.chain
+    nonfinite = set(written.nonfinite)
     if chain is not None:
         chain.info = written.rows
+        chain.nonfinite = chain.nonfinite | (nonfinite & {table.name for table in snapshot.rows})
+        nonfinite |= chain.nonfinite
     return Part(
         shard=shard,
         number=written.number,
@@ -117,4 +126,5 @@ def part_of(shard: int, written: Written) -> Part:
         shared=[(name, info.size_bytes, info.sha256) for name, info in chain.files.items()]
         if chain is not None
         else [],
+        nonfinite=sorted(nonfinite),
     )

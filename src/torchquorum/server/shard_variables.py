@@ -82,6 +82,7 @@ class ShardVariables:
         builder = SnapshotBuilder(self._layout, self._index, self.versions.version)
         slot = self.versions.lease(SAVING)
         builder.add_region("variable", self.region, self.versions.slots.sections[slot], copy=False)
+        builder.snapshot.trained = list(builder.snapshot.tensors)
         constants = self._layout.constants[self._index]
         memory = frame_tensor(self.constants, constants.size_bytes)
         builder.add_region("variable", constants, section_views(constants, memory), copy=False)

@@ -31,7 +31,10 @@ from torchquorum.wire.settings import Settings
 
 @dataclass(slots=True)
 class ShardSnapshot:
-    """What one shard writes: its tensors by key, where each belongs, the optimizer's numbers; its rows, and their tables."""
+    """What one shard writes: its tensors by key, where each belongs, the optimizer's numbers; its rows, and their tables.
+
+    `trained` are the keys of the variables that are trained.
+    """
 
     version: int
     tensors: dict[str, torch.Tensor]
@@ -40,12 +43,26 @@ class ShardSnapshot:
     rows: list[TableSnapshot] = field(default_factory=list)
     tables: list[StoredTable] = field(default_factory=list)
     chain: RowChain | None = None
+    trained: list[str] = field(default_factory=list)
+
+    def nonfinite(self) -> list[str]:
+        """Returns the trained variables that hold NaN or infinity."""
+        names = {piece.key: piece.variable for piece in self.pieces}
+        return [names[key] for key in self.trained if not is_finite(self.tensors[key])]
 
     def add(self, other: ShardSnapshot) -> None:
         """Adds what the same shard has of another optimizer: no variable is in two of them."""
         self.tensors |= other.tensors
         self.pieces += other.pieces
         self.scalars |= other.scalars
+        self.trained += other.trained
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether values hold neither NaN nor infinity; in one pass, without a copy."""
+    if not values.is_floating_point() or values.numel() == 0:
+        return True
+    return all(bool(torch.isfinite(edge)) for edge in torch.aminmax(values))
 
 
 @dataclass(frozen=True, slots=True)

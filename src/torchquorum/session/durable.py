@@ -17,6 +17,7 @@ from torchquorum.errors import ConfigError
 from torchquorum.formats.checkpoint import (
     CheckpointError,
     CheckpointInfo,
+    Manifest,
     UnreadableError,
     list_checkpoints,
     load_manifest,
@@ -25,7 +26,8 @@ from torchquorum.formats.checkpoint import (
 from torchquorum.formats.checkpoint_write import set_aside
 from torchquorum.formats.journal import MODES, JournalError, Lineage, find_common, keep_damaged, next_generation_at
 from torchquorum.formats.ledger import told_in_ledger
-from torchquorum.formats.storage import is_remote, locate
+from torchquorum.formats.storage import Location, is_remote, locate
+from torchquorum.lines import first_of
 from torchquorum.server.journaling import check_plan
 from torchquorum.session.config import RestoreOptions
 from torchquorum.wire.messages import JournalRef, Plan
@@ -108,9 +110,25 @@ def find_checkpoint(
             )
         return Found(None, tuple(damaged))
     say(f"restoring {found[0]} (global step {found[1].step})")
+    if found[1].nonfinite:
+        say(_describe_nonfinite(locate(logdir), found[1]))
     if last_step is not None and found[1].step >= last_step:
         say(f"that run is over at step {last_step}; give another logdir, or a higher last step")
     return Found(str(found[0]), tuple(damaged))
+
+
+def _describe_nonfinite(folder: Location, found: Manifest) -> str:
+    """Returns what a checkpoint holds that no gradient will mend, and how to go back to one that does not."""
+    before = [
+        info for info in list_checkpoints(folder) if info.step < found.step and not (info.problem or info.nonfinite)
+    ]
+    back = (
+        f"to go back to {before[-1].path.name}, move the newer ones out of the folder" if before else "none before is"
+    )
+    return (
+        f"the variables of step {found.step} are not all finite: {first_of(found.nonfinite)} hold NaN or infinity, and what is computed "
+        f"from them may too; {back}"
+    )
 
 
 def find_journal(

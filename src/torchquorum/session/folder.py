@@ -10,10 +10,12 @@ from torchquorum import env
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.errors import ConfigError
 from torchquorum.formats.in_use import user_of
-from torchquorum.formats.storage import absolute, check_writable, is_memory, locate
+from torchquorum.formats.owner_object import SILENT_S, OwnerWatch
+from torchquorum.formats.storage import RemotePath, absolute, check_writable, is_memory, locate
 from torchquorum.session.join import Task
 
 FREE_S = 10.0
+LOOK_S, LOOK_AT_STORE_S = 0.1, 1.0
 
 
 def check_folder(task: Task, folder: str | os.PathLike[str] | None) -> str | None:
@@ -44,21 +46,30 @@ def check_free(
     """The chief, before it begins a run, checks that no other run that is alive uses the folder; one that is ending is waited for.
 
     Raises:
-        ConfigError: It is in use.
+        ConfigError: It is in use; or the store that it lies on does not answer.
     """
-    where = locate(folder) if folder is not None else None
-    if not isinstance(where, Path):
-        if where is not None and not is_memory(str(folder)):
-            say(f"{folder} is on an object store, which has no locks: see to it that no other run writes there")
+    if folder is None or is_memory(folder):
         return
+    where = locate(folder)
+    watch = OwnerWatch(where, clock) if isinstance(where, RemotePath) else None
     deadline, said = clock.now() + wait_s, False
-    while (user := user_of(where)) is not None:
-        if clock.now() >= deadline:
+    while user := user_of(where) if isinstance(where, Path) else _read(watch, folder):
+        if clock.now() >= deadline and (watch is None or watch.alive):
             raise ConfigError(
                 f"logdir={folder!r}: another run that is alive writes there ({user} holds it as its ps task 0), and two "
                 "would mix their checkpoints and ledgers; give another logdir, or end that run first"
             )
         if not said:
             said = True
-            say(f"{folder} is in use by another run ({user}); waiting up to {wait_s:.0f} s for its end")
-        clock.sleep(0.1)
+            unknown = f"; if that is dead, this run begins in {SILENT_S:.0f} s" if watch is not None else ""
+            say(f"{folder} is in use by another run ({user}); waiting up to {wait_s:.0f} s for its end{unknown}")
+        clock.sleep(LOOK_S if watch is None else LOOK_AT_STORE_S)
+
+
+def _read(watch: OwnerWatch | None, folder: str) -> str | None:
+    assert watch is not None
+    try:
+        user = watch.user()
+    except OSError as error:
+        raise ConfigError(f"{folder} cannot be read: {error.strerror}; check the address and the credentials") from None
+    return str(user) if user is not None else None

@@ -89,7 +89,7 @@ class Session:
             version that a worker has seen: True or `write`; `fsync` survives a loss of power too, and waits for the disk.
         record: Record the run in its folder, so that `torchquorum replay` makes it again, bit for bit; docs/simulate.md says what
             that costs. By default as `torchquorum run --record` says.
-        patience: How long to wait for what.
+        patience: How long to wait for what: `tq.types.Patience`.
         hooks: Called around the loop, in this order; see `torchquorum.session.hooks.hook`.
         placement: Puts parts of the model on devices, see `tq.devices.place`: a device, or a mapping from names to devices.
         log_device_placement: Print, once, where every variable lives and every operation of the first step runs.

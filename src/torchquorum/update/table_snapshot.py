@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from torchquorum.formats.row_file import KEYS, Chunk
+from torchquorum.formats.row_file import KEYS, VALUES, Chunk
 from torchquorum.memory.key_index import Keys, Positions
 
 CHUNK = 1 << 15
@@ -34,6 +34,7 @@ class TableSnapshot:
         name: The table's name.
         rows: How many rows there are in it.
         done: Whether all were read.
+        finite: Whether no weight of those that were read is NaN or infinite.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class TableSnapshot:
         self._kept = np.zeros(len(live), np.bool_)
         self._copies: list[tuple[Positions, dict[str, npt.NDArray[Any]]]] = []
         self._next = 0  # rows before this position are read
-        self.done = False
+        self.done, self.finite = False, True
 
     def columns(self) -> dict[str, tuple[np.dtype[Any], tuple[int, ...]]]:
         """Returns the dtype and shape of each column."""
@@ -88,6 +89,7 @@ class TableSnapshot:
                     for name, values in copies.items():
                         chunk[name][where] = values[here]
                 self._next = stop
+            self.finite = self.finite and bool(np.isfinite(chunk[VALUES]).all())
             yield chunk
         self.done = True
         self._copies.clear()

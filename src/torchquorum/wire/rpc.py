@@ -38,9 +38,15 @@ ADVICE = "Check that the task runs, that host and port are the same in --ps_host
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long a task waits: for others to come up, for a round to close, for a sign of life; how often it asks and says so.
+    """How long a task waits, and how often it asks and says so; `tq.Session(patience=tq.types.Patience(start_s=60))`.
 
-    `save_s`: how long the last checkpoint of the run is tried again if it fails.
+    Attributes:
+        start_s: For others to come up, and for a ps that was lost to come back.
+        round_s: For a round to close, or a lead to shrink.
+        save_s: For how long the last checkpoint of the run is tried again if it fails.
+        silence_s: Without a sign of life, after which a ps counts as lost.
+        probe_s: Between two questions about an open request.
+        say_s: Between two lines about a wait.
     """
 
     start_s: float = 1800.0

@@ -157,6 +157,7 @@ class Part(Message):
     rows_sha256: str = ""
     rows_file: str = ""
     shared: list[tuple[str, int, str]] = []
+    nonfinite: list[str] = []
 
 
 class PartTaken(Message):

@@ -151,6 +151,11 @@ class Exchange:
         named = zip(self._flat.layout.variables, self._flat.parameters, strict=True)
         return [v.name for v, p in named if p.grad is not None and not bool(torch.isfinite(p.grad).all())]
 
+    def nonfinite_variables(self) -> list[str]:
+        """Returns the variables that hold NaN or infinity, as this worker has them now."""
+        named = zip(self._flat.layout.variables, self._flat.parameters, strict=True)
+        return [v.name for v, p in named if not bool(torch.isfinite(p.detach()).all())]
+
     # -- variables ----------------------------------------------------------------------------------------------------
 
     def load(self, k: int, message: m.Variables, frames: Sequence[Frame], new_ring: Callable[[Slots], None]) -> bool:

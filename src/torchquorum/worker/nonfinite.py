@@ -7,12 +7,12 @@ an error that names the variables, instead of going on for ever without a step.
 from __future__ import annotations
 
 from torchquorum.errors import NonfiniteError
+from torchquorum.lines import first_of
 from torchquorum.rules.quorum import Reason
 from torchquorum.worker.link import Link
 from torchquorum.worker.step import Step
 
 MOST_IN_A_ROW = 100
-SHOWN = 3
 
 
 class Nonfinite:
@@ -34,14 +34,19 @@ class Nonfinite:
         self._in_a_row += 1
         if self._in_a_row not in (1, MOST_IN_A_ROW):
             return
-        names = link.member.tracks[track].exchange.nonfinite()
-        shown = ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+        exchange = link.member.tracks[track].exchange
+        where, spoilt = first_of(exchange.nonfinite()) or "a variable", first_of(exchange.nonfinite_variables())
         if self._in_a_row == 1:
-            link.say(f"the gradient of local step {step.local_step} was refused: not finite in {shown or 'a variable'}")
+            of_all = f"; the run's variables are not finite themselves: {spoilt}" if spoilt else ""
+            link.say(f"the gradient of local step {step.local_step} was refused: not finite in {where}{of_all}")
             return
+        advice = (
+            f"The run's variables hold NaN or infinity themselves, in {spoilt}, which an update before has brought there: go back to a "
+            "checkpoint that does not (`torchquorum checkpoints RUN` shows which)"
+            if spoilt
+            else "Try a smaller learning rate or clip the gradients (torch.nn.utils.clip_grad_norm_), and look at the data"
+        )
         raise NonfiniteError(
             f"{link.task}: {MOST_IN_A_ROW} gradients in a row were refused because they hold NaN or infinity, the last one "
-            f"in {shown or 'a variable'}, at global step {step.version}. Try a smaller learning rate or clip the gradients "
-            "(torch.nn.utils.clip_grad_norm_), and look at the data; tq.Optimizer(allow_nonfinite=True) applies such "
-            "gradients all the same."
+            f"in {where}, at global step {step.version}. {advice}; tq.Optimizer(allow_nonfinite=True) applies such gradients all the same."
         )

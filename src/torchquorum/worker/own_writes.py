@@ -14,6 +14,7 @@ import torch
 
 import torchquorum.wire.messages as m
 from torchquorum.errors import ConfigError
+from torchquorum.lines import first_of
 from torchquorum.memory.slots import section_views
 from torchquorum.placement.layout import CONSTANT
 from torchquorum.wire.codec import Frame
@@ -148,7 +149,7 @@ class OwnWrites:
     def _names(self, found: Sequence[Sequence[int]]) -> str:
         """Returns the names of parameters, the first of many."""
         names = [of.flat.layout.variables[i].name for of, those in zip(self._tracks, found, strict=True) for i in those]
-        return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+        return first_of(names)
 
     def _suspect(self, of: _Track) -> list[int]:
         """Returns which parameters of an optimizer may have been written to, the GPU waited for."""

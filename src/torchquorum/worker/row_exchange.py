@@ -17,6 +17,7 @@ import torch
 
 import torchquorum.wire.messages as m
 from torchquorum.memory.key_index import Keys
+from torchquorum.update.gradient_norm import norm_of
 from torchquorum.update.table_keys import shard_of
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import cut_parts, frame_tensor, tensor_frame
@@ -267,13 +268,13 @@ class RowExchange:
     def collect(self) -> PushedRows:
         """Returns, for each ps task, the gradients of rows that have gathered, to go with a push."""
         found: PushedRows = [([], []) for _ in range(self._num_shards)]
-        squares = 0.0
+        norms = list[float]()
         for number, each in enumerate(self._tables.all):
             gradient = each.take_gradient()
             if gradient is None:
                 continue
             keys, rows = gradient[0], gradient[1].cpu()
-            squares += float(torch.linalg.vector_norm(rows)) ** 2
+            norms.append(norm_of([rows]))
             shards = shard_of(keys, self._num_shards)
             for k, (parts, tensors) in enumerate(found):
                 mine = np.flatnonzero(shards == k) if self._num_shards > 1 else slice(None)
@@ -281,7 +282,7 @@ class RowExchange:
                 values = rows[torch.from_numpy(mine)] if isinstance(mine, np.ndarray) else rows
                 parts.append(m.RowPart(number, len(own)))
                 tensors += [torch.from_numpy(own), values]
-        self.norm = math.sqrt(squares)
+        self.norm = math.hypot(*norms)
         return found
 
 

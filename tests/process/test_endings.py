@@ -1,5 +1,7 @@
 """How runs end when a program raises or an update fails, with real processes: exit codes, checkpoints, what is said."""
 
+import os
+import signal
 import sys
 from pathlib import Path
 
@@ -50,5 +52,47 @@ def test_alone_a_failing_update_ends_the_program_with_it(tmp_path: Path) -> None
     try:
         assert task.wait() == 1, task.tail()
         assert "the update to version 31 failed (ValueError: " in task.lines[-1], task.tail()
+    finally:
+        task.end()
+
+
+WAITING = PROGRAM.with_name("waiting_program.py")
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [("sleep", signal.SIGTERM), pytest.param("loop", signal.SIGINT, marks=pytest.mark.long)],
+)
+def test_a_signal_ends_a_program_that_does_not_come_to_look_and_the_run_is_saved(
+    where: str, name: signal.Signals, tmp_path: Path
+) -> None:
+    task = Started([sys.executable, str(WAITING), f"--logdir={tmp_path}", f"--where={where}"], forked=True)
+    try:
+        task.until("goes on")
+        os.kill(task.process.pid, name)
+        assert task.wait() == 130, task.tail()
+        assert f"{name.name}: the run was stopped at global step" in task.lines[-1] and "is saved" in task.lines[-1]
+        assert list_checkpoints(tmp_path)[-1].step >= 4
+    finally:
+        task.end()
+
+
+@pytest.mark.long
+def test_a_ps_task_that_is_told_to_end_does_not_wait_for_a_worker_that_does_not_leave(tmp_path: Path) -> None:
+    with by_hand(program=WAITING) as cluster:
+        flags = [f"--logdir={tmp_path}", "--where=sleep"]
+        ps, chief = cluster.start("ps", 0, *flags), cluster.start("worker", 0, *flags)
+        chief.until("goes on")
+        os.kill(ps.process.pid, signal.SIGTERM)
+        assert ps.wait() == 130, ps.tail()
+        assert list_checkpoints(tmp_path)[-1].step == 2  # a lone worker of two fills a round with two gradients
+
+
+def test_a_loop_that_goes_on_after_the_end_of_the_run_is_told_so_once() -> None:
+    task = Started([sys.executable, str(WAITING), "--where=loop", "--last-step=3"], forked=True)
+    try:
+        task.until("its steps change nothing. Leave the loop when")
+        task.until("goes on")
+        assert sum("its steps change nothing" in line for line in task.lines) == 1
     finally:
         task.end()

@@ -13,6 +13,7 @@ from torchquorum.server.leader import Leader
 
 LATE_S = 10.0
 IDLE_S = 600.0
+HURRIED_S = 10.0
 
 
 class Ending:
@@ -20,10 +21,12 @@ class Ending:
 
     Attributes:
         lost: What was lost for good, in words; empty if nothing was.
+        hurried_at: When a signal has asked this task to end: workers that do not leave a run that is stopped are waited for `HURRIED_S`.
     """
 
     def __init__(self) -> None:
         self.lost = ""
+        self.hurried_at: float | None = None
         self._failed: dict[int, str] = {}  # workers whose last incarnation failed, and why
         self._idle_since: float | None = None
 
@@ -54,7 +57,10 @@ class Ending:
         workers = leader.quorum.workers
         if not workers and not self.lost:
             return
-        if leader.quorum.live > 0 or leader.quorum.alive:  # a worker that has nothing to compute counts as present
+        hurried = self.hurried_at is not None and leader.quorum.stopped and now - self.hurried_at > HURRIED_S
+        if not hurried and (
+            leader.quorum.live > 0 or leader.quorum.alive
+        ):  # one that has nothing to compute is present
             self._idle_since = None
             return
         self._idle_since = now if self._idle_since is None else self._idle_since
@@ -65,7 +71,7 @@ class Ending:
         waited_for = missing if leader.quorum.stopped else missing + gone
         over = leader.quorum.stopped or leader.data.over or _is_done(workers)
         nobody_comes = not waited_for or not (comes_back or any(not worker.left for worker in workers.values()))
-        if over and (nobody_comes or idle_s > LATE_S):
+        if over and (hurried or nobody_comes or idle_s > LATE_S):
             if checkpoints is not None and not self.lost:
                 checkpoints.save_unasked(now)  # the chief is gone, or was done before the others
             if checkpoints is not None and checkpoints.busy:

@@ -346,6 +346,7 @@ class PsTask:
                     self._stopped = False
                     return
             with self._turn:
+                self.service.life.ending.hurried_at = self._seen.now()
                 self._outbox.send(self.service.stop(self._clock.now(), self._clock.wall()))
                 self._outbox.commit()
 

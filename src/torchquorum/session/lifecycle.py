@@ -43,6 +43,7 @@ from torchquorum.worker.polls import wait_until_saved
 from torchquorum.worker.step import Step
 
 _Answer = TypeVar("_Answer")
+PAST_THE_END = 20  # steps after the end of the run before that is said: a loop may end only at the end of what it is in
 _made: weakref.WeakSet[Lifecycle] = weakref.WeakSet()
 
 
@@ -76,7 +77,8 @@ class Lifecycle:
         self.states = StateMachine()
         self._attachment = Attachment(setup, stop, lambda: self.requests.check())
         self._connection = self._attachment.connection
-        self.signals = Signals(setup.say, "saving and ending the run" if setup.task.is_chief else "leaving the run")
+        what = "saving and ending the run" if setup.task.is_chief else "leaving the run"
+        self.signals = Signals(setup.say, what, lambda: self.requests.overdue(), setup.clock)
         self.requests = StopRequests(setup, stop, self._connection, self.states, self.signals)
         self.run = RunState(setup, self._attachment, self.signals, self.surviving)
         self.after_run = hooks.after_run
@@ -84,6 +86,7 @@ class Lifecycle:
         self.confirms = True
         self.presence: Presence | None = None
         self._determinism = Determinism(setup.say)
+        self._past_the_end = 0
 
     # -- begin, recover, end ------------------------------------------------------------------------------------------
 
@@ -148,7 +151,19 @@ class Lifecycle:
         """A step is about to be pushed."""
         if self._places is not None:
             self._places.check()
+        if self.link.stopped:
+            self._step_past_the_end()
         self._hooks.before_run()
+
+    def _step_past_the_end(self) -> None:
+        """The run is over, and the program's loop goes on: it changes nothing any more, which is said, and a signal ends it."""
+        self.requests.check()
+        self._past_the_end += 1
+        if self._past_the_end == PAST_THE_END:
+            self._setup.say(
+                f"the run is over at global step {self.link.version}, and this loop goes on: its steps change nothing. Leave the loop when "
+                "session.should_stop() says so, or go through session.epochs(...)"
+            )
 
     def recover(self, error: Exception) -> Step:
         """A ps task was lost: waits for it, and continues from what it holds or from a checkpoint.
@@ -217,11 +232,14 @@ class Lifecycle:
         if os.getpid() != self._setup.task.pid:
             return  # a fork of this worker has run out of its block: what is open here belongs to the worker
         finished = error is None or (isinstance(error, SystemExit) and not error.code)
+        finished = finished or error is self.requests.interrupted
         if isinstance(error, UpdateError) and self._setup.task.alone is not None:
             error.__cause__ = self._setup.task.alone.failure
         if self.states.state is not SessionState.FAILED:
             self.states.go(SessionState.STOPPING if finished else SessionState.FAILED)
         try:
+            if finished and self.signals.asked:
+                self.requests.check()  # if the program has not: the chief ends the run for all
             if finished and self.link.pipeline:
                 self.run.pull()
             if finished:

@@ -26,6 +26,8 @@ class StopRequests:
 
     Attributes:
         stop: Whether its loop ends.
+        interrupted: What was raised in the program's own code, or in a step that had nothing more to wait for: then the session
+            still ends in good order.
         ended_at: The global step at which its loop ended, while it looks for ps tasks that were lost after that.
         meanwhile: Is called at every step and while the worker waits; a compute task looks after its inbox there.
     """
@@ -41,6 +43,7 @@ class StopRequests:
         self._setup, self._condition, self._connection = setup, condition, connection
         self._states, self._signals = states, signals
         self.stop = False
+        self.interrupted: InterruptedRunError | None = None
         self.ended_at: int | None = None
         self.meanwhile: Callable[[], None] = lambda: None
         self._signal_seen_at: float | None = None
@@ -93,10 +96,23 @@ class StopRequests:
         if self._signal_seen_at is None:
             self._signal_seen_at = now
         elif now - self._signal_seen_at > SIGNAL_S:
-            raise InterruptedRunError(
-                f"{self._setup.task}: {self._signals.name}: left the run at global step {self._connection.known.version} without waiting "
-                "any longer; what is not saved, ps task 0 saves if it can"
-            )
+            error = self._leaves_early("without waiting any longer; what is not saved, ps task 0 saves if it can")
+            if not self._connection.known.requests.is_open:
+                self.interrupted = error
+            raise error
+
+    def overdue(self) -> InterruptedRunError | None:
+        """Returns what to raise where the program is, after a signal that it does not look for; on a thread of its own."""
+        if self._states.state not in (SessionState.RUNNING, SessionState.RECOVERING):
+            return None
+        error = self._leaves_early("in the middle of the program's own code, which had gone on for some seconds")
+        if not self._connection.known.requests.is_open:
+            self.interrupted = error
+        return error
+
+    def _leaves_early(self, how: str) -> InterruptedRunError:
+        name, version = self._signals.name, self._connection.known.version
+        return InterruptedRunError(f"{self._setup.task}: {name}: left the run at global step {version} {how}")
 
     def _look_for_end(self, step: int) -> None:
         """The chief's loop is over and a ps task is lost: the others may have saved the last step and ended."""

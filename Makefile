@@ -149,6 +149,13 @@ bench: $(RUN_STAMP) ## Measure speed, bandwidth, load, scaling, start-up and mem
 bench-docs: $(RUN_STAMP) ## Bring the tables and pictures of docs/speed.md up to date with the newest figures
 	@$(BIN)/python benchmarks/document.py
 
+.PHONY: docs
+docs: $(DEV_STAMP) ## Build the documents as pages with search, which need no network, into build/site
+	@$(BIN)/python -c "import material" 2>/dev/null || $(PIP_INSTALL) -e '.[docs]' | $(SHORTLY)
+	$(BIN)/python tools/site.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "the documents: build/site/index.html"
+
 .PHONY: clean
 clean: ## Remove .venv, caches and build artefacts; runs/ is kept
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .import_linter_cache .hypothesis

@@ -10,6 +10,7 @@ import contextlib
 import gzip
 import json
 import os
+import re
 import socket
 import tempfile
 import zlib
@@ -318,7 +319,10 @@ def _checkpoint(body: bytes) -> None:
     name = files[body[0] % len(files)] if body else MANIFEST
     kept = (path / name).read_bytes()
     try:
-        (path / name).write_bytes(body[1:])
+        content = body[1:]
+        if name == MANIFEST:  # that its checksum differs would be all that is tried
+            content = re.sub(rb',\s*"checksum": "\w*"', b"", content)
+        (path / name).write_bytes(content)
         with CheckpointReader(path) as reader:
             for variable in reader.variables():
                 reader.read("variable", variable)

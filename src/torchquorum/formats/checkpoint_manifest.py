@@ -8,6 +8,7 @@ in the folder's name.
 from __future__ import annotations
 
 import errno
+import hashlib
 import math
 import re
 import stat
@@ -171,6 +172,7 @@ class Manifest(msgspec.Struct, kw_only=True):
         data: For each share of data: its description, and which batches are part of the variables.
         nonfinite: The variables and tables that hold NaN or infinity.
         files: Every file except the manifest.
+        checksum: Of the manifest itself, with this field empty; empty also in one of a release that wrote none.
     """
 
     format: int = FORMAT
@@ -188,6 +190,7 @@ class Manifest(msgspec.Struct, kw_only=True):
     data: dict[str, dict[str, Any]] = {}
     nonfinite: list[str] = []
     files: dict[str, FileInfo]
+    checksum: str = ""
 
     @property
     def stored(self) -> list[Stored]:
@@ -202,10 +205,26 @@ class Manifest(msgspec.Struct, kw_only=True):
 
 class _Head(msgspec.Struct):
     format: int
+    checksum: str = ""
+
+
+class _Unsealed(Manifest, forbid_unknown_fields=True):
+    """A manifest without a checksum: a name that nobody knows is then a sign of damage."""
 
 
 _head = msgspec.json.Decoder(_Head)
-_decoder = msgspec.json.Decoder(Manifest)
+_decoder, _unsealed = msgspec.json.Decoder(Manifest), msgspec.json.Decoder(_Unsealed)
+
+
+def seal(text: bytes) -> bytes:
+    """Returns a manifest's text with its checksum in it; without one, a flipped bit could be another plan, or another position."""
+    return _with_checksum(text, "", hashlib.sha256(text).hexdigest())
+
+
+def _with_checksum(text: bytes, before: str, checksum: str) -> bytes:
+    """Returns a text with another checksum; the field is the last one."""
+    parts = text.rsplit(f'"checksum": "{before}"'.encode(), 1)
+    return f'"checksum": "{checksum}"'.encode().join(parts)
 
 
 def load_manifest(path: Location) -> Manifest:
@@ -223,13 +242,15 @@ def load_manifest(path: Location) -> Manifest:
     except OSError as error:
         raise reading_failed(file, error) from error
     try:
-        found = _head.decode(text).format
-        if found != FORMAT:
+        head = _head.decode(text)
+        if head.format != FORMAT:
             raise UnreadableError(
-                f"{file} has format {found}; torchquorum {release()} reads format {FORMAT}: "
+                f"{file} has format {head.format}; torchquorum {release()} reads format {FORMAT}: "
                 "use the release that wrote it, or a newer one"
             )
-        manifest = _decoder.decode(text)
+        if head.checksum and hashlib.sha256(_with_checksum(text, head.checksum, "")).hexdigest() != head.checksum:
+            raise ValueError("its checksum differs from the one in it")
+        manifest = (_decoder if head.checksum else _unsealed).decode(text)
         for name in ("plan", "scalars", "workers"):
             setattr(manifest, name, _unpack(getattr(manifest, name)))
         check_manifest(manifest)

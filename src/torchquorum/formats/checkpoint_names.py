@@ -16,7 +16,7 @@ from typing import TypeVar, cast
 import msgspec
 
 from torchquorum.clock import SYSTEM, Clock
-from torchquorum.formats.checkpoint_manifest import PREFIX, STEP, Manifest, pack
+from torchquorum.formats.checkpoint_manifest import PREFIX, STEP, Manifest, pack, seal
 from torchquorum.formats.scratch import is_alive
 from torchquorum.formats.storage import Location
 
@@ -65,9 +65,13 @@ def with_owner(manifest: Manifest, owner: str) -> Manifest:
 def encode_manifest(manifest: Manifest) -> bytes:
     """Returns a manifest as it is stored."""
     packed = msgspec.structs.replace(
-        manifest, plan=pack(manifest.plan), scalars=pack(manifest.scalars), workers=pack(manifest.workers)
+        manifest,
+        plan=pack(manifest.plan),
+        scalars=pack(manifest.scalars),
+        workers=pack(manifest.workers),
+        checksum="",
     )
-    return msgspec.json.format(msgspec.json.encode(packed), indent=1) + b"\n"
+    return seal(msgspec.json.format(msgspec.json.encode(packed), indent=1) + b"\n")
 
 
 def this_host() -> str:

@@ -81,11 +81,34 @@ def test_a_hostile_manifest_is_refused(tmp_path, malice):
     act, message = MALICE[malice]
     path = save(tmp_path, 1, num_ps=1)
     content = json.loads((path / "manifest.json").read_text())
+    del content["checksum"]
     act(content)
     (path / "manifest.json").write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match=message):
         load_manifest(path)
     assert newest_good(tmp_path)[0] is None
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed(tmp_path):
+    path = save(tmp_path, 1, num_ps=1)
+    whole = (path / "manifest.json").read_bytes()
+    assert load_manifest(path).step == 1
+    for at in range(0, len(whole), 7):
+        (path / "manifest.json").write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        with pytest.raises(CheckpointError):
+            load_manifest(path)
+
+
+def test_one_of_a_release_without_checksums_is_read_and_a_name_that_nobody_knows_is_damage(tmp_path):
+    path = save(tmp_path, 1, num_ps=1)
+    content = json.loads((path / "manifest.json").read_text())
+    del content["checksum"]
+    (path / "manifest.json").write_text(json.dumps(content))
+    assert load_manifest(path).step == 1
+    content["gorkers"] = content.pop("workers")
+    (path / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"is damaged: .*unknown field `gorkers`"):
+        load_manifest(path)
 
 
 def test_a_newer_format_may_be_whole_and_is_not_passed_over(tmp_path):

@@ -237,9 +237,9 @@ def checkpoints_with_flipped_bits(folder: Path) -> None:
         finish(run, 0, 0, 0)
     draw = random.Random(4)
     infos = list_checkpoints(run.logdir)
-    for info in infos:
-        part = next(Path(str(info.path)).glob("part-*"))
-        flip_byte(part, draw.randrange(part.stat().st_size // 2, part.stat().st_size))
+    for number, info in enumerate(infos):
+        file = next(Path(str(info.path)).glob("part-*" if number % 2 else "manifest.json"))
+        flip_byte(file, draw.randrange(file.stat().st_size // 2, file.stat().st_size))
     with cluster(folder / "b", 1, "--steps=20", "--start=5", logdir=run.logdir) as refused:
         refused.wait("the chief's end", lambda: refused.lives[CHIEF].poll() is not None)
         assert refused.lives[CHIEF].poll() == 1

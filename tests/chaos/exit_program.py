@@ -83,7 +83,7 @@ def wait_for(path: Path) -> None:
 
 def prepare_ps(args: argparse.Namespace) -> None:
     """On a ps the program is inside `tq.join()` until the run is over: its end comes before that, or from a thread of its own."""
-    ending.LATE_S, ending.IDLE_S, followers.SILENCE_S = 1.0, 8.0, 4.0
+    ending.LATE_S, ending.IDLE_S, followers.ASK_S = 1.0, 8.0, 2.0
     serve.LEADER_SILENCE_S, serve.WAIT_FOR_CHIEF_S = 4.0, 8.0
     if args.victim != f"{args.job_name}/{args.task_index}" or args.job_name != "ps":
         return

@@ -6,7 +6,9 @@ in order; one that reports fewer entries than it was sent is sent the rest again
 
 from __future__ import annotations
 
-from collections.abc import Container
+import math
+from collections.abc import Callable, Container
+from dataclasses import dataclass
 
 import torchquorum.wire.messages as m
 from torchquorum.cluster import TaskId
@@ -16,12 +18,29 @@ from torchquorum.server.reply import Reply
 from torchquorum.wire.channel import Peer
 
 SILENCE_S = 600.0  # it may only be paused: as long as no worker need be alive
+ASK_S = 10.0  # then its host is asked whether it is gone, and again as often
+
+
+@dataclass(frozen=True, slots=True)
+class MissedPart:
+    """A part of a checkpoint that does not come.
+
+    Attributes:
+        why: Who is silent, and for how long.
+        is_gone: Whether its process has ended, as its host says, or is another: what it held will not come back.
+        is_late: Whether it is waited for no more.
+    """
+
+    why: str
+    is_gone: bool
+    is_late: bool
 
 
 class Followers:
     """What shard 0 knows of the others.
 
     Attributes:
+        refuses: Whether nobody listens at an address, as its host says.
         sent: How much of the log each was sent.
         elsewhere: Those whose last word was of another creation of the variables: they do not follow this log.
         left: Those that have heard that the job is over, and end.
@@ -35,6 +54,9 @@ class Followers:
         self.elsewhere: set[int] = set()
         self.left: set[int] = set()
         self._heard: dict[int, float] = {}
+        self.refuses: Callable[[str], bool] = lambda _: False
+        self._gone: set[int] = set()
+        self._asked_at = -math.inf
         self.sent: dict[int, int] = {}
 
     def begin_again(self) -> None:
@@ -98,12 +120,18 @@ class Followers:
                 self.sent[shard] = end
         return replies
 
-    def missed(self, parts: Container[int], since: float, now: float) -> str | None:
+    def missed(self, parts: Container[int], since: float, now: float) -> MissedPart | None:
         """Returns which shard owes its part of a checkpoint, begun at `since`, and is silent; None if none is."""
         for shard in range(1, self._me.cluster.num_tasks("ps")):
             silent_s = now - max(self._heard.get(shard, 0.0), since)
-            if shard not in parts and silent_s > SILENCE_S:
-                task = TaskId("ps", shard)
-                where = f"{task} ({self._me.cluster.address(task)})"
-                return f"{where} has not been heard of for {silent_s:.0f} s; start it again"
+            if shard not in parts and silent_s > min(ASK_S, SILENCE_S):
+                address = self._me.cluster.address(TaskId("ps", shard))
+                if now - self._asked_at > ASK_S and shard not in self._gone:
+                    self._asked_at = now
+                    self._gone |= {shard} if self.refuses(address) else set()
+                why = f"{TaskId('ps', shard)} ({address}) has not been heard of for {silent_s:.0f} s"
+                is_gone = shard in self._gone or shard in self.elsewhere  # without what it held, either way
+                return MissedPart(why, is_gone, is_gone or silent_s > SILENCE_S)
+            if shard not in parts:
+                self._gone.discard(shard)
         return None

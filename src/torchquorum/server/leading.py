@@ -16,6 +16,7 @@ from torchquorum.fastpath.host import FastPathHost, may_change
 from torchquorum.formats.checkpoint_write import clear_left_behind
 from torchquorum.formats.journal import Record
 from torchquorum.formats.ledger_write import open_ledger
+from torchquorum.formats.repeated_failure import RepeatedFailure
 from torchquorum.formats.storage import locate
 from torchquorum.memory.resident import resident_bytes
 from torchquorum.rules.quorum import Key
@@ -66,6 +67,7 @@ class Leading(Run):
         self.checkpoints = Checkpoints(
             self.leader, life.saver, life.announce, buffers=buffers, positions=positions, generation=shard.generation
         )
+        self._silence = RepeatedFailure(life.announce, life.clock)
         super().__init__(life, shard, LeadingRequests(life, shard, self.leader, self.checkpoints, buffers))
         self.fastpaths = [
             FastPathHost(track.page, track, self.leader, self._has_to_decide, track=track.index)
@@ -259,8 +261,12 @@ class Leading(Run):
         """A ps task that is gone writes no part: the checkpoint that waits for it is cancelled."""
         saving = self.checkpoints.saving
         missed = self.life.followers.missed(saving.parts, saving.begun_at, now) if saving is not None else None
-        if missed is not None:
-            self.checkpoints.fail(missed, now)
+        if missed is None:
+            self._silence.over("all ps tasks are heard of again")
+        elif missed.is_late:  # with one that is gone its variables are, too: the same checkpoint is not tried again
+            self.checkpoints.fail(f"{missed.why}; start it again", None if missed.is_gone else now)
+        else:
+            self._silence.tell(f"{missed.why}: its part of a checkpoint is waited for")
 
     def process_ended(self, worker: int, incarnation: int, now: float, wall: float) -> list[Reply]:
         """The process of a worker on this host is gone."""

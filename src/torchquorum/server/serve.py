@@ -141,6 +141,7 @@ class PsTask:
         self.service = options.make_service(me, self._say, self._clock, Saver(self._clock, options.jobs))
         self.service.turned_away = lambda: self._listener.turned_away
         self.service.moved_bytes = self._listener.moved_bytes
+        self.service.life.followers.refuses = options.refuses
         self._outbox = Outbox(self.service, self._listener, self._leader)
         self._signals = Signals(self._announce, "stopping the run")
         self._stopped = self._between_jobs = self._led = False

@@ -5,7 +5,7 @@ import pytest
 import torchquorum.wire.messages as m
 from tests.unit.server.parts import identity
 from torchquorum.server.decision_log import DecisionLog, LogEntry
-from torchquorum.server.followers import SILENCE_S, Followers
+from torchquorum.server.followers import ASK_S, SILENCE_S, Followers
 from torchquorum.server.reply import Reply
 
 ENTRIES: list[LogEntry] = [m.Drop([(0, 1, step)]) for step in range(1, 4)]
@@ -66,8 +66,34 @@ def test_a_message_that_makes_no_sense_is_refused(index: int, message: m.ShardHe
 def test_a_shard_that_owes_its_part_and_is_silent_is_named() -> None:
     followers = Followers(identity())
     followers.hear(PEER, hello(), 5, 3, 10.0)
-    assert followers.missed({0}, 0.0, 10.0 + SILENCE_S) is None
+    assert followers.missed({0}, 0.0, 10.0 + ASK_S) is None
+    waits = followers.missed({0}, 0.0, 10.0 + SILENCE_S)
+    assert waits is not None and not waits.is_late
     missed = followers.missed({0}, 0.0, 11.0 + SILENCE_S)
-    assert missed is not None and missed.startswith("/job:ps/task:1 (localhost:1001) has not been heard of for 601 s")
+    assert missed is not None and missed.is_late and not missed.is_gone
+    assert missed.why == "/job:ps/task:1 (localhost:1001) has not been heard of for 601 s"
     assert followers.missed({0, 1}, 0.0, 11.0 + SILENCE_S) is None  # it has given its part
-    assert followers.missed({0}, 11.0, 11.0 + SILENCE_S) is None  # the checkpoint was begun after that
+    begun_later = followers.missed({0}, 11.0, 11.0 + SILENCE_S)
+    assert begun_later is not None and not begun_later.is_late
+
+
+def test_one_that_is_gone_is_not_waited_for() -> None:
+    followers, asked = Followers(identity()), list[str]()
+    followers.refuses = lambda address: bool(asked.append(address)) or len(asked) > 1
+    followers.hear(PEER, hello(), 5, 3, 10.0)
+    for at in (20.5, 21.0, 30.0):  # its host is asked now and then: it may only be paused
+        missed = followers.missed({0}, 0.0, at)
+        assert missed is not None and not missed.is_late and asked == ["localhost:1001"]
+    for at in (31.0, 32.0, 50.0):
+        missed = followers.missed({0}, 0.0, at)
+        assert missed is not None and missed.is_late and missed.is_gone and len(asked) == 2
+    followers.hear(PEER, hello(), 5, 3, 51.0)
+    assert followers.missed({0}, 0.0, 52.0) is None
+
+
+def test_one_that_was_started_again_has_not_what_it_held() -> None:
+    followers = Followers(identity())
+    followers.hear(PEER, hello(), 5, 3, 10.0)
+    followers.hear(PEER, hello(generation=0), 5, 3, 15.0)
+    missed = followers.missed({0}, 0.0, 11.0 + ASK_S)
+    assert missed is not None and missed.is_late and missed.is_gone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -320,3 +321,45 @@ def test_a_worker_that_comes_back_leaves_out_the_batches_that_its_gradients_were
 
     cluster.run(first, lambda task: work(task, 0))
     assert seen == list(range(12))
+
+
+@pytest.mark.parametrize("how", ["epoch", "share"])
+def test_a_worker_that_waits_for_the_others_notices_that_a_ps_task_other_than_the_first_is_lost(
+    how: str, tmp_path: Path
+) -> None:
+    cluster, waits = Cluster(ps=2, workers=2), threading.Event()
+
+    def lose() -> None:
+        assert waits.wait(30)
+        cluster.restart(1)
+
+    def batches(task: Task, session: Any) -> Any:
+        if how == "share":
+            return session.share(DATA, batch_size=24)
+        return DataLoader(Stream(1 if task.index == 0 else 4), batch_size=None)
+
+    def work(task: Task) -> list[torch.Tensor]:
+        model = make_model()
+        optimizer = tq.Optimizer(make_optimizer(model), rule=tq.Async())
+        options: dict[str, Any] = {"wait_for_workers": 2, "logdir": tmp_path, "durable": True, "patience": PATIENCE}
+        with tq.Session(task, model, optimizer, **options) as session:
+            for _ in session.epochs(1) if how != "share" else [0]:
+                for x, y in batches(task, session):
+                    if task.index == 1 and not waits.is_set():
+                        time.sleep(0.3)  # the other one waits by now
+                        waits.set()
+                        time.sleep(1.5)
+                    train_one(model, optimizer, x, y)
+            session.barrier()
+            session.pull()
+        return values(model)
+
+    loser = threading.Thread(target=lose)
+    loser.start()
+    try:
+        one, two = cluster.run(work, work)
+        loser.join()
+        cluster.wait()
+    finally:
+        cluster.stop()
+    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))

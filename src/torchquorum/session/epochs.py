@@ -24,6 +24,7 @@ from torchquorum.session.join import Task
 from torchquorum.session.loaders import Begin, LoaderBatches, watched
 from torchquorum.worker.link import Link
 from torchquorum.worker.optimizer import Optimizer
+from torchquorum.worker.polls import NOTICE_EVERY_S, notice_losses
 
 EPOCHS = "~epochs"
 POLL_S, SLOW_POLL_S = 0.005, 0.05
@@ -239,7 +240,7 @@ class EpochLoop(Hook):
     def _wait(self, asked: m.AtBarrier, limit_s: float | None) -> m.BarrierStatus:
         end = self._link.end
         seen = end.patience.seen_time(end.clock)
-        began = moved = reported = seen.now()
+        began = moved = reported = noticed = seen.now()
         progress, polls = -1, 0
         while not (answer := self._question(asked)).opened and not answer.stopped and not self._session.should_stop():
             now, polls = seen.turn(), polls + 1
@@ -253,6 +254,9 @@ class EpochLoop(Hook):
                     f"{end.task}: waited {now - began:.0f} s {what} for {missing}, which are alive and do not come. Do all workers run "
                     "the same lines? `torchquorum status` says what they do."
                 )
+            if now - noticed >= NOTICE_EVERY_S:
+                noticed = now
+                notice_losses(self._link.channels, f"the others {what}", end.patience.round_s)
             if now - reported >= end.patience.say_s:
                 reported = now
                 end.tell(f"waiting {what} for {missing}: {now - began:.0f} s")

@@ -23,6 +23,7 @@ from torchquorum.session.loaders import unwatched
 from torchquorum.wire.rpc import Arrived, Pending, error_of
 from torchquorum.worker.link import Link
 from torchquorum.worker.optimizer import Optimizer
+from torchquorum.worker.polls import NOTICE_EVERY_S, notice_losses
 
 AHEAD = 8
 POLL_S = 0.02
@@ -237,7 +238,7 @@ class Share(Hook):
     def _wait(self) -> int | None:
         """Returns the next batch's number, once there is one for this worker; None when all are used, or it should stop."""
         session, end = self._session, self._link.end
-        started = reported = end.clock.now()
+        started = reported = noticed = end.clock.now()
         while not self._over and not session.should_stop():
             self._receive()
             if not self._leases and self._asked is None:
@@ -255,6 +256,9 @@ class Share(Hook):
                     f"{end.task}: waited {now - started:.0f} s for a batch of {self._spec.name!r}: other workers have all "
                     "that are left, and do not finish them. Look at `torchquorum status`, which says who they are."
                 )
+            if now - noticed >= NOTICE_EVERY_S:
+                noticed = now
+                session.surviving(lambda: notice_losses(self._link.channels, "a batch", end.patience.round_s))
             if now - reported >= end.patience.say_s:
                 reported = now
                 end.tell(f"waiting for a batch, others have those that are left: {now - started:.0f} s")

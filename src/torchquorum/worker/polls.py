@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torchquorum.wire.messages as m
-from torchquorum.errors import DeadlineError
+from torchquorum.errors import DeadlineError, TaskLostError
 from torchquorum.worker.ps_channels import PsChannels
 
 WORKERS_S = 120.0
@@ -18,6 +18,7 @@ WORKERS_EVERY_S = 0.02
 SAVE_EVERY_S = 0.05
 PLACE_EVERY_S = 0.1
 PLACE_S = 10.0
+NOTICE_EVERY_S = 1.0
 SILENT_S = 3.0
 
 _Answer = TypeVar("_Answer")
@@ -128,8 +129,8 @@ def wait_for_save(
         state = channels.ask(0, request, kind=m.SaveState, what="a checkpoint", limit_s=wait_s)
         if state.state == "running" and state.text:
             retries(state.text)
-        for k in range(1, len(channels.end.ps)) if not ready(state) else ():  # one that is gone is noticed here
-            channels.ask(k, m.StatusRequest(), kind=m.Status, what="its part of a checkpoint", limit_s=wait_s)
+        if not ready(state):
+            notice_losses(channels, "its part of a checkpoint", wait_s)
         return state
 
     def ready(state: m.SaveState) -> bool:
@@ -189,6 +190,20 @@ def wait_until_settled(channels: PsChannels) -> None:
             "still answers"
         ),
     )
+
+
+def notice_losses(channels: PsChannels, what: str, limit_s: float) -> None:
+    """Asks all ps tasks but the first how they are: in a wait in which only that is asked, one of the others that is gone is noticed here.
+
+    Raises:
+        TaskLostError: One is gone.
+    """
+    for k in range(1, len(channels.end.ps)):
+        body = channels.ask(k, m.StatusRequest(), kind=m.Status, what=what, limit_s=limit_s).body
+        if not body.get("ready", True):
+            raise TaskLostError(
+                f"{channels.end.task}: {channels.end.where(k)} was started again and holds no variables"
+            )
 
 
 def _poll(

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from torchquorum.rules import Quorum, Rule, Sync
+from torchquorum.rules import Quorum, Rule, Sync, backup
 from torchquorum.rules.backup import (
     CHANGED,
     EVERY,
@@ -40,7 +40,7 @@ def constant(*seconds: float) -> dict[int, list[float]]:
 
 def test_the_figures_that_decide_when_it_chooses() -> None:
     """Stated once more here: every other test takes them from the module, and would follow a change without a word."""
-    assert (WARM, EVERY, MOST_ROUNDS_BETWEEN, MINIATURE, CHANGED) == (4, 32, 128, 64, 16)
+    assert (WARM, EVERY, MOST_ROUNDS_BETWEEN, MINIATURE, CHANGED, LATE) == (4, 32, 128, 64, 16, 4.0)
 
 
 def test_what_is_unknown_is_no_sample_and_answers_are_plain() -> None:
@@ -307,3 +307,60 @@ def test_the_same_events_make_the_same_choices() -> None:
     for cluster in (one, two):
         cluster.run(60)
     assert one.chose == two.chose and one.sizes == two.sizes
+
+
+# -- in numbers -------------------------------------------------------------------------------------------------------
+
+
+def test_a_late_round_is_looked_at_again_when_it_has_lasted_twice_as_long() -> None:
+    chooser = known(constant(1.0, 1.0))
+    chooser.choose([0, 1], 1, 2, 0, 100.0)
+    assert chooser.round_s == pytest.approx(1.0)
+    assert [chooser.is_late(10.0, now) for now in (14.0, 14.5, 17.0, 18.9, 19.5)] == [False, True, False, False, True]
+
+
+def test_where_there_is_nothing_to_choose_nothing_is_expected() -> None:
+    chooser = known(constant(1.0, 1.0))
+    assert chooser.choose([0, 1], 2, 1, 0, 100.0) == 2 and chooser.round_s is None
+
+
+def test_a_worker_of_which_nothing_is_known_is_a_typical_one() -> None:
+    """Of speeds 1, 5 and 9 the typical one is 5: then three gradients in 5 s are best; as fast as the first, 2; as the last, all."""
+    assert known(constant(1.0, 5.0, 9.0)).choose([0, 1, 2, 3], 2, 4, 0, 100.0) == 3
+    chooser = known({0: [1.0] * 4, 1: [4.5, 5.0, 5.0, 30.0], 2: [9.0] * 4})
+    chosen = chooser.choose([0, 1, 2, 3], 3, 4, 0, 100.0)
+    samples = [[1.0] * 4, [4.5, 5.0, 5.0, 30.0], [9.0] * 4]
+    assert chooser.round_s == play_rounds([*samples, [5.0]], chosen)
+    assert all(chooser.round_s != play_rounds([*samples, [other]], chosen) for other in (4.5, 30.0))
+
+
+def test_a_large_cluster_is_played_with_every_so_many_th_of_its_workers_by_speed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    played: list[list[float]] = []
+
+    def note(samples: list[list[float]], k: int) -> float:
+        played.append([own[0] for own in samples])
+        return play_rounds(samples, k)
+
+    monkeypatch.setattr(backup, "play_rounds", note)
+    speeds = [1.0 + i / 100 for i in range(2 * MINIATURE)]
+    known(constant(*speeds)).choose(range(len(speeds)), 1, len(speeds), 0, 1e6)
+    assert played and all(own == pytest.approx(speeds[1::2]) for own in played)
+
+
+def test_rounds_are_played_from_the_beginning_so_many_times() -> None:
+    """256 of one worker, 128 of two, 16 of seventeen: a step that is longer comes in the last of them."""
+    assert play_rounds([[1.0] * 255 + [257.0] + [1.0] * 1000], 1) == 2.0
+    assert play_rounds([[1.0] * 127 + [129.0] + [1.0] * 1000, [1.0]], 2) == 2.0
+    assert play_rounds([[1.0] * 15 + [17.0] + [1.0] * 100, *[[1.0]] * 16], 17) == 2.0
+    assert play_rounds([[1.0], [1.5]], 1) == 1.0
+    assert play_rounds([[1.0], [3.0, 1.0]], 2) == 2.0
+    assert play_rounds([[3.0, 1.0]], 1) == 2.0
+    assert play_rounds([[1.0, 4.0], [3.0, 1.0]], 2) == 3.5
+
+
+def test_the_best_of_a_range_is_found_wherever_it_is() -> None:
+    for peak in range(1, 201):
+        assert search(lambda k, peak=peak: -abs(k - peak), 1, 200) == peak
+    assert search(lambda k: {9: 10.0, 6: 9.0}.get(k, 0.0), 6, 10) == 9  # few: all are tried

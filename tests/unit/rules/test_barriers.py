@@ -138,3 +138,91 @@ def test_the_pace_of_the_programs_is_the_longest_count_and_is_saved() -> None:
     again = Barriers()
     again.restore(barriers.state())
     assert again.pace == (4, 8)
+
+
+def test_who_begins_in_an_epoch_does_not_wait_for_its_beginning() -> None:
+    barriers = entered(A, B)
+    assert barriers.come(A, EPOCHS, Barrier(0)) is False
+    assert barriers.missing(A, [A, B]) == []
+
+
+def test_who_has_said_nothing_yet_is_waited_for() -> None:
+    barriers = Barriers()
+    barriers.joined(A)
+    barriers.joined(B)
+    assert barriers.come(A, EPOCHS, Barrier(0)) and barriers.missing(A, [A, B]) == [1]
+
+
+def test_a_program_that_only_calls_barriers_has_no_epochs() -> None:
+    barriers = Barriers()
+    barriers.joined(A)
+    barriers.come(A, CALLS, Barrier(1))
+    assert not barriers.used and barriers.state() == {}
+    barriers.come(A, EPOCHS, Barrier(0, 1))
+    assert barriers.used and barriers.state() == {"epoch": 0, "members": [], "steps": {}}
+
+
+def test_live_workers_may_be_given_in_any_order_and_once() -> None:
+    barriers = entered(A, B)
+    barriers.come(A, CALLS, Barrier(1))
+    barriers.come(B, EPOCHS, Barrier(1))
+    text = "worker 0 waits at session.barrier() number 1; worker 1 waits at the end of epoch 1"
+    assert barriers.stuck(iter([B, A])) == text and barriers.opened(iter([B, A])) == {}
+    barriers.come(B, CALLS, Barrier(1))
+    assert barriers.opened(iter([B, A])) == {A: CALLS, B: CALLS}
+
+
+def test_nobody_is_stuck_who_computes_or_whose_wait_is_over() -> None:
+    barriers = entered(A, B)
+    assert barriers.stuck([A, B]) == "" and barriers.stuck([]) == ""
+    barriers.come(A, EPOCHS, Barrier(1))
+    barriers.come(B, EPOCHS, Barrier(1))
+    assert barriers.stuck([A, B]) == ""
+
+
+def test_a_new_epoch_counts_from_zero_and_another_loop_of_the_same_one_goes_on() -> None:
+    barriers = entered(A, B)
+    first, second = Key(0, 10, 1), Key(0, 10, 2)
+    for key in (first, second):
+        barriers.decided(key, accepted=True)
+    barriers.applied([first])
+    for life in (A, B):
+        barriers.come(life, EPOCHS, Barrier(0, 1))
+    barriers.opened([A, B])
+    assert barriers.enter(A, 0, []) == 0 and barriers.steps(0) == 2
+    for life in (A, B):
+        barriers.come(life, EPOCHS, Barrier(1))
+    barriers.opened([A, B])
+    assert barriers.steps(0) == 0
+    barriers.decided(Key(0, 10, 3), accepted=False)
+    assert barriers.state()["steps"] == {"0": 1}  # what the epoch before had open is none of this one's
+
+
+def test_who_knows_a_later_epoch_brings_the_run_there() -> None:
+    barriers = Barriers()
+    barriers.joined(A)
+    assert barriers.enter(A, 3, [0, 1]) == 3 == barriers.epoch and barriers.members == (0, 1)
+
+
+def test_one_that_was_not_seen_to_join_counts_its_calls_from_the_first() -> None:
+    barriers = Barriers()
+    barriers.joined(B)
+    barriers.come(A, CALLS, Barrier(1))
+    barriers.come(B, CALLS, Barrier(1))
+    assert set(barriers.opened([A, B])) == {A, B}
+    barriers = Barriers()
+    barriers.joined(B)
+    barriers.come(A, CALLS, Barrier(1))
+    barriers.come(B, CALLS, Barrier(2))
+    assert set(barriers.opened([A, B])) == {A}
+
+
+def test_a_pace_is_taken_from_the_one_that_has_counted_for_longest() -> None:
+    barriers = Barriers()
+    for pace, known in [((1, 2), (1, 2)), ((2, 3), (2, 3)), ((3, 3), (2, 3)), ((4, 8), (4, 8)), ((5, 6), (4, 8))]:
+        barriers.heard(pace)
+        assert barriers.pace == known
+    barriers = Barriers()
+    barriers.heard((2, 1))
+    barriers.heard((1, 2))
+    assert barriers.pace == (1, 2)

@@ -49,3 +49,7 @@ def test_optimizers_are_counted_apart():
     for _ in range(ROUNDS - 1):
         assert rounds(equal, (5, 5), track=0) == rounds(equal, (5, 6), track=1) == [()]
     assert rounds(equal, (5, 5), track=0) == [(0, 1)]
+
+
+def test_it_takes_four_rounds():
+    assert rounds(EqualGradients(), *[(5, 5)] * 4) == [(), (), (), (0, 1)]

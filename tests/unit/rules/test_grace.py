@@ -206,3 +206,55 @@ def test_a_simulated_run_with_a_grace_uses_what_would_have_been_refused():
         return 1 - found.used / found.gradients
 
     assert refused("sync:3+auto") < 0.3 * refused("sync:3")
+
+
+# -- what pays, in numbers --------------------------------------------------------------------------------------------
+
+
+def of_one(*seconds: float) -> Grace:
+    """A worker, number 1, whose steps have taken so long; the one that it computes began at 100."""
+    grace = Grace(None)
+    assert grace.times is not None
+    grace.times.joins(1)
+    for k, step in enumerate([1.0, *seconds]):
+        grace.times.begins(1, 1000.0 * k - 9000.0)
+        grace.times.ends(1, 1000.0 * k - 9000.0 + step)
+    grace.times.begins(1, 100.0)
+    return grace
+
+
+@pytest.mark.parametrize(
+    ("began_at", "now", "waits"),
+    [
+        (100.0, 101.0, False),  # one a second without it, and with it: it does not pay
+        (99.5, 100.5, False),  # 1 in 1 s, or 2 in 2.5 s
+        (101.5, 101.7, False),  # 1 in 0.2 s, or 2 in 0.5 s
+        (101.5, 101.5, False),  # the round is full as it begins
+        (99.0, 101.0, True),  # 1 in 2 s, or 2 in 3 s
+    ],
+)
+def test_auto_waits_where_that_makes_more_gradients_a_second(began_at: float, now: float, waits: bool) -> None:
+    grace = of_one(2.0, 2.0, 2.0)
+    assert grace.holds(1, [1], began_at, now) is waits
+    assert grace.until == pytest.approx(now + 1.1 * (102.0 - now) if waits else now)
+
+
+def test_auto_waits_until_nearly_all_of_a_worker_s_steps_have_ended() -> None:
+    grace = of_one(*[2.0] * 10, 2.2, 2.2, 2.2, 2.2, 2.2, 2.3)
+    assert grace.holds(1, [1], 90.0, 100.0)
+    assert grace.until == pytest.approx(100.0 + 1.1 * 2.3)
+    grace = of_one(*[2.0] * 16)
+    assert grace.times is not None
+    grace.times.joins(2)
+    for k in range(4):
+        grace.times.begins(2, 50.0 + 10 * k)
+        grace.times.ends(2, 50.0 + 10 * k + 2.0)
+    assert not grace.holds(1, [2], 90.0, 100.0) and grace.until == 100.0  # it computes nothing now
+    assert grace.holds(1, [], 90.0, 100.0) is False
+
+
+def test_auto_waits_for_a_step_that_is_longer_than_all_for_as_long_again() -> None:
+    grace = of_one(2.0, 2.0, 2.0)
+    assert grace.holds(1, [1], 90.0, 103.0) and grace.until == pytest.approx(103.0 + 1.1 * 3.0)
+    grace = of_one(0.0, 0.0, 0.0)
+    assert not grace.holds(1, [1], 100.0, 100.0) and grace.until == 100.0

@@ -33,3 +33,24 @@ def test_only_the_latest_are_kept() -> None:
     for step in range(LATEST):
         norms.note(1.0, 0, step, step)
     assert norms.take_largest() is None
+
+
+def test_one_stands_out_from_a_thousand_times_the_median_on() -> None:
+    for norm, told in [(999.9, False), (1000.0, True), (1000.1, True)]:
+        norms = LatestNorms()
+        for of in (1.0, 1.0, norm):
+            norms.note(of, 0, 1, 0)
+        assert (norms.take_largest() is not None) == told
+    norms = LatestNorms()
+    for of in (3.0, 3.0, 2000.0):
+        norms.note(of, 0, 1, 0)
+    assert norms.take_largest() is None
+
+
+def test_the_latest_are_256() -> None:
+    for more, told in [(255, True), (256, False)]:
+        norms = LatestNorms()
+        norms.note(3e38, 0, 1, 0)
+        for step in range(more):
+            norms.note(1.0, 0, step, step)
+        assert (norms.take_largest() is not None) == told

@@ -77,6 +77,10 @@ hunt: $(DEV_STAMP) ## Play runs with faults in a simulated cluster (HUNT_MINUTES
 	PYTHONPATH=src:. PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(BIN)/python -m tests.hunt --minutes $(HUNT_MINUTES) \
 		$(if $(filter command line environment,$(origin SEED)),--seed $(SEED))
 
+.PHONY: explore
+explore: $(DEV_STAMP) ## Take the steps of the fast path in every order, with a fault at every point: 2 and 3 workers
+	PYTHONPATH=src:. OMP_NUM_THREADS=1 $(BIN)/python -m tests.hunt.explore
+
 .PHONY: coverage
 coverage: $(DEV_STAMP) ## What share of the branches the tests take, with a floor for the core
 	rm -f .coverage .coverage.*

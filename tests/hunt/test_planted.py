@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.hunt.__main__ import hunt
-from tests.hunt.explorer import RULES, Budget, Lock, explore
+from tests.hunt.explorer import RULES, explore
+from tests.hunt.fastpath_model import Budget, Lock
 from tests.hunt.observe import replaced
 from tests.hunt.planted import MISTAKES
 from tests.hunt.shrink import invariant_of, shrink, tell

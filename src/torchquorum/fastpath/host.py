@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 import torchquorum.wire.messages as m
-from torchquorum.fastpath.page import CLOSED, GONE, NOBODY, OPEN, FastPage
+from torchquorum.fastpath.page import CLOSED, NOBODY, OPEN, FastPage
 from torchquorum.fastpath.policy import mode_of
 from torchquorum.fastpath.records import GradientRecord
 from torchquorum.rules.quorum import Key, Quorum
@@ -214,7 +214,10 @@ class FastPathHost:
         if words.state != OPEN:
             return [], []
         with page.locked() as held:
-            words.state = CLOSED if held else GONE  # a worker is frozen while it holds the lock: never open again
+            if held:
+                words.state = CLOSED
+            else:  # a worker is frozen while it holds the lock
+                page.abandon()
             # Workers publish nothing any more: what is recorded counts, and a round that is full must be finished.
             found = page.records.drain()
             full = self._rounds and words.full == page.version + 1

@@ -8,7 +8,8 @@ What always holds, at whatever moment a process dies or freezes:
 - all words are changed under the lock, which is held for microseconds, unless a word says otherwise;
 - the current version is one word, changed last;
 - the ps may close the page at any time; what workers were doing then does not count, and they push by message;
-- a slot that a worker writes or reads stands in `workers.uses` or `workers.leases` until that worker has finished with it.
+- a slot that a worker writes or reads stands in `workers.uses` or `workers.leases` until that worker has finished with it; one that is
+  frozen while it holds the lock may still take any of the first `slots_in_reach`, so the ps stays clear of those (`abandon`).
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class FastPage:
 
     def __init__(self, segment: Segment, num_workers: int, num_groups: int, *, create: bool, clock: Clock) -> None:
         self.num_workers = num_workers
-        self._segment, self._clock = segment, clock
+        self._segment, self._clock, self._abandoned = segment, clock, False
         base, memory = segment.bytes.data_ptr(), memoryview(segment.bytes.numpy())  # pyright: ignore[reportArgumentType]
         self._lock = SharedLock(base, create=create)
         self.news, self.queue = Signal(base + LOCK_BYTES), Signal(base + LOCK_BYTES + SIGNAL_BYTES)
@@ -128,6 +129,22 @@ class FastPage:
         self.news.announce()
         self.news.wake()
         self._segment.close()
+
+    # -- slots --------------------------------------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """A frozen worker has the lock: the page is never opened again, and what that worker may take when it goes on is its own."""
+        self.words.state, self._abandoned = GONE, True
+
+    def busy_slots(self) -> list[int]:
+        """Returns the slots of versions that workers may be writing or reading, now or later, and some -1; for the ps."""
+        busy = self.workers.busy_slots()
+        return [*busy, *range(slots_in_reach(self.num_workers))] if self._abandoned else busy
+
+    def busy_states(self) -> list[int]:
+        """Returns the slots of optimizer state that workers may be writing, now or later, and some -1; for the ps."""
+        busy = self.workers.busy_states()
+        return [*busy, *range(states_in_reach(self.num_workers))] if self._abandoned else busy
 
     # -- the lock and the wait for news -------------------------------------------------------------------------------
 
@@ -194,6 +211,16 @@ class FastPage:
     def ps_looks(self) -> None:
         """The ps is alive; needs no lock."""
         self.words.ps_seen_at = self._clock.now()
+
+
+def slots_in_reach(num_workers: int) -> int:
+    """Returns how many slots of versions workers choose from: the first that is neither current nor one of two of each worker's."""
+    return 2 * num_workers + 2
+
+
+def states_in_reach(num_workers: int) -> int:
+    """Returns how many slots of optimizer state workers choose from: the first that is neither current nor another worker's."""
+    return num_workers + 2
 
 
 def _sizes(num_workers: int, num_groups: int) -> tuple[int, ...]:

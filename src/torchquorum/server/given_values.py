@@ -1,6 +1,7 @@
 """What a worker has given for an assignment, until the log says that it becomes the next version.
 
-Owned by the shard. What always holds: that of one worker is kept, the last that was given.
+Owned by the shard. What always holds: of each worker the last is kept that it gave, as the log may still say that it counts, whatever
+others have given since.
 """
 
 from __future__ import annotations
@@ -37,22 +38,23 @@ class GivenValues:
     """What is about to be assigned, and what was last."""
 
     def __init__(self) -> None:
-        self._kept: tuple[ByWhom, Given] | None = None
+        self._kept: dict[int, tuple[ByWhom, Given]] = {}  # by worker
         self._assigned: ByWhom = (-1, 0, 0)
 
     def keep(self, key: ByWhom, given: Given) -> None:
-        """Keeps what is given for an assignment; what was kept before is dropped."""
-        self._kept = key, given
+        """Keeps what is given for an assignment; what was kept of this worker before is dropped."""
+        self._kept[key[0]] = key, given
 
     def has(self, key: ByWhom, variables: list[int], *, state: bool) -> bool:
         """Whether this is kept for an assignment, or it has been made with it."""
         if key == self._assigned:
             return True
-        return self._kept is not None and self._kept[0] == key and self._kept[1].is_of(variables, state=state)
+        kept = self._kept.get(key[0])
+        return kept is not None and kept[0] == key and kept[1].is_of(variables, state=state)
 
     def take(self, key: ByWhom) -> Given:
         """Returns what belongs to an assignment that is made now."""
-        assert self._kept is not None and self._kept[0] == key, f"no values were given for {key}"
-        given = self._kept[1]
-        self._kept, self._assigned = None, key
-        return given
+        kept = self._kept.pop(key[0], None)
+        assert kept is not None and kept[0] == key, f"no values were given for {key}"
+        self._assigned = key
+        return kept[1]

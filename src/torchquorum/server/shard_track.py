@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
-from torchquorum.fastpath.page import FastPage
+from torchquorum.fastpath.page import FastPage, states_in_reach
 from torchquorum.fastpath.policy import may_have_fastpath
 from torchquorum.formats.journal import Payload, Record
 from torchquorum.memory.slots import region_bytes, section_views
@@ -70,7 +70,7 @@ class ShardTrack:
     ) -> None:
         self.index, self.plan, self.workers = index, plan, workers
         self.page = FastPage.create(plan.num_workers, len(plan.optimizer.groups)) if may_have_fastpath(plan) else None
-        state_slots = plan.num_workers + 2 if self.page is not None else None
+        state_slots = states_in_reach(plan.num_workers) + 2 if self.page is not None else None
         try:
             self.variables = ShardVariables(shard, plan, values, constants, version=version, state_slots=state_slots)
         except Exception:
@@ -79,8 +79,8 @@ class ShardTrack:
             raise
         self.region = self.variables.region
         if self.page is not None:
-            self.variables.versions.also_busy = self.page.workers.busy_slots
-            self.variables.update.state.also_busy = self.page.workers.busy_states
+            self.variables.versions.also_busy = self.page.busy_slots
+            self.variables.update.state.also_busy = self.page.busy_states
         self.tables = ShardTables(plan, shard)
         self.gradients = PendingGradients(self.region, plan.compress)
         self.given, self.evicted, self.told = GivenValues(), 0, version

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from torchquorum.fastpath.page import slots_in_reach
 from torchquorum.memory.slots import Slots
 from torchquorum.placement.layout import Region
 from torchquorum.wire.channel import Sent
@@ -22,7 +23,9 @@ class Versions:
 
     def __init__(self, region: Region, num_workers: int, version: int = 0) -> None:
         self._most_sending = num_workers + 1
-        self.slots = Slots.create("versions", region, 2 * num_workers + self._most_sending + 3)
+        # The current one, the next, the saver's, and one for each reader: also when workers may take others by themselves.
+        num_slots = slots_in_reach(num_workers) + self._most_sending + num_workers + 3
+        self.slots = Slots.create("versions", region, num_slots)
         self._readers: dict[int, int] = {}
         self.also_busy: Callable[[], list[int]] = list
         self._sending: list[tuple[int, Sent]] = []

@@ -7,6 +7,7 @@ import pytest
 
 from tests.manual_clock import ManualClock
 from torchquorum.fastpath.page import CLOSED, GONE, NOBODY, OPEN, FastPage
+from torchquorum.fastpath.participant import Participant
 from torchquorum.memory.lock import supported
 
 pytestmark = pytest.mark.skipif(not supported(), reason="this system has no locks between processes")
@@ -29,6 +30,18 @@ def page(clock: ManualClock) -> Iterator[FastPage]:
 def test_a_new_page_is_closed_and_nobody_uses_a_slot(page: FastPage) -> None:
     assert page.words.state == CLOSED and page.words.writer == NOBODY
     assert page.workers.busy_slots() == [-1] * 4
+
+
+def test_of_an_abandoned_page_the_ps_leaves_every_slot_alone_that_a_worker_could_take(page: FastPage) -> None:
+    page.workers.uses[0], page.workers.leases[1], page.workers.state_uses[0] = 3, 9, 2
+    assert set(page.busy_slots()) == {-1, 3, 9} and set(page.busy_states()) == {-1, 2}
+    page.abandon()  # a worker is frozen with the lock, and may go on with it at any time
+    worker = Participant(page, 1, 1, versions=range(6), cores=1)  # pyright: ignore[reportArgumentType]
+    assert worker.free_slot(page.slot) in page.busy_slots() and worker.free_state(page.state_slot) in page.busy_states()
+    for used in range(5):  # also the last that it could come to
+        page.workers.uses[0], page.workers.uses[1], page.workers.leases[0], page.workers.leases[1] = 1, 2, 3, used
+        assert worker.free_slot(0) in page.busy_slots()
+    assert page.words.state == GONE and 9 not in page.busy_slots()
 
 
 def test_what_is_written_through_one_mapping_is_read_through_another(page: FastPage) -> None:

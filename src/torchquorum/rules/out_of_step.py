@@ -1,13 +1,14 @@
 """Which workers are out of step: at another place in their program than the others, so that they may wait in another track's round.
 
 Owned by the quorum; of use only with several tracks. A worker that joins a run under way, comes back, was refused or was asked for
-more than its one gradient may be out of step, and is in step again when a round of every track has closed with it. What always holds:
-whoever is out of step may be let go; a number of times without an update in between, and no more.
+more than its one gradient may be out of step, and is in step again when, in every track that makes workers wait, a round of all live
+workers has closed with it. What always holds: whoever is out of step may be let go; a number of times without an update in between, and
+no more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from torchquorum.rules.track import Track
@@ -20,7 +21,7 @@ class Walker(Protocol):
 
     Attributes:
         out_of_step: Whether it may be at another place than the others.
-        seen_in: The tracks in which a round has closed with it since then.
+        seen_in: The tracks in which a round of all live workers has closed with it since then.
     """
 
     out_of_step: bool
@@ -51,13 +52,14 @@ class OutOfStep:
             worker.out_of_step = True
             worker.seen_in.clear()
 
-    def applied(self, track: Track, givers: Iterable[Walker | None]) -> None:
-        """A round of a track has closed with gradients of these workers."""
-        if not self._several:
-            return
+    def applied(self, track: Track, givers: Collection[Walker], live: int) -> None:
+        """A round of a track has closed with gradients of these workers, of so many that live.
+
+        Only a round of all of them says where they are: in others, as where each gradient is an update of its own, a worker may be ahead.
+        """
         self._let_go = 0
-        for worker in givers:
-            if worker is not None and worker.out_of_step:
+        for worker in givers if len(givers) >= live else ():
+            if worker.out_of_step:
                 worker.seen_in.add(track.index)
                 worker.out_of_step = not self._binding <= worker.seen_in
 

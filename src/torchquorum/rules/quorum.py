@@ -460,7 +460,9 @@ class Quorum:
             if of.grace is not None:
                 of.grace.closed()
             actions.append(Applied(keys, of.version, of.index))
-            self._out_of_step.applied(of, (self.workers.get(key.worker) for key in keys))
+            if len(self.tracks) > 1:
+                givers = {key.worker: self.workers[key.worker] for key in keys if key.worker in self.workers}
+                self._out_of_step.applied(of, [w for w in givers.values() if w.counted], self.live)
             self._look_for_end()
             if of.chooser is not None and of.chooser.is_due(of.version, self._counted()):
                 actions += self._choose(of)

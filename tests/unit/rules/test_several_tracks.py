@@ -292,6 +292,19 @@ class Several(RuleBasedStateMachine):
         assert cluster.stuck is None
 
 
+def test_a_worker_that_is_ahead_and_gives_to_rounds_of_one_is_still_out_of_step():
+    """Two workers whose first gradients are refused are a step ahead of a third; under Bounded each gradient is a round of its own."""
+    cluster = Cluster((Bounded(0), Sync()), 3, order=(D, D, D, G))
+    cluster.now += 6.0
+    cluster.quorum.seen(2, 1, cluster.now)
+    cluster.follow(cluster.quorum.expire(cluster.now))
+    for index in (0, 1):  # frozen for so long that what they compute is refused
+        cluster.quorum.seen(index, 1, cluster.now)
+    cluster.go(40)
+    assert cluster.verdicts[Reason.EXPIRED] == 2
+    assert cluster.stuck is None and cluster.quorum.version > 20
+
+
 def test_whatever_happens_to_programs_of_one_order_all_of_their_optimizers_go_on():
     assert Several.TestCase is not None
     run_state_machine_as_test(

@@ -63,7 +63,7 @@ def run(
                 nn.functional.cross_entropy(model(x, branch), y).backward()
                 optimizer.step()
                 if stop_at is not None and session.global_step >= stop_at and task.is_chief:
-                    session.signals.asked = True  # as Ctrl-C does
+                    session.signals.ask("SIGINT")
             session.pull()
             variables = [p.detach().clone() for p in model.parameters()]
             with session.averaged():

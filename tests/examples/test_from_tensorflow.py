@@ -31,6 +31,8 @@ def test_every_program_of_the_examples_is_in_the_index_and_on_the_page() -> None
         "annealing/",
         "epochs/",
         "recommender/",
+        "gan/",
+        "muon/",
         "lightning/",
         "trainer/",
         "accelerate/",

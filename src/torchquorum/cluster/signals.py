@@ -75,6 +75,10 @@ class Signals:
             self._seen_at = self._clock.now()
         return self._asked
 
+    def ask(self, name: str) -> None:
+        """Asks to stop, as a signal of this name does."""
+        self._asked, self._seen_at, self.name = True, self._clock.now(), name
+
     def install(self) -> None:
         """Handles SIGINT and SIGTERM from now on; does nothing on other threads than the main one."""
         global _watches_forks
@@ -102,7 +106,7 @@ class Signals:
             raise error
         if self._asked:
             raise KeyboardInterrupt
-        self._asked, self._seen_at, self.name = True, self._clock.now(), signal.Signals(number).name
+        self.ask(signal.Signals(number).name)
         self._say(f"{self.name}: {self._what}; a second signal ends at once")
         if self._overdue is not None:
             # Not threading.Thread: the main thread may hold one of its locks just now.

@@ -25,7 +25,7 @@ READ_SHARE = 20  # the folder is read again after so many times as long as the l
 READ_EVERY_S = 2.0
 
 
-class Watch(Protocol):
+class StatusSource(Protocol):
     """Asks ps task 0 for the status of a run: `torchquorum.launcher.watch.Watcher` or `RunWatcher`."""
 
     @property
@@ -50,7 +50,7 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shown:
+class RunOnPage:
     """What there is to show of a run.
 
     Attributes:
@@ -112,7 +112,7 @@ class Followed:
     def __init__(
         self,
         name: str,
-        watcher: Watch | None,
+        watcher: StatusSource | None,
         folder: Location | None = None,
         *,
         clock: Clock = SYSTEM,
@@ -121,7 +121,7 @@ class Followed:
         self._watcher, self._folder, self._clock, self._read = watcher, folder, clock, read
         self._began, self._read_at = clock.now(), 0.0
         self._points: list[Point] = []
-        self.shown = Shown(name=name, note="waiting for ps task 0" if watcher is not None else "")
+        self.shown = RunOnPage(name=name, note="waiting for ps task 0" if watcher is not None else "")
         self.seen_running = False
 
     @property
@@ -138,7 +138,7 @@ class Followed:
         self._look_at_folder()
         self.seen_running = self.seen_running or self.shown.state == "running"
 
-    def _ask(self, watcher: Watch, timeout_s: float) -> None:
+    def _ask(self, watcher: StatusSource, timeout_s: float) -> None:
         try:
             news = watcher.poll(timeout_s)
         except TorchQuorumError as error:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from torchquorum.dashboard.followed import Shown
+from torchquorum.dashboard.followed import RunOnPage
 from torchquorum.report import html_page as p
 from torchquorum.report.charts import Axis, Series, line_chart
 from torchquorum.report.figures import figure
@@ -57,7 +57,7 @@ nav{margin:0 0 14px}nav a{color:inherit;margin-right:16px}nav a.here{font-weight
 </style>"""
 
 
-def whole_page(shown: Shown, others: Sequence[tuple[str, str]]) -> str:
+def whole_page(shown: RunOnPage, others: Sequence[tuple[str, str]]) -> str:
     """Returns the page of a run; `others` are the links to all runs that are followed, if there are several."""
     nav = "".join(
         f'<a href="{escape(link)}"{" class=here" if name == shown.name else ""}>{escape(name)}</a>'
@@ -74,7 +74,7 @@ def whole_page(shown: Shown, others: Sequence[tuple[str, str]]) -> str:
     return p.page(f"{shown.name}: torchquorum", body, below="This page is read only and updates itself.", script=SCRIPT)
 
 
-def now(shown: Shown) -> str:
+def now(shown: RunOnPage) -> str:
     """Returns what changes every second: the state, figures, and a row per worker."""
     status = shown.status
     state = f'<span class="state" style="color:var(--{COLOURS[shown.state]})">{shown.state}</span>'
@@ -93,7 +93,7 @@ def now(shown: Shown) -> str:
     return "\n".join(parts)
 
 
-def charts(shown: Shown) -> str:
+def charts(shown: RunOnPage) -> str:
     """Returns the curves, and what the run's folder has."""
     history = shown.history
     has_ledger = history is not None and len(history.at) > 0
@@ -124,7 +124,7 @@ def charts(shown: Shown) -> str:
     return "\n".join(parts)
 
 
-def _below(shown: Shown) -> str:
+def _below(shown: RunOnPage) -> str:
     status = shown.status
     if "per_worker" in status:
         words = [status["rule"], f"{status['ps']} ps", f"{len(status['live'])} of {status['workers']} workers alive"]
@@ -132,7 +132,7 @@ def _below(shown: Shown) -> str:
     return shown.history.rule if shown.history is not None else ""
 
 
-def _tiles(shown: Shown) -> list[tuple[str, str]]:
+def _tiles(shown: RunOnPage) -> list[tuple[str, str]]:
     status = shown.status
     step, last = status["global_step"], status["last_step"]
     found = [
@@ -153,7 +153,7 @@ def _tiles(shown: Shown) -> list[tuple[str, str]]:
     return [(name, value) for value, name in found]
 
 
-def _workers(shown: Shown) -> str:
+def _workers(shown: RunOnPage) -> str:
     head = ["worker", "state", "batches", "batches/s", "loss", "staleness", "refused", "waits", "for"]
     rows, colours = [], []
     for index, worker in sorted(shown.status["per_worker"].items(), key=lambda entry: int(entry[0])):
@@ -185,7 +185,7 @@ def _refused(status: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(f"{reason}: {number(count)}", WHY.get(reason, "")) for reason, count in ordered]
 
 
-def _curve(title: str, name: str, shown: Shown, colour: str) -> Scene:
+def _curve(title: str, name: str, shown: RunOnPage, colour: str) -> Scene:
     found = [(point.at, value) for point in shown.points if (value := getattr(point, name)) is not None]
     line = Series(
         name="", x=[at for at, _ in found], y=[value for _, value in found], colour=colour, dots=len(found) < 3
@@ -194,7 +194,7 @@ def _curve(title: str, name: str, shown: Shown, colour: str) -> Scene:
     return line_chart(f"{title} over time", [line], FOLLOWED, axis, empty=f"no {name} yet")
 
 
-def _rate(shown: Shown) -> Scene:
+def _rate(shown: RunOnPage) -> Scene:
     points, x, y = shown.points, list[float](), list[float]()
     back = 0
     for point in points:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torchquorum.dashboard.followed import Shown
+from torchquorum.dashboard.followed import RunOnPage
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # Name, type, help, and where a value stands in the status of ps task 0.
@@ -29,7 +29,7 @@ _OF_WORKER = (
 )
 
 
-def exposition(runs: Sequence[Shown]) -> str:
+def exposition(runs: Sequence[RunOnPage]) -> str:
     """Returns what Prometheus reads."""
     lines: list[str] = []
     for name, kind, text, samples in _families(runs):
@@ -41,7 +41,7 @@ def exposition(runs: Sequence[Shown]) -> str:
 Sample = tuple[dict[str, str], Any]
 
 
-def _families(runs: Sequence[Shown]) -> Iterator[tuple[str, str, str, list[Sample]]]:
+def _families(runs: Sequence[RunOnPage]) -> Iterator[tuple[str, str, str, list[Sample]]]:
     up = [({"run": run.name}, run.state == "running") for run in runs]
     yield "up", "gauge", "Whether ps task 0 answers and the run goes on.", up
     known = [run for run in runs if "per_worker" in run.status]

@@ -14,6 +14,7 @@ from tests.hunt.world import World
 from torchquorum.formats.checkpoint import newest_good
 from torchquorum.formats.ledger import NAME, Entry, name_life, read_records
 from torchquorum.server.leading import Leading
+from torchquorum.server.snapshot import SavedTrack
 
 LIMIT_S = 2500.0
 MORE_STEPS = 6
@@ -58,7 +59,7 @@ def _check_ledger(book: Book, folder: Path) -> None:
     last = book.current
     if last is None or book.excuse or book.was_full or not any(type(e).__name__ == "End" for e in last.entries):
         return
-    counted = {(k.worker, name_life(k.incarnation), k.local_step) for k, v in last.where.items() if v > last.base}
+    counted = {(k.worker, name_life(k.incarnation), k.local_step) for k, at in last.where.items() if last.is_new(*at)}
     book.check("the ledger agrees", counted <= accepted, f"{sorted(counted - accepted)} count, and have no line")
 
 
@@ -75,6 +76,11 @@ def _check_saved(cluster: Cluster, folder: Path) -> None:
         step == last.version or full,
         f"it ended well at {last.version}, and {step} is saved",
     )
+    if found is not None and not full:
+        for k, past in enumerate(last.pasts[1:], 1):
+            saved = SavedTrack.of(found[1], k).version
+            at = f"it ended well with optimizer {k} at {past.version}, and {saved} is saved"
+            book.check("what is reached is saved", saved == past.version, at)
 
 
 def go_on(cluster: Cluster) -> World:
@@ -99,7 +105,7 @@ def go_on(cluster: Cluster) -> World:
             book.check(
                 "a resumed run ends", last.version == config.steps, f"it ended at {last.version} of {config.steps}"
             )
-            for worker, body in found[1].workers.items() if found is not None and config.rule == "sync" else ():
+            for worker, body in found[1].workers.items() if found is not None and config.in_step else ():
                 if body.get("version") == last.base:
                     place = body["data"]["data"]["position"]
                     first = book.drawn.get(int(worker), place)

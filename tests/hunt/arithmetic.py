@@ -66,8 +66,12 @@ def update(optimizer: str, values: Values, mean: Values, state: State) -> tuple[
             made = [v - rate * m / (math.sqrt(s) / root + EPS) for v, m, s in zip(values, first, second, strict=True)]
         case _:
             made = [v - lr * g for v, g in zip(values, mean, strict=True)]
-    average = [a - (1 - DECAY) * (a - v) for a, v in zip(state.average, made, strict=True)]
-    return made, replace(state, steps=state.steps + 1, first=first, second=second, average=average)
+    return made, follow(replace(state, steps=state.steps + 1, first=first, second=second), made)
+
+
+def follow(state: State, values: Values) -> State:
+    """Returns the state after a version, of which the moving averages take their part."""
+    return replace(state, average=[a - (1 - DECAY) * (a - v) for a, v in zip(state.average, values, strict=True)])
 
 
 def same(found: Sequence[float], due: Sequence[float], *, exact: bool) -> bool:

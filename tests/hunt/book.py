@@ -10,30 +10,24 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.hunt.arithmetic import State, Values, begin, same, update
+from tests.hunt.arithmetic import Values, same
+from tests.hunt.past import MODELS, Past, assigned, parameters_of
 from tests.hunt.schedule import Config
 from tests.hunt.world import World
 from torchquorum.formats.checkpoint import CheckpointReader, verify
 from torchquorum.formats.checkpoint_manifest import Manifest
 from torchquorum.formats.journal import JournalError
+from torchquorum.placement.layout import Region
 from torchquorum.rules.quorum import Key
 from torchquorum.server.leading import Leading
 from torchquorum.server.shard import Shard
-from torchquorum.wire.messages import Apply, Create, End, Release
-
-SHAPES = {"a": 3, "b": 2, "c": 2}
-NUMEL = sum(SHAPES.values())
-START: Values = [8.0 * i for i in range(NUMEL)]
-
-
-def gradient(worker: int, position: int) -> Values:
-    """Returns the gradient of a worker's batch: whole numbers, so that sums are exact; others of other batches."""
-    step = worker * 7919 + position * 31
-    return [6.0 * ((step + 17 * i) % 61 + 1) for i in range(NUMEL)]
+from torchquorum.server.shard_track import ShardTrack
+from torchquorum.server.snapshot import SavedTrack
+from torchquorum.wire.messages import Apply, Assigned, Create, End, Release
 
 
 @dataclass
@@ -42,44 +36,38 @@ class Generation:
 
     Attributes:
         parent: The generation it goes on from; None for none.
-        base: The version at which it begins.
-        values: The variables at each version.
-        states: What the optimizer knows at each version.
-        where: The gradients that count, each with the version that it is in.
+        pasts: What became of the variables of each optimizer.
+        where: The gradients that count, each with its optimizer and the version that it is in.
+        assigned: The assignments that were made, as (worker, incarnation, number).
         entries: The log, as the first shard that followed it saw it.
-        version: The latest version.
-        given: The latest version that a worker was given, as it said.
-        saved: The latest version of which a checkpoint was published.
         failed: Whether a shard could not follow the log, which ends the job.
     """
 
     number: int
     parent: Generation | None
-    base: int
-    values: dict[int, Values] = field(default_factory=dict)
-    states: dict[int, State] = field(default_factory=dict)
-    where: dict[Key, int] = field(default_factory=dict)
+    pasts: list[Past]
+    where: dict[Key, tuple[int, int]] = field(default_factory=dict)
+    assigned: set[tuple[int, int, int]] = field(default_factory=set)
     entries: list[Any] = field(default_factory=list)
-    version: int = 0
-    given: int = 0
-    saved: int = -1
     failed: bool = False
-
-    def at(self, version: int) -> Values | None:
-        """Returns the variables at a version, of this generation or of one before it."""
-        if version >= self.base or self.parent is None:
-            return self.values.get(version)
-        return self.parent.at(version)
-
-    def state_at(self, version: int) -> State | None:
-        """Returns what the optimizer knows at a version, of this generation or of one before it."""
-        if version >= self.base or self.parent is None:
-            return self.states.get(version)
-        return self.parent.state_at(version)
 
     def __post_init__(self) -> None:
         if self.parent is not None:
-            self.where = {key: version for key, version in self.parent.where.items() if version <= self.base}
+            self.where = {key: at for key, at in self.parent.where.items() if not self.is_new(*at)}
+
+    def is_new(self, track: int, version: int) -> bool:
+        """Whether a version of an optimizer was made in this generation."""
+        return version > self.pasts[track].base
+
+    @property
+    def base(self) -> int:
+        """Returns the version of the first optimizer at which it begins."""
+        return self.pasts[0].base
+
+    @property
+    def version(self) -> int:
+        """Returns the latest version of the first optimizer."""
+        return self.pasts[0].version
 
     def goes_through(self, other: Generation, version: int) -> bool:
         """Whether a version of another generation is in this one's past."""
@@ -106,6 +94,7 @@ class Book:
         self.broken: list[str] = []
         self.checks: Counter[str] = Counter()
         self.gradients: dict[Key, Values] = {}
+        self.track_of: dict[Key, int] = {}
         self.generations: dict[int, Generation] = {}
         self.current: Generation | None = None
         self.excuse = ""
@@ -119,7 +108,7 @@ class Book:
         self.positions: dict[tuple[int, int, int], int] = {}
         self.saved_positions: dict[tuple[int, int, int], int] = {}
         self.round: Callable[[], Sequence[Key] | None] = lambda: None
-        self._places: dict[tuple[int, int], list[tuple[int, int, int, int]]] = {}
+        self._places: dict[int, tuple[Region, list[tuple[int, int, int, int]]]] = {}
 
     def continued(self, world: World, config: Config) -> Book:
         """Returns the book of a run that goes on from this one's folder."""
@@ -127,6 +116,7 @@ class Book:
         book.gradients, book.generations, book.current = self.gradients, self.generations, self.current
         book.excuse, book.positions, book.was_full = self.excuse, self.positions, self.was_full
         book.accepts_loss, book.saved_positions = self.accepts_loss, self.saved_positions
+        book.track_of = self.track_of
         return book
 
     def check(self, invariant: str, holds: Any, what: str, *parts: Any) -> None:
@@ -145,19 +135,20 @@ class Book:
         number, version = create.generation, shard.version
         found = self.generations.get(number)
         if found is None:
-            parent = self._parent_of(create)
-            found = Generation(number, parent, version, version=version, given=version)
-            known = START if create.restore is None else parent.at(version) if parent is not None else None
-            self.check("restored as it was", known is not None, f"version {version} was never made, and is restored")
-            state = begin(START) if create.restore is None else parent.state_at(version) if parent is not None else None
-            if known is not None and state is not None:
-                found.values[version], found.states[version] = known, state
+            parent, restored = self._parent_of(create), create.restore is not None
+            before = parent.pasts if parent is not None else [None] * len(shard.tracks)
+            pasts = [Past.begin(k, t.version, before[k], restored=restored) for k, t in enumerate(shard.tracks)]
+            found = Generation(number, parent, pasts)
+            for past in pasts:
+                self.check("restored as it was", past.is_known, f"version {past.base} was never made, and is restored")
             self._check_nothing_lost(found, create)
             self.generations[number] = found
-            how = f"from version {version}" if create.restore is not None else "anew"
+            how = f"from version {version}" if restored else "anew"
             self.world.say(f"generation {len(self.generations)} begins {how}")
-        self.check("shards agree", found.base == version, f"one shard restores {found.base}, another {version}")
-        self._check_values(shard, found, version, "restored as it was")
+        for past, track in zip(found.pasts, shard.tracks, strict=True):
+            at = f"one shard restores {past.base}, another {track.version}"
+            self.check("shards agree", past.base == track.version, at)
+            self._check_values(track, found, "restored as it was")
         if isinstance(run, Leading):
             self.current = found
 
@@ -177,12 +168,13 @@ class Book:
             made.parent is None or before.goes_through(whose, made.base),
             f"version {made.base} of generation {whose.number} is not in the past of the run",
         )
-        if self.config.durable:
-            at = f"restored at {made.base}, and a worker was given {before.given}"
-            self.check("no acknowledged update is lost", made.base >= before.given, at)
-        if self.config.folder:
-            at = f"restored at {made.base}, and {before.saved} was saved"
-            self.check("no saved version is lost", made.base >= before.saved, at)
+        for now, past in zip(made.pasts, before.pasts, strict=True):
+            if self.config.durable:
+                at = f"restored at {now.base}, and a worker was given {past.given}"
+                self.check("no acknowledged update is lost", now.base >= past.given, at)
+            if self.config.folder:
+                at = f"restored at {now.base}, and {past.saved} was saved"
+                self.check("no saved version is lost", now.base >= past.saved, at)
 
     def followed(self, shard: Shard, entry: Any) -> None:
         """A shard has done what an entry of the log says."""
@@ -204,13 +196,14 @@ class Book:
                 "shards agree", number == len(generation.entries), "entry {} before {}", number, len(generation.entries)
             )
             generation.entries.append(entry)
-            if isinstance(entry, Apply):
-                self._apply(generation, entry)
+            if isinstance(entry, Apply | Assigned):
+                self._change(generation, entry)
         if isinstance(entry, Release) and shard.index == 0:
             self._computing.add((entry.worker, entry.incarnation))
-        if isinstance(entry, Apply):
-            self.check("versions follow", shard.version == entry.version, "{} after {}", shard.version, entry)
-            self._check_values(shard, generation, entry.version, "no update is lost or applied twice")
+        if isinstance(entry, Apply | Assigned):
+            track = shard.tracks[entry.track]
+            self.check("versions follow", track.version == entry.version, "{} after {}", track.version, entry)
+            self._check_values(track, generation, "no update is lost or applied twice")
 
     def could_not_follow(self, shard: Shard, entry: Any, error: BaseException) -> None:
         """An entry of the log was an error on a shard, which ends the job; what it asked for has not been made."""
@@ -221,46 +214,49 @@ class Book:
             generation.failed = True
             self.world.say(f"ps/{shard.index} cannot follow {type(entry).__name__}")
 
-    def _apply(self, generation: Generation, entry: Apply) -> None:
+    def _change(self, generation: Generation, entry: Apply | Assigned) -> None:
+        """The log says that a version is made: of gradients, or of what a worker assigned."""
+        past = generation.pasts[entry.track]
+        self.check("versions follow", entry.version == past.version + 1, "{}, then {}", past.version, entry)
+        if isinstance(entry, Assigned):
+            who = entry.worker, entry.incarnation, entry.number
+            self.check("what is assigned counts once", who not in generation.assigned, "{} counts twice", who)
+            generation.assigned.add(who)
+            past.put(assigned(entry.worker))
+            return
         keys = [Key(*key) for key in entry.keys]
-        self.check("versions follow", entry.version == generation.version + 1, "{}, then {}", generation.version, entry)
         twice = [key for key in keys if key in generation.where or keys.count(key) > 1]
         self.check("no update is lost or applied twice", not twice, "{} are in version {} again", twice, entry.version)
-        unknown = [key for key in keys if key not in self.gradients]
+        unknown = [key for key in keys if self.track_of.get(key) != entry.track]
         self.check("no update is lost or applied twice", not unknown, "{} were never computed", unknown)
-        before, state = generation.at(generation.version), generation.state_at(generation.version)
-        if unknown or before is None or state is None:
-            return
-        if entry.settings and "lr" in entry.settings[0]:
-            state = replace(state, lr=entry.settings[0]["lr"])
-        given = [self.gradients[key] for key in sorted(keys, key=lambda k: (k.worker, k.local_step))]
-        generation.where.update(dict.fromkeys(keys, entry.version))
-        mean = [sum(parts) / len(keys) for parts in zip(*given, strict=True)]
-        values, generation.states[entry.version] = update(self.config.optimizer, before, mean, state)
-        generation.values[entry.version] = values
-        generation.version = entry.version
+        if not unknown:
+            generation.where.update(dict.fromkeys(keys, (entry.track, entry.version)))
+            given = [self.gradients[key] for key in sorted(keys, key=lambda k: (k.worker, k.local_step))]
+            past.apply(self.config.optimizer, given, entry.settings)
 
-    def _check_values(self, shard: Shard, generation: Generation, version: int, invariant: str) -> None:
-        expected = generation.at(version)
+    def _check_values(self, track: ShardTrack, generation: Generation, invariant: str) -> None:
+        """A shard's variables of an optimizer are what its version is made of."""
+        expected, version = generation.pasts[track.index].at(track.version), track.version
         if expected is None:
             return
-        sections = shard.variables.versions.slots.sections[shard.variables.versions.current]
-        for section, offset, at, numel in self._places_of(shard):
-            found, due = sections[section][offset : offset + numel].tolist(), expected[at : at + numel]
+        sections = track.variables.versions.slots.sections[track.variables.versions.current]
+        for section, offset, at, count in self._places_of(track):
+            found, due = sections[section][offset : offset + count].tolist(), expected[at : at + count]
             same = self._same(found, due)
-            self.check(invariant, same, "ps/{} holds {} at version {}, not {}", shard.index, found, version, due)
+            self.check(invariant, same, "{} of {} at version {}, not {}", found, track.index, version, due)
 
-    def _places_of(self, shard: Shard) -> list[tuple[int, int, int, int]]:
-        """Returns where a shard's pieces lie in its memory and in the vector of all variables."""
-        key = shard.index, shard.plan.num_shards
+    def _places_of(self, track: ShardTrack) -> list[tuple[int, int, int, int]]:
+        """Returns where a shard's pieces lie in its memory and in the vector of all variables of an optimizer."""
+        key = id(track.region)
         if key not in self._places:
-            starts = [0, *itertools.accumulate(SHAPES.values())]
-            self._places[key] = [
+            starts = [0, *itertools.accumulate(MODELS[track.index].values())]
+            pieces = [
                 (k, piece.offset, starts[piece.variable] + piece.start, piece.numel)
-                for k, section in enumerate(shard.region.sections)
+                for k, section in enumerate(track.region.sections)
                 for piece in section.pieces
             ]
-        return self._places[key]
+            self._places[key] = track.region, pieces  # with the region, so that its id stays its own
+        return self._places[key][1]
 
     def published(self, manifest: Manifest, path: Path) -> None:
         """A checkpoint is complete."""
@@ -269,13 +265,15 @@ class Book:
             return
         if self.excuse and verify(path) is not None:
             return
-        found.saved = max(found.saved, manifest.step)
-        expected = found.at(manifest.step)
         with CheckpointReader(path) as reader:
-            values = [value for name in SHAPES for value in reader.read("variable", name).tolist()]
-        same = expected is not None and self._same(values, expected)
-        self.check("checkpoints and variables agree", same, f"{path.name} holds {values}, not {expected}")
-        for worker, body in manifest.workers.items() if self.config.rule == "sync" else ():
+            for k, past in enumerate(found.pasts):
+                step = SavedTrack.of(manifest, k).version
+                past.saved = max(past.saved, step)
+                expected, names = past.at(step), parameters_of(self.config, k)
+                values = [value for name in names for value in reader.read("variable", name).tolist()]
+                same = expected is not None and self._same(values, expected)
+                self.check("checkpoints and variables agree", same, f"{path.name} holds {values}, not {expected}")
+        for worker, body in manifest.workers.items() if self.config.in_step else ():
             if body.get("version") != manifest.step:
                 continue
             where = int(worker), manifest.generation, manifest.step
@@ -309,23 +307,25 @@ class Book:
         if self.config.durable != "fsync":
             self.accepts_loss = True
             for generation in self.generations.values():
-                generation.given = generation.base
+                for past in generation.pasts:
+                    past.given = 0  # what a generation began with may have come from a journal, which is gone too
 
     # -- the workers --------------------------------------------------------------------------------------------------
 
-    def computed(self, key: Key, values: Values) -> None:
-        """A worker has computed a gradient."""
+    def computed(self, key: Key, values: Values, track: int = 0) -> None:
+        """A worker has computed a gradient for an optimizer."""
         known = self.gradients.get(key)
-        self.gradients[key] = values
+        self.gradients[key], self.track_of[key] = values, track
         again = known is not None and known != values  # the first was never pushed, or was given up
         counts = again and any(key in generation.where for generation in self.generations.values())
         self.check("a key is one gradient", not counts, "{} was another gradient before, which counts", key)
 
-    def holds(self, who: str, values: Values, version: int, generation: int, before: tuple[int, int]) -> None:
-        """A worker holds a version, after one of a generation before."""
-        found = self.generations.get(generation)
-        if found is None:
+    def holds(self, who: str, values: Values, track: int, now: tuple[int, int], before: tuple[int, int]) -> None:
+        """A worker holds a version of an optimizer, after one before; each with its generation."""
+        generation, version = now
+        if generation not in self.generations:
             return
+        found = self.generations[generation].pasts[track]
         found.given = max(found.given, version)
         back = before[0] == generation and version < before[1]
         self.check("versions never go back", not back, "{} had {} and is given {}", who, before[1], version)
@@ -340,7 +340,7 @@ class Book:
     def averaged(self, who: str, values: Values, version: int, generation: int) -> None:
         """A worker was given the moving averages at a version."""
         found = self.generations.get(generation)
-        state = found.state_at(version) if found is not None else None
+        state = found.pasts[0].state_at(version) if found is not None else None
         if state is not None:
             same = self._same(values, state.average)
             self.check("averages follow", same, "{} has {} at {}, not {}", who, values, version, state.average)

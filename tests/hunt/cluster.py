@@ -9,17 +9,14 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-
-import torch
-from torch import nn
 
 import torchquorum as tq
 from tests.hunt.arithmetic import DECAY, make
-from tests.hunt.book import SHAPES, START, Book, gradient
+from tests.hunt.book import Book
 from tests.hunt.disk import Disk
 from tests.hunt.network import Network
-from tests.hunt.schedule import COMPUTE_S, Config
+from tests.hunt.program import Numbers, Program, Source, UserError
+from tests.hunt.schedule import Config
 from tests.hunt.world import Killed, Process, SimJobs, SimThread, World
 from torchquorum.cluster import ClusterSpec, TaskId
 from torchquorum.errors import TorchQuorumError
@@ -32,37 +29,7 @@ from torchquorum.wire.rpc import Patience
 
 PATIENCE = Patience(start_s=90.0, round_s=120.0, silence_s=6.0, probe_s=1.0, say_s=10.0)
 MOST_STARTS = 8
-RATES = (1.0, 0.5, 2.0)
-LOOK_AT_AVERAGES = 8
 LIVENESS_S = 3.0
-
-
-class UserError(RuntimeError):
-    """What a program raises."""
-
-
-class Numbers(nn.Module):
-    """The model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        start = 0
-        for name, numel in SHAPES.items():
-            self.register_parameter(name, nn.Parameter(torch.tensor(START[start : start + numel], dtype=torch.float64)))
-            start += numel
-
-
-class Source:
-    """Where a worker is in its data."""
-
-    def __init__(self) -> None:
-        self.position = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
 
 
 class Watch:
@@ -88,7 +55,7 @@ class Place:
         process: The one that runs, or the last.
         starts: How many processes there were.
         due: Whether another is to be started.
-        throws: Whether the program raises at its next step.
+        program: What the last process of a worker runs.
         outcome: How the last one ended: well, or why not.
     """
 
@@ -96,7 +63,7 @@ class Place:
     process: Process | None = None
     starts: int = 0
     due: bool = False
-    throws: bool = False
+    program: Program | None = None
     outcome: str = ""
 
     @property
@@ -134,7 +101,7 @@ class Cluster:
     def _round(self) -> list[Key] | None:
         """Returns the gradients that wait for their round; None if nobody knows, as ps 0 is gone."""
         run = self.servers["ps/0"].service.run if self.places["ps/0"].running and "ps/0" in self.servers else None
-        return list(run.leader.quorum.round) if isinstance(run, Leading) else None
+        return [key for track in run.leader.quorum.tracks for key in track.round] if isinstance(run, Leading) else None
 
     @property
     def over(self) -> bool:
@@ -225,7 +192,7 @@ class Cluster:
     # -- a worker -----------------------------------------------------------------------------------------------------
 
     def _train(self, process: Process, *, index: int, place: Place) -> None:
-        config, model, source = self.config, Numbers(), Source()
+        config, source = self.config, Source()
         task = Task(
             cluster=self.spec,
             id=TaskId("worker", index),
@@ -236,11 +203,17 @@ class Cluster:
             thread=partial(SimThread, process=process),
         )
         average = tq.ExponentialMovingAverage(DECAY, num_updates=False) if config.average else None
-        optimizer = tq.Optimizer(make(config.optimizer, model.parameters()), rule=config.make_rule(), average=average)
+        rules = config.make_rules()
+        models = [Numbers(track) for track in range(len(rules))]
+        optimizers = [
+            tq.Optimizer(make(config.optimizer, model.parameters()), rule=rule, average=average)
+            for model, rule in zip(models, rules, strict=True)
+        ]
+        several = len(rules) > 1
         session = tq.Session(
             task,
-            model,
-            optimizer,
+            {f"model{k}": model for k, model in enumerate(models)} if several else models[0],
+            {f"opt{k}": optimizer for k, optimizer in enumerate(optimizers)} if several else optimizers[0],
             logdir=self.folder,
             last_step=config.steps,
             liveness_s=LIVENESS_S,
@@ -253,52 +226,10 @@ class Cluster:
             patience=PATIENCE,
         )
         process.state = lambda: str(session.state)
-        self._loop(process, place, session, source, index)
-
-    def _loop(self, process: Process, place: Place, session: tq.Session, source: Source, index: int) -> None:
-        book, pace, before = self.book, random.Random(f"{self.config.seed} {index} {process.life}"), (0, 0)
-        model, optimizer = session.model, session.optimizer
-        who, parameters = str(process), list(model.parameters())
+        place.program = Program(self.world, self.book, config, str(process), process.life)
         with session:
             self.lives[index, session.incarnation] = process
-            joined = optimizer.link
-            assert joined is not None
-            book.stands(index, joined.generation, joined.version, source.position)
-            while not session.should_stop():
-                position = source.position
-                book.drawn.setdefault(index, position)
-                source.position += 1
-                self.world.wait(COMPUTE_S * pace.uniform(0.5, 1.5))
-                if place.throws:
-                    place.throws = False
-                    raise UserError("the program's own exception")
-                values = gradient(index, position)
-                key, start = Key(index, session.incarnation, session.local_step + 1), 0
-                book.computed(key, values)
-                for parameter in parameters:
-                    parameter.grad = torch.tensor(values[start : start + parameter.numel()], dtype=torch.float64)
-                    start += parameter.numel()
-                if self.config.changes_lr:
-                    optimizer.param_groups[0]["lr"] = RATES[session.global_step // 15 % len(RATES)]
-                optimizer.step(loss=1.0)
-                step = optimizer.last
-                link = optimizer.link
-                assert link is not None
-                held = [value for p in parameters for value in p.detach().tolist()]
-                book.holds(who, held, step.version, link.generation, before)
-                book.stands(index, link.generation, step.version, source.position)
-                before = link.generation, step.version
-                if self.config.average and position % LOOK_AT_AVERAGES == 0:
-                    self._look_at_averages(who, session)
-                if not link.pipeline:
-                    book.answered(who, key, step.accepted, step.reason, step.version, link.generation)
-
-    def _look_at_averages(self, who: str, session: tq.Session) -> None:
-        with session.averaged() as version:
-            held = [value for p in session.model.parameters() for value in p.detach().tolist()]
-            link = session.optimizer.link
-            assert link is not None
-            self.book.averaged(who, held, version, link.generation)
+            place.program.run(session, models, optimizers, source, index)
 
 
 def _state_of_ps(ps: PsTask) -> str:

@@ -7,6 +7,8 @@ from collections import Counter
 from tests.hunt.cluster import Cluster
 from tests.hunt.schedule import Fault
 
+LOOK_EVERY_S, LONGEST_WAIT_S = 0.002, 30.0
+
 
 class Faults:
     """What goes wrong in one run.
@@ -21,7 +23,16 @@ class Faults:
 
     def plan(self, fault: Fault) -> None:
         """The fault will happen at its time."""
-        self._world.at(fault.at, lambda: self._happen(fault))
+        self._world.at(fault.at, lambda: self._await(fault, self._world.now + LONGEST_WAIT_S))
+
+    def _await(self, fault: Fault, until: float) -> None:
+        """The fault happens as soon as a task is in the state that it asks for."""
+        name, _, state = fault.when.partition(": ")
+        place = self._cluster.places.get(name)
+        if place is None or (place.running and place.process is not None and place.process.state() == state):
+            self._happen(fault)
+        elif self._world.now < until and not self._cluster.over:
+            self._world.at(LOOK_EVERY_S, lambda: self._await(fault, until))
 
     def _happen(self, fault: Fault) -> None:
         cluster = self._cluster
@@ -119,4 +130,6 @@ class Faults:
         self._cluster.book.lost_power()
 
     def _error(self, fault: Fault) -> None:
-        self._cluster.places[fault.task].throws = True
+        program = self._cluster.places[fault.task].program
+        if program is not None:
+            program.throws = True

@@ -92,10 +92,11 @@ class Network:
         request = getattr(message, "request", -1)
         if getattr(message, "slot", -1) >= 0:
             return  # the variables lie in shared memory
-        key = id(channel.bound), getattr(message, "generation", 0), request
+        answer = id(channel.bound), getattr(message, "generation", 0), request
+        key = *answer, getattr(message, "track", 0)  # where every optimizer is asked for, there is an answer for each
         before = channel.large.get(key)
         self.on_answer(before is None or not before.on_its_way, f"{channel.process} is sent answer {request} again")
-        channel.large = {key: sent}
+        channel.large = {k: other for k, other in channel.large.items() if k[:-1] == answer} | {key: sent}
 
     def carry(self, channel: SimChannel, frames: list[Frame], *, outgoing: bool, sent: SimSent | None = None) -> None:
         """Takes a message to the other side, or not."""
@@ -137,7 +138,7 @@ class SimChannel:
         self.bound: SimListener | None = None
         self.inbox: deque[list[Frame]] = deque()
         self.reader: Fiber | None = None
-        self.large: dict[tuple[int, int, int], SimSent] = {}
+        self.large: dict[tuple[int, int, int, int], SimSent] = {}
         self._last = [0.0, 0.0]
         self._ended = False
 

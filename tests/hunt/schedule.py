@@ -16,6 +16,7 @@ COMPUTE_S = 0.02
 FULL_STEPS = 100
 FOLDERS = 0.7
 THEMES = 0.2
+MOMENTS = 0.15
 RULES = ("sync", "sync", "async", "async", "pipeline", "bounded", "buffered", "backup")
 
 
@@ -34,6 +35,9 @@ class Config:
         optimizer: sgd, momentum or adam.
         changes_lr: Whether the program changes its rate as it goes.
         average: Whether moving averages are kept, and looked at now and then.
+        second: The rule of a second optimizer, which the program steps after the first; empty for none.
+        assigns: Whether workers write to the first one's parameters now and then, and call `session.assign()`.
+        barriers: Whether they wait for each other now and then.
     """
 
     seed: int
@@ -50,15 +54,31 @@ class Config:
     optimizer: str = "sgd"
     changes_lr: bool = False
     average: bool = False
+    second: str = ""
+    assigns: bool = False
+    barriers: bool = False
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a version says where each worker is in its data."""
+        return self.rule == "sync" and not self.second
 
     @property
     def exact(self) -> bool:
         """Whether all sums are exact, so that values are compared bit for bit."""
         return self.optimizer == "sgd" and not self.changes_lr
 
-    def make_rule(self) -> Rule:
-        """Returns the rule."""
-        match self.rule:
+    @property
+    def tasks(self) -> list[str]:
+        """Returns the names of all tasks."""
+        return [f"ps/{i}" for i in range(self.ps)] + [f"worker/{i}" for i in range(self.workers)]
+
+    def make_rules(self) -> list[Rule]:
+        """Returns the rule of each optimizer."""
+        return [self._make_rule(name) for name in (self.rule, self.second) if name]
+
+    def _make_rule(self, name: str) -> Rule:
+        match name:
             case "sync":
                 return tq.Sync()
             case "backup":
@@ -67,14 +87,16 @@ class Config:
                 return tq.Bounded(2)
             case "buffered":
                 return tq.Buffered(2)
-        return tq.Async(pipeline=self.rule == "pipeline")
+        return tq.Async(pipeline=name == "pipeline")
 
     def __str__(self) -> str:
         folder = f", folder, saved every {self.save_every} steps" if self.folder else ""
         durable = f", durable={self.durable}" if self.durable else ""
         more = (", rates change" if self.changes_lr else "") + (", averages" if self.average else "")
+        more += (", assignments" if self.assigns else "") + (", barriers" if self.barriers else "")
+        rules = " and ".join(map(str, self.make_rules()))
         return (
-            f"{self.ps} ps, {self.workers} workers, {self.make_rule()}, {self.optimizer}, {self.steps} steps, "
+            f"{self.ps} ps, {self.workers} workers, {rules}, {self.optimizer}, {self.steps} steps, "
             f"{self.transport}{folder}{durable}{more}"
         )
 
@@ -91,6 +113,7 @@ class Fault:
         for_s: How long.
         amount: How much: seconds, a chance, a count.
         back_s: After how long a killed task is started again.
+        when: In which state of a task it happens, such as `ps/0: saving`, from `at` on; empty for at once.
     """
 
     at: float
@@ -100,10 +123,11 @@ class Fault:
     for_s: float = 0.0
     amount: float = 0.0
     back_s: float = 0.0
+    when: str = ""
 
     def __str__(self) -> str:
-        text = TEXTS[self.kind].format(self)
-        return text.replace("{task}", self.task)
+        when = f"while {self.when}, " if self.when else ""
+        return when + TEXTS[self.kind].format(self)
 
 
 TEXTS = {
@@ -126,6 +150,7 @@ TEXTS = {
     "flip": "a bit flips in a file that nobody has open",
 }
 WIRE = ("cut", "hold", "deaf", "mute", "slow", "noise", "reset")
+OF_A_TASK = ("kill", "vanish", "kill_at", "pause", "clock")
 DISK = ("full", "slow_disk", "power", "flip")
 
 
@@ -161,10 +186,13 @@ def draw(seed: int, *, steps: int = FULL_STEPS) -> Schedule:
         changes_lr=r.random() < 0.25,
         average=r.random() < 0.2,
     )
-    tasks = [f"ps/{i}" for i in range(config.ps)] + [f"worker/{i}" for i in range(config.workers)]
+    config = _draw_more(config)
     theme = r.random()
     if theme < THEMES:  # what is rare, and where much depends on the order of things
-        return _draw_theme(r, config, tasks, rolls_back=theme < THEMES / 2)
+        return _draw_theme(r, config, rolls_back=theme < THEMES / 2)
+    if (moments := _draw_moments(config)) is not None:
+        return Schedule(config=config, faults=moments)
+    tasks = config.tasks
     count = r.choice((0, 1, 2, 2, 3, 4, 6, 8))
     faults = [_draw_fault(r, config, tasks) for _ in range(count)]
     if count > 1 and r.random() < 0.5:  # misfortunes that come together: while one is dealt with, the next is there
@@ -173,7 +201,39 @@ def draw(seed: int, *, steps: int = FULL_STEPS) -> Schedule:
     return Schedule(config=config, faults=tuple(sorted(faults, key=lambda fault: fault.at)))
 
 
-def _draw_theme(r: random.Random, config: Config, tasks: list[str], *, rolls_back: bool) -> Schedule:
+def _draw_more(config: Config) -> Config:
+    """Draws what else the program does."""
+    r = random.Random(f"hunt more {config.seed}")
+    second = r.choice(("", "", "", "sync", "async", "bounded"))
+    if second:
+        config = replace(config, average=False, rule="async" if config.rule == "pipeline" else config.rule)
+    return replace(config, second=second, assigns=r.random() < 0.15, barriers=r.random() < 0.15)
+
+
+def _draw_moments(config: Config) -> tuple[Fault, ...] | None:
+    """Draws faults that happen while something is done that takes a moment; None for most runs."""
+    r = random.Random(f"hunt moments {config.seed}")
+    if r.random() >= MOMENTS:
+        return None
+    states = {"ps/0": ["ending", "no variables"], "worker": ["connecting", "waiting", "recovering", "stopping"]}
+    if config.folder:
+        states["ps/0"] += ["saving", "saving", "publishing", "publishing"]
+    faults = []
+    for at in sorted(r.uniform(0.0, config.steps * COMPUTE_S) for _ in range(r.choice((1, 1, 2)))):
+        name = r.choice(config.tasks)
+        state = r.choice(states["worker"] + ["creating"] * (name == "worker/0") if name[0] == "w" else states["ps/0"])
+        when = f"{name if name[0] == 'w' else 'ps/0'}: {state}"
+        fault = _draw_fault(r, config, config.tasks)
+        if fault.kind in OF_A_TASK and r.random() < 0.6:
+            fault = replace(fault, task=name)
+        faults.append(replace(fault, at=at if state in ("saving", "publishing") else 0.0, when=when))
+    if any("recovering" in fault.when for fault in faults):
+        loss = Fault(at=config.steps * COMPUTE_S / 2, kind="kill", task=f"ps/{config.ps - 1}", back_s=0.5)
+        faults.append(loss)
+    return tuple(faults)
+
+
+def _draw_theme(r: random.Random, config: Config, *, rolls_back: bool) -> Schedule:
     """Draws a run that goes back while workers come and go, or one whose answers are lost while gradients arrive."""
     if rolls_back:
         config = replace(
@@ -187,7 +247,9 @@ def _draw_theme(r: random.Random, config: Config, tasks: list[str], *, rolls_bac
         )
         at = r.uniform(0.3, config.steps * COMPUTE_S)
         loss = Fault(at=at, kind="kill", task=f"ps/{config.ps - 1}", back_s=r.choice((0.05, 0.5, 3.0)))
-        more = Fault(at=at + r.uniform(0.0, 3.0), kind="pause", task=r.choice(tasks), for_s=r.choice((0.5, 2.0, 16.0)))
+        more = Fault(
+            at=at + r.uniform(0.0, 3.0), kind="pause", task=r.choice(config.tasks), for_s=r.choice((0.5, 2.0, 16.0))
+        )
         return Schedule(config=config, faults=(loss, more) if r.random() < 0.5 else (loss,))
     config = replace(config, rule=r.choice(("async", "bounded", "buffered", "sync")))
     worker = f"worker/{r.randrange(config.workers)}"

@@ -37,3 +37,25 @@ def test_a_durable_run_whose_journal_led_to_its_last_step_ends_with_a_checkpoint
     assert result.broken is None, tell(result)
     assert any("updates 75 to 100 are back from the journal" in line for _, line in result.lines)
     assert any("saved RUN/model.ckpt-100" in line for _, line in result.lines)
+
+
+def test_faults_befall_tasks_that_are_there() -> None:
+    for seed in range(1, 3000):
+        schedule = draw(seed)
+        named = {name for fault in schedule.faults for name in (fault.task, fault.other, fault.when.partition(":")[0])}
+        assert named - {"", "disk"} <= set(schedule.config.tasks), schedule
+
+
+def test_a_fault_happens_in_the_state_that_it_asks_for() -> None:
+    config = Config(seed=7, folder=True, steps=40, save_every=20)
+    fault = Fault(at=0.0, kind="kill", task="worker/0", back_s=0.5, when="ps/0: publishing")
+    result = play(Schedule(config=config, faults=(fault,)))
+    assert result.broken is None, tell(result)
+    assert any("FAULT: while ps/0: publishing, worker/0 is killed" in line for _, line in result.lines)
+
+
+def test_two_optimizers_with_assignments_and_barriers() -> None:
+    config = Config(seed=8, steps=40, workers=3, ps=2, rule="sync", second="async", assigns=True, barriers=True)
+    result = play(Schedule(config=config, faults=(Fault(at=0.6, kind="kill", task="worker/1", back_s=0.5),)))
+    assert result.broken is None, tell(result)
+    assert result.checks["what is assigned counts once"] and result.steps == 40

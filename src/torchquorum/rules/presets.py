@@ -50,6 +50,10 @@ class Rule:
         local_steps: How many steps a worker makes with its own optimizer before it gives what they have changed, which is then what
             "gradient" means above; None means that it gives every gradient.
         outer: With local steps, the optimizer that makes the updates from what workers give.
+        equal_time: With local steps, a slower worker makes fewer of them, in about the time in which the fastest makes all.
+        fragments: With local steps, into how many parts the model is cut, each with rounds of its own, given at different inner steps.
+        overlap: With fragments, how many inner steps a worker goes on while one is on its way.
+        mix: With fragments, how much of its own values a worker keeps when a version comes: mix * own + (1 - mix) * version.
     """
 
     name: str = "Rule"
@@ -62,6 +66,10 @@ class Rule:
     grace: float | Literal["auto"] | None = None
     local_steps: int | None = None
     outer: Outer | None = None
+    equal_time: bool = False
+    fragments: int = 1
+    overlap: int = 0
+    mix: float = 0.0
 
     def __post_init__(self) -> None:
         if self.auto:
@@ -75,12 +83,37 @@ class Rule:
         _check("max_staleness", self.max_staleness, 0, "leave it out for no bound")
         _check("max_lead", self.max_lead, 0, "leave it out for no bound")
         _check("local_steps", self.local_steps, 1, "leave it out to give every gradient")
+        self._check_fragments()
         if self.grace is not None:
             self._check_grace()
         if self.pipeline and self.max_staleness is not None:
             raise ConfigError(
                 f"pipeline=True with max_staleness={self.max_staleness}: a pipelined gradient is always one version older; "
                 "use Async(pipeline=True), or leave pipeline out"
+            )
+
+    def _check_fragments(self) -> None:
+        _check_number("fragments", self.fragments, 1, "1 gives the whole model at once")
+        _check_number("overlap", self.overlap, 0, "0 waits for each round")
+        if not isinstance(self.mix, int | float) or not 0 <= self.mix < 1:
+            raise ConfigError(f"mix={self.mix!r}: must be a number from 0 to below 1; 0 takes the version as it is")
+        if self.fragments == 1 and not self.overlap and not self.mix:
+            return
+        if self.local_steps is None or self.fragments > self.local_steps:
+            raise ConfigError(
+                f"fragments={self.fragments}: at most one a local step, and only with local steps: tq.Local(30, fragments=4)"
+            )
+        if self.equal_time:
+            raise ConfigError("h='auto' with fragments: each is given at a step of its own; give h as a number")
+        between = self.local_steps // self.fragments
+        if self.overlap >= between:
+            raise ConfigError(
+                f"overlap={self.overlap}: with {self.fragments} fragments in {self.local_steps} local steps one is given every {between} "
+                f"steps, and has to be back before the next; at most {between - 1}"
+            )
+        if self.mix and not self.overlap:
+            raise ConfigError(
+                f"mix={self.mix} without overlap: nothing of a worker's own is newer than the version; leave it out"
             )
 
     def _check_auto(self) -> None:
@@ -132,7 +165,9 @@ class Rule:
         """Returns a preset in the notation of the command line, such as sync:2; `noise` is not part of it."""
         match self.name:
             case "Local":
-                return f"local:{self.local_steps}" + ("" if (among := self._among()) == Sync() else f":{among.text}")
+                steps = f"auto{self.local_steps}" if self.equal_time else str(self.local_steps)
+                parts = f"/{self.fragments}" if self.fragments > 1 else ""
+                return f"local:{steps}{parts}" + ("" if (among := self._among()) == Sync() else f":{among.text}")
             case "Async":
                 return "async:pipeline" if self.pipeline else "async"
             case "Sync":
@@ -147,7 +182,7 @@ class Rule:
 
     def _among(self) -> Rule:
         """Returns the preset that decides on what workers give after their local steps."""
-        plain = replace(self, local_steps=None, outer=None)
+        plain = replace(self, local_steps=None, outer=None, equal_time=False, fragments=1, overlap=0, mix=0.0)
         aggregate = self.aggregate if isinstance(self.aggregate, int) else 1
         presets = [Async(), Sync(self.aggregate, grace=self.grace), Buffered(aggregate), Bounded(self.max_lead or 0)]
         return next((p for p in presets if replace(plain, name=p.name) == p), replace(plain, name="Rule"))
@@ -156,8 +191,11 @@ class Rule:
         match self.name:
             case "Local":
                 among = self._among()
+                how = ", h='auto'" if self.equal_time else ""
+                if self.fragments > 1 or self.overlap:
+                    how = f", fragments={self.fragments}, overlap={self.overlap}, mix={self.mix!r}"
                 return (
-                    f"Local({self.local_steps}, outer={self.outer}"
+                    f"Local({self.local_steps}, outer={self.outer}{how}"
                     + ("" if among == Sync() else f", rule={among}")
                     + ")"
                 )
@@ -232,9 +270,13 @@ def Buffered(aggregate: int) -> Rule:
 
 
 def Local(
-    h: int,
+    h: int | Literal["auto"],
     outer: Any = None,
     *,
+    most: int | None = None,
+    fragments: int = 1,
+    overlap: int | None = None,
+    mix: float | None = None,
     rule: Rule | None = None,
     aggregate: int | None = None,
     max_staleness: int | None = 0,
@@ -250,7 +292,13 @@ def Local(
     worker gives next.
 
     Args:
-        h: How many inner steps are one outer step.
+        h: How many inner steps are one outer step. "auto" for equal time instead of equal steps: the fastest worker makes `most`, a
+            slower one as many as it can in that time; what workers give then counts by its steps, or by its examples (`step(examples=)`).
+        most: With h="auto", how many steps the fastest worker makes; 50 by default.
+        fragments: Into how many parts the model is cut, each with rounds of its own and given at a step of its own: a line is used
+            evenly, and while the worker computes (Douillard et al. 2025, Streaming DiLoCo).
+        overlap: How many inner steps a worker goes on while what it gave is on its way; by default half of those between two fragments.
+        mix: How much of its own a worker keeps when the version comes: mix * own + (1 - mix) * version; by default 0.5 with an overlap.
         outer: The optimizer on the ps tasks: one of torch.optim over the model's parameters, of which class and options count, or
             functools.partial(torch.optim.SGD, lr=0.7); None for SGD with lr=0.7, momentum=0.9 and Nesterov, as in DiLoCo.
         rule: Which rule holds for outer steps: `tq.Sync()` (the default), `tq.Sync(k)`, `tq.Async()`, `tq.Bounded(s)`,
@@ -260,7 +308,11 @@ def Local(
         max_lead: How many outer steps a worker may be ahead of the slowest.
         grace: With `aggregate`, how many seconds more a round stays open for the other live workers; "auto" chooses.
     """
-    _check_number("h", h, 1, "1 gives every step")
+    if h != "auto" and most is not None:
+        raise ConfigError(f"Local({h!r}, most={most}): only h='auto' chooses; leave most out")
+    steps = (50 if most is None else most) if h == "auto" else h
+    _check_number("most" if h == "auto" else "h", steps, 1, "1 gives every step")
+    _check_number("fragments", fragments, 1, "1 gives the whole model at once")
     if rule is not None and (aggregate, max_staleness, max_lead, grace) != (None, 0, None, None):
         raise ConfigError(
             "Local(rule=...) says when an outer step is made; leave out aggregate, max_staleness, max_lead and grace"
@@ -268,7 +320,18 @@ def Local(
     if rule is not None and (not isinstance(rule, Rule) or rule.local_steps is not None or rule.pipeline):
         raise ConfigError(f"Local(rule={rule}): give tq.Sync(), tq.Async(), tq.Bounded(s) or tq.Buffered(k)")
     among = rule or Rule(aggregate=aggregate, max_staleness=max_staleness, max_lead=max_lead, grace=grace)
-    return replace(among, name="Local", local_steps=h, outer=_read_outer(outer))
+    between = steps // fragments
+    ahead = (between // 2 if fragments > 1 else 0) if overlap is None else overlap
+    return replace(
+        among,
+        name="Local",
+        local_steps=steps,
+        outer=_read_outer(outer),
+        equal_time=h == "auto",
+        fragments=fragments,
+        overlap=ahead,
+        mix=(0.5 if ahead else 0.0) if mix is None else mix,
+    )
 
 
 def _read_outer(given: Any) -> Outer:
@@ -298,7 +361,7 @@ def _read_outer(given: Any) -> Outer:
 _NUMBERS = {"bounded": 3, "buffered": 2, "local": 50}
 _FORMS = (
     "async, async:pipeline, sync, sync:K, sync:KofN, sync:K+GRACE, sync:auto, sync:auto:FLOOR, bounded:S, buffered:K, local:H, "
-    "local:H:RULE"
+    "local:H/FRAGMENTS, local:auto, local:H:RULE"
 )
 
 
@@ -332,13 +395,23 @@ def parse_rule(text: str, num_workers: int | None = None) -> Rule:
     if name == "buffered" and argument:
         return Buffered(_number(text, argument))
     if name == "local" and argument:
-        steps, _, among = argument.partition(":")
-        return Local(_number(text, steps), rule=parse_rule(among, num_workers) if among else None)
+        return _parse_local(text, argument, num_workers)
     near = difflib.get_close_matches(name, ["async", "sync", "bounded", "buffered", "local"], 1)
     hint = f"; did you mean {near[0]}?" if near and near[0] != name else ""
     if name in _NUMBERS:
         hint = f"; it needs a number, such as {name}:{_NUMBERS[name]}"
     raise ConfigError(f"rule {text!r}: allowed are {_FORMS}{hint}")
+
+
+def _parse_local(text: str, argument: str, num_workers: int | None) -> Rule:
+    """Reads H, H/FRAGMENTS, auto or autoMOST, and after a colon the rule of outer steps."""
+    first, _, among = argument.partition(":")
+    steps, slash, fragments = first.partition("/")
+    rule = parse_rule(among, num_workers) if among else None
+    if steps.startswith("auto"):
+        most = steps.removeprefix("auto")
+        return Local("auto", most=_number(text, most) if most else None, rule=rule)
+    return Local(_number(text, steps), fragments=_number(text, fragments) if slash else 1, rule=rule)
 
 
 def _backup(text: str, argument: str) -> int:
@@ -366,7 +439,9 @@ def _number(text: str, digits: str) -> int:
 
 
 _SHOWN = re.compile(r"(Async|Sync|Bounded|Buffered)\((.*)\)")
-_SHOWN_LOCAL = re.compile(r"Local\((\d+), outer=(\w+)\(([^()]*)\)(?:, rule=(.*))?\)")
+_SHOWN_LOCAL = re.compile(
+    r"Local\((\d+), outer=(\w+)\(([^()]*)\)(, h='auto')?(?:, (fragments=[^,]*, overlap=[^,]*, mix=[^,]*))?(?:, rule=(.*))?\)"
+)
 
 
 def read_rule(shown: str) -> Rule:
@@ -376,10 +451,12 @@ def read_rule(shown: str) -> Rule:
         ConfigError: It is not a preset.
     """
     if local := _SHOWN_LOCAL.fullmatch(shown):
-        steps, kind, options, among = local.groups()
-        return Local(
-            int(steps), Outer(kind, tuple(_read_values(options).items())), rule=read_rule(among) if among else None
-        )
+        steps, kind, options, auto, streamed, among = local.groups()
+        outer, rule = Outer(kind, tuple(_read_values(options).items())), read_rule(among) if among else None
+        if auto:
+            return Local("auto", outer, most=int(steps), rule=rule)
+        given: dict[str, Any] = _read_values(streamed or "")
+        return Local(int(steps), outer, rule=rule, **given)
     match = _SHOWN.fullmatch(shown)
     if match is None:
         raise ConfigError(f"rule {shown!r}: is no preset; name a rule, such as {_FORMS}")

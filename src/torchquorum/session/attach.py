@@ -190,7 +190,7 @@ class Attachment:
             position.restore(link.position, data, self._setup.say)
         self._take_local_state(link, restore=restore)
         if self._setup.logdir is not None:
-            steps = self._setup.optimizer.local
+            steps = [optimizer.local for optimizer in self._setup.optimizers if optimizer.local is not None]
             link.positions.begin(lambda: position.capture(data, local, self._look_at_settings, steps), link.place)
 
     def _look_at_settings(self) -> Any:
@@ -200,12 +200,13 @@ class Attachment:
 
     def _take_local_state(self, link: Link, *, restore: bool) -> None:
         """Under local steps every worker has state of its own, which is in no checkpoint."""
-        steps = self._setup.optimizer.local
-        if steps is not None:
-            steps.attach(link)
-            steps.open_states(self._setup.logdir, self._setup.save.keep)
-            if restore:
-                steps.restore(link.version)
+        for track, optimizer in enumerate(self._setup.optimizers):
+            steps = optimizer.local
+            if steps is not None:
+                steps.attach(link, track)
+                steps.open_states(self._setup.logdir, self._setup.save.keep, of=str(track) if track else "")
+                if restore:
+                    steps.restore(link.place)
 
     def _take_settings(self, link: Link) -> None:
         """Writes the run's settings into the optimizer's groups, or this worker's own, where they were saved with its schedulers."""

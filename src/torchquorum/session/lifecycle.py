@@ -240,7 +240,7 @@ class Lifecycle:
         try:
             if finished and self.signals.asked:
                 self.requests.check()  # if the program has not: the chief ends the run for all
-            if finished and self.link.pipeline:
+            if finished and (self.link.pipeline or self.link.requests.is_open):
                 self.run.pull()
             if finished:
                 self.surviving(self._look_for_writes)

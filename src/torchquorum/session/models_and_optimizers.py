@@ -65,21 +65,29 @@ def read_optimizers(given: Any) -> list[Optimizer]:
     optimizers: list[Optimizer] = [optimizer for _, optimizer in named]
     if len(optimizers) == 1:
         optimizers[0].called = ""
-        return optimizers
+        return _split(optimizers)
     if len({id(optimizer) for optimizer in optimizers}) < len(optimizers):
         raise ConfigError("the same optimizer is given twice: give each once")
     for number, (name, optimizer) in enumerate(named):
         optimizer.called = name or optimizer.options.name or f"opt{number}"
-    local = next((optimizer for optimizer in optimizers if optimizer.rule.local_steps is not None), None)
-    if local is not None:
-        raise ConfigError(
-            f"{local.called}: tq.Local in a session of several optimizers is not there yet; give it another rule, or a session of its own"
-        )
     names = [optimizer.called for optimizer in optimizers]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise ConfigError(f"two optimizers are called {twice[0]!r}: give each a name of its own")
-    return optimizers
+    return _split(optimizers)
+
+
+def _split(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    """Returns what these are to the run: one whose model is pushed in fragments is an optimizer for each."""
+    found: list[Optimizer] = []
+    for optimizer in optimizers:
+        parts = optimizer.split()
+        for part in parts:
+            part.called = optimizer.called if part is optimizer else part.options.name
+        found += parts
+    if len(found) == 1:
+        found[0].called = ""
+    return found
 
 
 def describe_each(

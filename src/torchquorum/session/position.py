@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import base64
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -72,7 +72,7 @@ class Captured:
     """A position as captured at every step, which has to be cheap; `encode` turns it into JSON values when one is needed.
 
     `late` are the schedulers, by name, whose state is captured when the program has asked them; `settings` returns what stands in the
-    optimizer's parameter groups then. `local` is captured then, too, and stays with the worker.
+    optimizer's parameter groups then. What `local` has is captured then, too, and stays with the worker.
     """
 
     data: dict[str, dict[str, Any]]
@@ -84,24 +84,24 @@ class Captured:
     late: Mapping[str, Resumable] = field(default_factory=dict)
     settings: Callable[[], Any] = lambda: None
     late_states: dict[str, Any] = field(default_factory=dict)
-    local: LocalSteps | None = None
+    local: Sequence[LocalSteps] = ()
 
     @property
     def is_late(self) -> bool:
         """Whether there are schedulers, or a worker's own optimizer."""
-        return bool(self.late) or self.local is not None
+        return bool(self.late) or bool(self.local)
 
     def capture_late(self) -> None:
         """Captures the state of the schedulers, and the settings that they have made."""
         states = {name: source.state_dict() for name, source in self.late.items()}
         self.late_states = {"schedulers": states, "settings": self.settings()} if self.late else {}
-        if self.local is not None:
-            self.local.capture()
+        for local in self.local:
+            local.capture()
 
     def save_beside(self, version: int) -> None:
         """Saves what stays with the worker, at the version of this position."""
-        if self.local is not None:
-            self.local.save(version)
+        for local in self.local:
+            local.save(version)
 
     def encode(self) -> dict[str, Any]:
         """Returns the position as JSON values."""
@@ -121,7 +121,7 @@ def capture(
     data: Mapping[str, Resumable],
     buffers: LocalBuffers | None = None,
     settings: Callable[[], Any] = lambda: None,
-    local: LocalSteps | None = None,
+    local: Sequence[LocalSteps] = (),
 ) -> Captured:
     """Captures the position of the data, the generators of torch, Python and NumPy in this process, and the buffers.
 
@@ -129,7 +129,7 @@ def capture(
         data: The sources; schedulers among them are captured later.
         buffers: The model's buffers.
         settings: Returns what stands in the optimizer's parameter groups.
-        local: The worker's local steps, whose state is saved beside.
+        local: The worker's local steps, of each optimizer that has some; their state is saved beside.
     """
     late = {name: source for name, source in data.items() if scheduler_state.is_late(source)}
     return Captured(

@@ -85,6 +85,10 @@ class RunState:
     def loop_begins(self) -> None:
         """The program's loop begins anew: a checkpoint that is wanted is made of this place of the log."""
         self._loop_begun = True
+        optimizers = self._setup.optimizers
+        if len(optimizers) > 1 and any(optimizer.local is not None for optimizer in optimizers):
+            # Local steps of one optimizer may go on where another has just made a version: it is here that a run goes on.
+            self._connection.running.positions.at_loop(self._connection.running.place)
         if self._wants_save:
             self._wants_save = not self._surviving(self._begin_save)
 

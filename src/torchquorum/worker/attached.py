@@ -132,13 +132,33 @@ class AttachedOptimizer:
 
     def push(self, loss: float | LaterLoss | None) -> Step:
         """Pushes the gradients and pulls the variables; a ps task that is lost meanwhile is found again."""
+        if self.observer is not None:
+            self.observer.before_run()
+        return self._surviving(lambda: self._pushed(loss), loss)
+
+    def send(self, loss: float | None) -> None:
+        """Pushes the gradients and does not wait; `receive` takes the answer."""
+        link = self.link
+        link.push(loss, None, allow_nonfinite=self.options.allow_nonfinite, track=self.track, later=True)
+
+    def receive(self, loss: float | None) -> Step:
+        """Takes the answer to what was sent; a ps task that is lost meanwhile is found again."""
+        return self._surviving(self._received, loss)
+
+    def _received(self) -> Step:
+        step = self.last = self.link.receive(self.track)
+        self._nonfinite.follow(step, self.link, self.track)
+        self._keep_unused(step)
+        return step
+
+    def _surviving(self, make: Callable[[], Step], loss: float | LaterLoss | None) -> Step:
+        """Makes a step; a ps task that is lost meanwhile is found again."""
         if self.observer is None:
-            return self._pushed(loss)
-        self.observer.before_run()
+            return make()
         clock = self.link.end.clock
         started = clock.now()
         try:
-            step = self._pushed(loss)
+            step = make()
         except (LostPlaceError, TaskLostError) as error:
             step = self.last = self.observer.recover(error)
             self._keep_unused(step)
@@ -166,8 +186,7 @@ class AttachedOptimizer:
         if residuals is not None and step.accepted is False and not step.stop:
             residuals.undo()
             if self.local is not None and self.flat is not None and step.reason != "not finite":
-                residuals.add_gradients(self.flat)
-                self.local.capture()
+                self.local.keep_refused(residuals)
 
     def _compare(self, own: Settings) -> None:
         """Says once that this worker's settings differ from the run's, when they have in several rounds running."""

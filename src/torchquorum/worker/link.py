@@ -187,13 +187,19 @@ class Link(RunView):
         *,
         allow_nonfinite: bool = False,
         track: int = 0,
+        later: bool = False,
     ) -> Step:
         """Sends the gradients; waits until they count and takes the version that follows (pipelined: the one before).
 
         A loss that a GPU still computes is a function, which is called when the gradients are there. `settings` are those of the program,
         if they count. `allow_nonfinite` pushes gradients with NaN or infinity as if they were whole. `track` is whose optimizer's they are.
+        With `later` nothing is waited for: `receive` takes the answer.
         """
-        return self.member.push(loss, settings, allow_nonfinite=allow_nonfinite, track=track)
+        return self.member.push(loss, settings, allow_nonfinite=allow_nonfinite, track=track, later=later)
+
+    def receive(self, track: int) -> Step:
+        """Takes the answer to what was pushed of an optimizer with `later`."""
+        return self.member.receive(track)
 
     def pull(self, *, averaged: bool = False) -> int:
         """Takes the current version, or the moving averages at it; returns it."""
@@ -231,6 +237,8 @@ class Link(RunView):
             return Step(view.version, self.local_step, accepted, fate.reason, staleness, view.lr[0], self.stopped, name)
         if self.stopped:
             return None  # the run has ended without it
+        if self.joined is not None and self.joined.plan.rules[push.track].overlap:
+            return None  # the worker has gone on meanwhile: what it was is kept, and part of the next
         # The ps tasks know nothing of it: it is pushed again, as the same local step and as computed at its own version.
         self.local_step = push.local_step - 1
         version, view.version = view.version, push.version

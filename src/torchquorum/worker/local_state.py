@@ -12,7 +12,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,17 @@ class LocalState:
         inner: What `state_dict()` of the inner optimizer returns.
         inner_step: How many inner steps had been made.
         residuals: What had been computed and not yet given, by variable.
+        since: How many of the inner steps came after the version that the parameters had been given.
+        own: What the parameters held, by variable, where that was not the version itself.
+        losses: The sum of the losses of these steps.
     """
 
     inner: dict[str, Any]
     inner_step: int
     residuals: Mapping[str, torch.Tensor]
+    since: int = 0
+    own: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    losses: float = 0.0
 
 
 class LocalStates:
@@ -47,16 +53,16 @@ class LocalStates:
 
     Args:
         logdir: The run's folder.
-        worker: The worker's index.
+        name: The worker's.
         keep: How many files are kept.
         say: Prints a line for people.
         clock: Tells the time to object stores.
     """
 
-    def __init__(self, logdir: str, worker: int, keep: int, say: Callable[[str], None], clock: Clock = SYSTEM) -> None:
+    def __init__(self, logdir: str, name: str, keep: int, say: Callable[[str], None], clock: Clock = SYSTEM) -> None:
         self._say, self._keep = say, max(keep, CAPTURED)
         self._captured: dict[int, LocalState] = {}
-        self.folder = self._find_folder(logdir, f"worker-{worker}", clock)
+        self.folder = self._find_folder(logdir, name, clock)
 
     def _find_folder(self, logdir: str, name: str, clock: Clock) -> Path:
         home = locate(logdir, clock)
@@ -72,7 +78,8 @@ class LocalStates:
 
     def capture(self, version: int, state: LocalState) -> None:
         """Keeps the state at a version for a while; it replaces what was written of that version."""
-        self._captured[version] = LocalState(_copied(state.inner), state.inner_step, _copied(dict(state.residuals)))
+        residuals, own = _copied(dict(state.residuals)), _copied(dict(state.own))
+        self._captured[version] = replace(state, inner=_copied(state.inner), residuals=residuals, own=own)
         while len(self._captured) > CAPTURED:
             del self._captured[min(self._captured)]
         if (self.folder / f"{version}{SUFFIX}").exists():
@@ -88,8 +95,10 @@ class LocalStates:
         if state is None:
             return
         tensors: dict[str, torch.Tensor] = {}
-        shape = {"inner": _without_tensors(state.inner, tensors), "inner_step": state.inner_step}
+        shape: dict[str, Any] = {"inner": _without_tensors(state.inner, tensors), "inner_step": state.inner_step}
+        shape |= {"since": state.since, "losses": state.losses}
         tensors |= {f"residual/{name}": values for name, values in state.residuals.items()}
+        tensors |= {f"own/{name}": values for name, values in state.own.items()}
         hidden = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             save_file({k: v.contiguous().clone() for k, v in tensors.items()}, hidden, {"state": json.dumps(shape)})
@@ -120,7 +129,7 @@ class LocalStates:
             if found == version:
                 return state
             self._say(f"goes on at global step {version} with its inner optimizer's state of step {found}")
-            return LocalState(state.inner, state.inner_step, {})
+            return LocalState(state.inner, state.inner_step, {})  # its own values were of another version
         return None
 
 
@@ -128,8 +137,11 @@ def _read(path: Path) -> LocalState:
     with safe_open(path, framework="pt") as file:
         shape = json.loads((file.metadata() or {})["state"])
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (no mapping)
-    residuals = {name.removeprefix("residual/"): v for name, v in tensors.items() if name.startswith("residual/")}
-    return LocalState(_with_tensors(shape["inner"], tensors), int(shape["inner_step"]), residuals)
+    residuals, own = (
+        {n.removeprefix(w): v for n, v in tensors.items() if n.startswith(w)} for w in ("residual/", "own/")
+    )
+    inner, since = _with_tensors(shape["inner"], tensors), int(shape.get("since", 0))
+    return LocalState(inner, int(shape["inner_step"]), residuals, since, own, float(shape.get("losses", 0.0)))
 
 
 def _copied(value: Any) -> Any:

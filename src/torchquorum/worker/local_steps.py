@@ -4,6 +4,10 @@ Owned by `tq.Optimizer` of a `tq.Local` rule, on the worker's thread; it stands 
 program and its optimizer may write to the parameters as they like. With x the version that the parameters were given and y what they
 hold `h` inner steps later, x - y is pushed as the gradient (Douillard et al. 2023, DiLoCo). What always holds: `anchor` is the version
 that the parameters were given last; whatever the worker has changed since is pushed, kept in the residual, or still in the parameters.
+
+What was pushed may be on its way while the worker goes on (`send`, `receive`): when its version comes, the parameters become
+mix * own + (1 - mix) * version, and what this differs from the version by is part of the next push (Douillard et al. 2025, Streaming
+DiLoCo).
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import Any
 import torch
 
 from torchquorum.errors import ConfigError
+from torchquorum.placement.layout import CONSTANT
 from torchquorum.rules import Rule
 from torchquorum.update.optimizers import build, step_without_hooks
 from torchquorum.wire.messages import OptimizerSpec
@@ -22,6 +27,7 @@ from torchquorum.wire.settings import encode
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.link import Link
 from torchquorum.worker.local_state import LocalState, LocalStates
+from torchquorum.worker.residuals import Residuals
 
 
 class LocalSteps:
@@ -30,14 +36,20 @@ class LocalSteps:
     Args:
         inner: The optimizer that makes them.
         h: How many of them are one outer step.
+        mix: How much of its own the worker keeps when a version comes that it went on meanwhile.
 
     Attributes:
         inner_step: How many inner steps this worker has made.
+        on_its_way: Whether what was pushed last has not been answered.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, h: int) -> None:
-        self.inner, self.h = inner, h
+    def __init__(self, inner: torch.optim.Optimizer, h: int, mix: float = 0.0) -> None:
+        self.inner, self.h, self._mix = inner, h, mix
         self.inner_step = self._since = 0
+        self.on_its_way = False
+        self._own: list[
+            torch.Tensor
+        ] = []  # what the parameters held when the version came; empty where that does not count
         self._losses: list[float] = []
         self._link: Link | None = None
         self._track = 0
@@ -52,16 +64,18 @@ class LocalSteps:
         joined = link.joined.tracks[track] if link is not None and link.joined is not None else None
         if joined is None:
             self._flat, self._areas, self._changes, self._states = None, [], [], None
+            self._own, self.on_its_way = [], False
             return
         if joined.flat is not self._flat:
             self._flat = joined.flat
             self._lay_out(joined.flat)
-        joined.watch = self
-        self.note()
+        if joined.watch is not self:  # else it has been told, and its state may have been restored since
+            joined.watch = self
+            self.note()
 
     def _lay_out(self, flat: FlatParameters) -> None:
         """Makes room for the anchor and the changes, laid out as the parameters are."""
-        self._areas, self._changes = [], []
+        self._areas, self._changes, self._own, self.on_its_way = [], [], [], False
         for memory, members in flat.memory():
             change = torch.zeros_like(memory)
             self._areas.append((memory, memory.clone(), change))
@@ -72,49 +86,77 @@ class LocalSteps:
 
     # -- what is kept between runs of the program ---------------------------------------------------------------------
 
-    def open_states(self, logdir: str | None, keep: int) -> None:
-        """The run has a folder: the state of this worker is kept beside its checkpoints."""
+    def open_states(self, logdir: str | None, keep: int, of: str = "") -> None:
+        """The run has a folder: the state of this worker is kept beside its checkpoints; `of` several optimizers, which one it is."""
         link = self._link
         if self._states is None and logdir is not None and link is not None:
-            self._states = LocalStates(logdir, link.end.index, keep, link.say, link.end.clock)
+            name = f"worker-{link.end.index}" + (f"-{of}" if of else "")
+            self._states = LocalStates(logdir, name, keep, link.say, link.end.clock)
 
     def capture(self) -> None:
-        """Nothing has been computed yet from the version that the parameters hold: this worker's state belongs to it."""
+        """Nothing has been computed yet since this place of the run was reached: this worker's state belongs to it.
+
+        Where other optimizers have made versions meanwhile, local steps may have been made of this one: then the parameters belong to it.
+        """
         if self._states is not None and self._link is not None:
             kept = self._link.residuals_of(self._track)
             residuals = kept.by_variable() if kept is not None else {}
-            self._states.capture(self._link.version, LocalState(self.inner.state_dict(), self.inner_step, residuals))
+            own = self._values() if self._since else {}
+            state = LocalState(self.inner.state_dict(), self.inner_step, residuals, self._since, own, sum(self._losses))
+            self._states.capture(self._link.place, state)
 
-    def save(self, version: int) -> None:
-        """Saves this worker's state at a version, if it has been captured."""
+    def _values(self) -> dict[str, torch.Tensor]:
+        assert self._flat is not None
+        named = zip(self._flat.layout.variables, self._flat.parameters, strict=True)
+        return {variable.name: p.detach() for variable, p in named if variable.group != CONSTANT}
+
+    def save(self, place: int) -> None:
+        """Saves this worker's state at a place of the run, if it has been captured."""
         if self._states is not None:
-            self._states.write(version)
+            self._states.write(place)
 
-    def restore(self, version: int) -> None:
-        """The run goes on at a version: so does this worker's state, where it was saved; else it begins anew, and that is said."""
+    def restore(self, place: int) -> None:
+        """The run goes on at a place: so does this worker's state, where it was saved; else it begins anew, and that is said."""
         if self._states is None or self._link is None:
             return
         self._states.forget()
-        found = self._states.read(version) if version > 0 else None
-        if found is None and version > 0:
+        with torch.no_grad():
+            for memory, anchor, _ in self._areas:
+                memory.copy_(anchor)  # what was worked on before the run went back does not count
+        self._since, self._losses = 0, []
+        found = self._states.read(place) if place > 0 else None
+        if found is None and place > 0:
             self._link.say(
-                f"no inner optimizer's state of step {version} or before is in {self._states.folder}: it begins empty"
+                f"no inner optimizer's state of step {place} or before is in {self._states.folder}: it begins empty"
             )
         if found is not None:
             self.inner.load_state_dict(found.inner)
             self.inner_step = found.inner_step
+            with torch.no_grad():
+                for name, value in self._values().items() if found.since else ():
+                    if name in found.own:
+                        value.copy_(found.own[name])
+            self._since, self._losses = found.since, [found.losses] if found.since else []
         if (kept := self._link.residuals_of(self._track)) is not None:
             kept.load(found.residuals if found is not None else {})
 
     # -- in the place of the watch for writes -------------------------------------------------------------------------
 
     def note(self) -> None:
-        """The parameters hold a version."""
-        self._since = 0
+        """The parameters hold a version; what was worked on while it was on its way is mixed in."""
+        self._since = 1 if self._own else 0
         self._losses = []
         with torch.no_grad():
             for memory, anchor, _ in self._areas:
                 anchor.copy_(memory)
+            for (memory, _, _), own in zip(self._areas, self._own, strict=False):
+                memory.lerp_(own, self._mix)
+        self._own, self.on_its_way = [], False
+
+    def before_take(self) -> None:
+        """A version is waited for, which may be written into the parameters while it comes: what they hold is kept."""
+        if self.on_its_way and self._mix and not self._own:
+            self._own = [memory.clone() for memory, _, _ in self._areas]
 
     def look(self) -> None:
         """A push begins: the program may write to the parameters, which is a local step of its own."""
@@ -135,12 +177,15 @@ class LocalSteps:
     def step(self, closure: Callable[[], Any] | None, loss: float | None) -> Any:
         """Makes an inner step; returns what the closure returned."""
         found = step_without_hooks(self.inner, *([closure] if closure is not None else []))
+        self.count(found if closure is not None else loss)
+        return found
+
+    def count(self, loss: Any) -> None:
+        """An inner step has been made."""
         self.inner_step += 1
         self._since += 1
-        value = found if closure is not None else loss
-        if value is not None:
-            self._losses.append(float(value))
-        return found
+        if loss is not None:
+            self._losses.append(float(loss))
 
     @property
     def is_due(self) -> bool:
@@ -157,6 +202,27 @@ class LocalSteps:
         with self._as_gradients():
             return push()
 
+    def send(self, send: Callable[[], Any]) -> Any:
+        """Calls what sends the gradients and does not wait, with the changes in their place."""
+        with self._as_gradients():
+            self.on_its_way = True
+            return send()
+
+    def receive(self, receive: Callable[[], Any]) -> Any:
+        """Calls what takes the answer to what was sent, with what that was in the place of the gradients."""
+        with self._in_place():
+            return receive()
+
+    def keep_refused(self, residuals: Residuals) -> None:
+        """What was pushed, and stands in the place of the gradients, is not used: it is part of the next push.
+
+        As much of it as was mixed into the parameters is so already.
+        """
+        assert self._flat is not None
+        share = 1.0 - self._mix if self._since else 1.0
+        residuals.add_gradients(self._flat, share)
+        self.capture()
+
     @contextmanager
     def _as_gradients(self) -> Iterator[None]:
         """Inside this block the parameters' gradients are what has been changed, with the opposite sign."""
@@ -165,6 +231,11 @@ class LocalSteps:
         with torch.no_grad():
             for memory, anchor, change in self._areas:
                 torch.sub(anchor, memory, out=change)
+        with self._in_place():
+            yield
+
+    @contextmanager
+    def _in_place(self) -> Iterator[None]:
         gradients = [parameter.grad for parameter, _ in self._changes]
         for parameter, change in self._changes:
             parameter.grad = change

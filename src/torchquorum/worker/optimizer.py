@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torchquorum.wire.settings import RATE, Settings
 from torchquorum.worker.accumulation import check_accumulation
 from torchquorum.worker.attached import AttachedOptimizer, StepObserver
 from torchquorum.worker.flat import FlatParameters, is_in_a_session
+from torchquorum.worker.fragments import Fragments, cut
 from torchquorum.worker.link import Link
 from torchquorum.worker.loaded_state import LoadedState, begun_state
 from torchquorum.worker.local_steps import LocalSteps, outer_spec
@@ -52,7 +54,7 @@ class Optimizer(torch.optim.Optimizer):
         slice_bytes: A variable of more bytes is sliced over all ps tasks.
         average: Moving averages of the variables, see `tq.ExponentialMovingAverage`; evaluate with `session.averaged()`.
         compress: Sends gradients in fewer bytes and keeps what that loses for the next one: `int8`, `int4`, `bfloat16`, `topk:64/4096`,
-            `topk:64/4096+2bit`; see docs/rules.md.
+            `topk:64/4096+2bit`; see docs/slow-networks.md.
         after_update: What is done to the variables after every update, where that is made: `tq.Clamp`, `tq.MaxNorm`, `tq.UnitNorm`.
         allow_nonfinite: Apply gradients with NaN or infinity, as plain PyTorch does; by default they are refused.
         name: What it is called in a session of several, in reports and messages; opt0, opt1 and so on by default.
@@ -95,11 +97,13 @@ class Optimizer(torch.optim.Optimizer):
         self._local: LocalSteps | None = None
         if self.rule.local_steps:
             outer_spec(self.rule, 1)
-            self._local = LocalSteps(optimizer, self.rule.local_steps)
+            self._local = LocalSteps(optimizer, self.rule.local_steps, self.rule.mix)
         else:
             name_of(type(optimizer))
             check_groups(optimizer)
         self.called = ""
+        self._fragments: Fragments | None = None
+        self._whole: Optimizer | None = None
         self._attached: AttachedOptimizer | None = None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the optimizer that is wrapped has said it
@@ -195,6 +199,8 @@ class Optimizer(torch.optim.Optimizer):
             ConfigError: There was none yet.
         """
         last = self._attached.last if self._attached is not None else self._last
+        if self._fragments is not None:
+            last = self._fragments.last or last
         if last is None:
             raise ConfigError("optimizer.last: no step has been made yet")
         return last
@@ -266,6 +272,8 @@ class Optimizer(torch.optim.Optimizer):
             self._spec = self._begins = None
             if self._attached is not None:
                 self._last, self._attached = self._attached.last, None
+            if self._whole is not None:
+                self._whole._last, self._whole._attached = self._whole.last, None
             if self._local is not None:
                 self._local.attach(None)
             return
@@ -275,6 +283,30 @@ class Optimizer(torch.optim.Optimizer):
                 self.inner, self.options, self._local, self._program, link, observer, track, self.called, self._last
             )
         self._attached.follow(link)
+        if self._whole is not None:
+            self._whole._attached = self._attached
+
+    def split(self) -> list[Optimizer]:
+        """Returns what the run has of it: itself, or an optimizer for each fragment of the model."""
+        rule = self.rule
+        if rule.fragments == 1 and not rule.overlap:
+            return [self]
+        if self._fragments is None:
+            parameters = [p for group in self.param_groups for p in group["params"]]
+            parts = [Optimizer(torch.optim.SGD(own, lr=0.0), rule) for own in cut(parameters, rule.fragments)]
+            for k, part in enumerate(parts):
+                name = f"fragment{k}"
+                part.options = replace(self.options, name=f"{self.called}-{name}" if self.called else name)
+            parts[0]._whole = self
+            parts[0]._local = LocalSteps(self.inner, rule.local_steps or 1, rule.mix)
+            self._fragments = Fragments(self.inner, parts, rule)
+        self._fragments.begin()
+        return self._fragments.parts
+
+    @property
+    def attached(self) -> AttachedOptimizer | None:
+        """Returns what it does in the session that runs."""
+        return self._attached
 
     def begun_state(self) -> LoadedState | None:
         """Returns the state that a run begins with, if steps were made or a state was loaded before the session."""
@@ -330,6 +362,8 @@ class Optimizer(torch.optim.Optimizer):
 
     def _step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
         attached = self._ready()
+        if self._fragments is not None:
+            return self._fragments.step(closure, float(loss) if loss is not None else None)
         if self._local is not None:
             return attached.local_step(self._local, closure, loss)
         found = None

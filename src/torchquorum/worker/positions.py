@@ -52,7 +52,7 @@ class Positions:
         self.send_buffers: Callable[[int, CapturedBuffers], None] = lambda _version, _buffers: None
         self._capture: Callable[[], CapturedPosition] | None = None
         self._kept: dict[int, CapturedPosition] = {}
-        self._holds, self._sent_early = -1, -1
+        self._holds, self._sent_early, self._at_loop = -1, -1, -1
 
     def begin(self, capture: Callable[[], CapturedPosition], version: int) -> None:
         """From now on captures the position at every new version; now for the first time."""
@@ -69,6 +69,12 @@ class Positions:
         """Captures the position at the current version once more: the program has gone on in its data without a push."""
         if self._capture is not None and self._kept:
             self._kept[version], self._holds = self._capture(), version
+
+    def at_loop(self, version: int) -> None:
+        """The program's loop begins anew, for the first time at this version if it is new."""
+        if version != self._at_loop:
+            self._at_loop = version
+            self.renew(version)
 
     def before_push(self) -> None:
         """The program has done what it does between two steps: what was left open is captured, and sent if it is wanted."""

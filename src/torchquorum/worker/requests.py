@@ -101,25 +101,36 @@ class Requests:
         """Returns the number of the request whose answers are being waited for now, if there is one."""
         return self.number if self._taking else None
 
-    def begin(self, number: int, messages: list[tuple[m.Message, Sequence[Any]]], tracks: Sequence[int] = (0,)) -> None:
-        """Opens a request: one message under this number, with its frames, to each ps task, about the variables of these tracks."""
+    def begin(
+        self,
+        number: int,
+        messages: list[tuple[m.Message, Sequence[Any]]],
+        tracks: Sequence[int] = (0,),
+        *,
+        wait: bool = True,
+    ) -> None:
+        """Opens a request: one message under this number, with its frames, to each ps task, about the variables of these tracks.
+
+        Waits until it has left; without `wait` the rest leaves while messages are looked for.
+        """
         self._states.set(LinkState.AWAITING)
         self._tracks = frozenset(tracks)
         self.number, self.open, self.waiting_for = number, messages, ""
         for early in self._early:
             early.clear()
         self.channels.send_inbox()
-        self._send_open()
+        self._send_open(wait=wait)
 
     def settle(self) -> None:
         """The answers to the open request have been taken."""
         self._states.set(LinkState.IDLE)
         self.open, self.waiting_for = [], ""
 
-    def _send_open(self) -> None:
+    def _send_open(self, *, wait: bool = True) -> None:
         for k, (message, frames) in enumerate(self.open):
             self.channels.post(k, message, frames)
-        self._let_leave()
+        if wait:
+            self._let_leave()
 
     def _let_leave(self) -> None:
         """Waits until all of the open request has left, to every ps task; as long as bytes leave, however slowly."""

@@ -93,14 +93,14 @@ class Residuals:
             for residual in self._all():
                 residual.undo()
 
-    def add_gradients(self, flat: FlatParameters) -> None:
-        """What stands in the parameters' gradients will not be pushed now: it is kept."""
+    def add_gradients(self, flat: FlatParameters, share: float = 1.0) -> None:
+        """What stands in the parameters' gradients, or a share of it, will not be pushed now: it is kept."""
         with torch.no_grad():
             for region, residuals in zip(self._layout.trained, self._shards, strict=True):
                 sections = section_views(region, torch.zeros(region.size_bytes, dtype=torch.uint8))
                 Pusher(flat, region, sections)()
                 for residual, values in zip(residuals, sections, strict=True):
-                    residual.kept.add_(values)
+                    residual.kept.add_(values, alpha=share)
 
     def _all(self) -> Iterable[_SectionResidual]:
         return (residual for shard in self._shards for residual in shard)

@@ -111,9 +111,14 @@ class RunMember:
         *,
         allow_nonfinite: bool = False,
         track: int = 0,
+        later: bool = False,
     ) -> Step:
         """Sends the gradients of one optimizer's parameters, see `TrackMember.push`."""
-        return self.tracks[track].push(loss, settings, allow_nonfinite=allow_nonfinite)
+        return self.tracks[track].push(loss, settings, allow_nonfinite=allow_nonfinite, later=later)
+
+    def receive(self, track: int) -> Step:
+        """Takes the answer to what was pushed of an optimizer with `later`."""
+        return self.tracks[track].receive()
 
     # -- variables ----------------------------------------------------------------------------------------------------
 
@@ -160,6 +165,8 @@ class RunMember:
         state = isinstance(first_message, m.Pull) and first_message.state
         # These come with the answer to a join, also where that is of a version that is gone by now.
         restored, kept = None, list[tuple[int, int]]()
+        for track in self.tracks:
+            track.watch.before_take()
         while True:
             # A request is open: every ps task answers with its part of a version of each track, which is loaded at once.
             answers = requests.answers(limit_s)

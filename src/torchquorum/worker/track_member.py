@@ -140,7 +140,12 @@ class TrackMember:
     # -- gradients ----------------------------------------------------------------------------------------------------
 
     def push(
-        self, loss: float | LaterLoss | None, settings: Settings | None = None, *, allow_nonfinite: bool = False
+        self,
+        loss: float | LaterLoss | None,
+        settings: Settings | None = None,
+        *,
+        allow_nonfinite: bool = False,
+        later: bool = False,
     ) -> Step:
         """Sends the gradients; waits until they count and takes the version that follows (pipelined: the one before).
 
@@ -148,6 +153,7 @@ class TrackMember:
             loss: The loss, or what returns it when the gradients are there.
             settings: Those of the program, if they count; they go with the gradient where they differ from the run's.
             allow_nonfinite: Whether gradients with NaN or infinity are pushed as if they were whole.
+            later: Whether the answer is taken by `receive`, and nothing is waited for now.
         """
         view, exchange = self.view, self.exchange
         self._channels.end.check_process()
@@ -194,13 +200,25 @@ class TrackMember:
         # By message, under the same numbers: what the fast path may have begun cannot count twice.
         push = m.Push(*self._who, number, self._run.local_step, computed_at, -1, [], loss, finite, norm=norm)
         push.track, push.sample = self.index, sample
-        self._send_push(push, absent, rows, settings if change else [])
-        if self.plan.rule.pipeline:
+        self._send_push(push, absent, rows, settings if change else [], wait=not later)
+        if self.plan.rule.pipeline or later:
             return self._step(previous, before)
         return self._step(self._member.take(self._round_s), computed_at)
 
+    def receive(self) -> Step:
+        """Waits for the answer to what was pushed `later`, and takes the version that it brings."""
+        self._member.finish_request()
+        previous, self.previous = self.previous, None
+        return self._step(previous, self._pushed_at)
+
     def _send_push(
-        self, push: m.Push, absent: list[list[int]], rows: PushedRows | None, settings: Settings | None
+        self,
+        push: m.Push,
+        absent: list[list[int]],
+        rows: PushedRows | None,
+        settings: Settings | None,
+        *,
+        wait: bool = True,
     ) -> None:
         """Sends each shard its part of a gradient, which is otherwise described as in `push`."""
         messages = []
@@ -214,7 +232,7 @@ class TrackMember:
             if rows is not None:
                 message.rows, frames = rows[k][0], [*frames, *([pack_parts(rows[k][1])] if rows[k][0] else [])]
             messages.append((message, frames))
-        self._requests.begin(push.request, messages, [self.index])
+        self._requests.begin(push.request, messages, [self.index], wait=wait)
 
     def _push_fast(
         self,

@@ -58,6 +58,10 @@ class Watch(Protocol):
         """Another version is about to come, which no step has asked for."""
         ...
 
+    def before_take(self) -> None:
+        """The answer to a request is about to come into the parameters."""
+        ...
+
 
 class _Area(Protocol):
     """Memory in which some parameters lie one after the other."""
@@ -203,6 +207,9 @@ class WriteWatch:
 
     def before_pull(self) -> None:
         """Another version is about to come: what the program has written was looked for at the last step."""
+
+    def before_take(self) -> None:
+        """The answer to a request is about to come: nothing of the program's is in the parameters then."""
 
     def confirm(self) -> None:
         """The GPU has been waited for since `look`.

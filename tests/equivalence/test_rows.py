@@ -14,11 +14,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 import torchquorum as tq
+import torchquorum.wire.messages as m
 from tests.harness import PATIENCE, Cluster
 from torchquorum.cli.tables import tables
 from torchquorum.errors import ConfigError, GraphError
 from torchquorum.formats.checkpoint_write import export
 from torchquorum.session.join import Task
+from torchquorum.worker.ps_channels import PsChannels
 
 STEPS = 10
 ONE_AT_A_TIME = threading.Lock()
@@ -94,6 +96,30 @@ def on_ps(
         return [p.detach() for p in model.parameters()]
 
     return cluster.run(*[work] * workers)[0]
+
+
+@pytest.mark.parametrize("pool_bytes", [4096, 8192])
+def test_rows_that_do_not_fit_into_shared_memory_travel(pool_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchquorum.worker.row_exchange.POOL_BYTES", pool_bytes)
+    for mine, other in zip(on_ps("Adagrad", ps=2), plain("Adagrad"), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_on_one_host_no_row_travels(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = list[int]()
+
+    def post(self: PsChannels, k: int, message: Any, frames: Any = ()) -> None:
+        if isinstance(message, m.PullRows | m.Push):
+            sizes.append(sum(map(len, frames)))
+        send(self, k, message, frames)
+
+    send = PsChannels.post
+    monkeypatch.setattr(PsChannels, "post", post)
+    on_ps("Adagrad", ps=2, workers=2)
+    assert len(sizes) > 2 * STEPS and not any(sizes)
+    sizes.clear()
+    on_ps("Adagrad", transport="tcp")
+    assert any(sizes)
 
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])

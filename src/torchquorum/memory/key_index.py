@@ -23,9 +23,14 @@ PLACES = 8
 SEGMENT_BITS = 6
 SEGMENTS = 1 << SEGMENT_BITS
 FULL, GROWTH = 0.7, 1.5
-LEAST_BUCKETS = 4
+WORN = 0.5  # as many removals as half of its places, and a segment is put in order
+LEAST_BUCKETS = 32
 RESERVED_KEY = -(1 << 63)  # stands for an empty place
 _EMPTY = np.int64(RESERVED_KEY)
+_PLACE = np.arange(PLACES)
+# Of every set of empty places of a bucket, as bits: its members in order, and how many there are.
+_NTH = np.argsort((np.arange(1 << PLACES)[:, None] >> _PLACE & 1) == 0, axis=1, kind="stable")
+_NUMBER = (np.arange(1 << PLACES)[:, None] >> _PLACE & 1).sum(1)
 
 
 def mix(keys: Keys, salt: int = 0) -> npt.NDArray[np.uint64]:
@@ -47,14 +52,16 @@ class KeyIndex:
     """
 
     def __init__(self, most: int | None = None) -> None:
-        room = None if most is None else int(most / FULL * GROWTH * 4) + 4 * SEGMENTS * LEAST_BUCKETS * PLACES
+        room = None if most is None else int(most / FULL * GROWTH * 4) + 8 * SEGMENTS * LEAST_BUCKETS * PLACES
         self._keys = Growing(np.int64, room)  # as key ^ RESERVED_KEY, so that fresh memory is empty
         self._positions = Growing(np.int32, room)
         self._overflowed = Growing(np.bool_, None if room is None else room // PLACES)
-        self._first = np.arange(SEGMENTS, dtype=np.int64) * LEAST_BUCKETS
-        self._buckets = np.full(SEGMENTS, LEAST_BUCKETS, dtype=np.int64)
+        # Of different sizes from the beginning: so they do not all grow at once.
+        self._buckets = (LEAST_BUCKETS * GROWTH ** (np.arange(SEGMENTS) / SEGMENTS)).astype(np.int64)
+        self._first = np.cumsum(self._buckets) - self._buckets
         self._taken = np.zeros(SEGMENTS, dtype=np.int64)
-        self._end = SEGMENTS * LEAST_BUCKETS
+        self._removed = np.zeros(SEGMENTS, dtype=np.int64)  # since the marks of a segment were made
+        self._end = int(self._buckets.sum())
         whole = len(self._keys.array) // PLACES
         self._by_bucket = self._keys.array[: whole * PLACES].reshape(whole, PLACES)
         self._lines = torch.from_numpy(self._by_bucket)
@@ -77,8 +84,10 @@ class KeyIndex:
             return at
         found = np.full(len(keys), -1, dtype=np.int64)
         found[which] = at
-        # Those whose bucket has overflowed may be in the next one.
-        while len(open_):
+        # Those whose bucket has overflowed may be in the next one; where all of a segment have, once round is enough.
+        for _ in range(int(self._buckets.max())):
+            if not len(open_):
+                break
             buckets[open_] = self._next(segments[open_], buckets[open_])
             which, place, missing = self._look(stored[open_], buckets[open_])
             found[open_[which]] = self._positions.array[place]
@@ -89,9 +98,14 @@ class KeyIndex:
         """Adds keys that are not there yet, each once."""
         if not len(keys):
             return
-        segments = (mix(keys) & np.uint64(SEGMENTS - 1)).astype(np.int64)
-        self._grow(np.bincount(segments, minlength=SEGMENTS))
-        self._put(keys ^ _EMPTY, positions.astype(np.int32), *self._begin(keys))
+        hashed = mix(keys)
+        segments = (hashed & np.uint64(SEGMENTS - 1)).astype(np.int64)
+        stored, places = keys ^ _EMPTY, positions.astype(np.int32)
+        moved = self._grow(np.bincount(segments, minlength=SEGMENTS))
+        if moved is not None:
+            stored, places = np.concatenate([moved[0], stored]), np.concatenate([moved[1], places])
+            hashed = np.concatenate([mix(moved[0] ^ _EMPTY), hashed])
+        self._put(stored, places, *self._buckets_of(hashed))
 
     def remove(self, keys: Keys) -> None:
         """Removes keys that are there."""
@@ -103,13 +117,17 @@ class KeyIndex:
             self._keys.array[place] = 0
             open_ = open_[missing]
             buckets[open_] = self._next(segments[open_], buckets[open_])
-        self._taken -= np.bincount(segments, minlength=SEGMENTS)
+        gone = np.bincount(segments, minlength=SEGMENTS)
+        self._taken -= gone
+        self._removed += gone
 
     # -- buckets ------------------------------------------------------------------------------------------------------
 
     def _begin(self, keys: Keys) -> tuple[Positions, Positions]:
         """Returns each key's segment and the bucket where its chain begins."""
-        hashed = mix(keys)
+        return self._buckets_of(mix(keys))
+
+    def _buckets_of(self, hashed: npt.NDArray[np.uint64]) -> tuple[Positions, Positions]:
         segments = (hashed & np.uint64(SEGMENTS - 1)).astype(np.int64)
         share = (hashed >> np.uint64(32)).astype(np.int64)
         return segments, self._first[segments] + ((share * self._buckets[segments]) >> 32)
@@ -135,40 +153,58 @@ class KeyIndex:
         self._taken += np.bincount(segments, minlength=SEGMENTS)
         while len(stored):
             # Of those that want the same bucket, the first ones get its empty places; the bucket sends the others on.
-            order = np.argsort(buckets, kind="stable")
+            order = _order(buckets)
             stored, positions, segments, buckets = stored[order], positions[order], segments[order], buckets[order]
-            begins = np.flatnonzero(np.diff(buckets, prepend=-1))
+            begins = np.flatnonzero(np.concatenate([[True], buckets[1:] != buckets[:-1]]))
             counts = np.diff(begins, append=len(buckets))
             rank = np.arange(len(buckets)) - np.repeat(begins, counts)
-            empty = self._by_bucket[buckets[begins]] == 0
-            fits = rank < np.repeat(empty.sum(1), counts)
-            nth = np.argsort(~empty, axis=1, kind="stable")  # the empty places first
-            group = np.repeat(np.arange(len(begins)), counts)
-            place = (buckets[fits] << 3) + nth[group[fits], rank[fits]]
+            lines = self._lines.index_select(0, torch.from_numpy(buckets[begins])).numpy()
+            empty = np.repeat(np.packbits(lines == 0, axis=1, bitorder="little")[:, 0], counts)
+            fits = rank < _NUMBER[empty]
+            place = (buckets[fits] << 3) + _NTH[empty[fits], rank[fits]]
             self._keys.array[place] = stored[fits]
             self._positions.array[place] = positions[fits]
-            left = ~fits
+            left = np.flatnonzero(~fits)
             stored, positions, segments, buckets = stored[left], positions[left], segments[left], buckets[left]
             self._overflowed.array[buckets] = True
             buckets = self._next(segments, buckets)
 
-    def _grow(self, more: npt.NDArray[Any]) -> None:
-        """Gives each segment that would become too full larger room, at the end; the memory of its old room is given back."""
-        need = self._taken + more
-        for segment in np.flatnonzero(need > self._buckets * (PLACES * FULL)):
+    def _grow(self, more: npt.NDArray[Any]) -> tuple[Keys, npt.NDArray[np.int32]] | None:
+        """Gives each segment that would become too full larger room, at the end; the memory of its old room is given back.
+
+        A segment whose keys have come and gone is emptied: without that, all its buckets would be marked in time, and no search would end.
+
+        Returns:
+            The keys of those segments, as they are stored, with their positions: they are to be put again.
+        """
+        need, found = self._taken + more, list[tuple[Keys, npt.NDArray[np.int32]]]()
+        full, worn = need > self._buckets * (PLACES * FULL), self._removed > self._buckets * (PLACES * WORN)
+        for segment in np.flatnonzero(full | worn):
             first, buckets = int(self._first[segment]), int(self._buckets[segment])
             old = slice(first * PLACES, (first + buckets) * PLACES)
             stored, positions = self._keys.array[old], self._positions.array[old]
-            there = stored != 0
-            stored, positions = stored[there], positions[there]
-            room = max(int(buckets * GROWTH), int(need[segment] / (PLACES * FULL)) + 1)
+            there = np.flatnonzero(stored)
+            found.append((stored[there], positions[there]))
+            room = max(int(buckets * GROWTH), int(need[segment] / (PLACES * FULL)) + 1) if full[segment] else 0
             if (self._end + room) * PLACES > len(self._keys.array):
                 raise MemoryError(f"an index of {len(self)} keys has no room for {int(more.sum())} more")
             self._keys.forget(old.start, old.stop)
             self._positions.forget(old.start, old.stop)
             self._overflowed.forget(first, first + buckets)
-            self._first[segment], self._buckets[segment] = self._end, room
-            self._end += room
-            self._taken[segment] -= len(stored)
-            if len(stored):
-                self._put(stored, positions, *self._begin(stored ^ _EMPTY))
+            if room:
+                self._first[segment], self._buckets[segment] = self._end, room
+                self._end += room
+            self._taken[segment] -= len(there)
+            self._removed[segment] = 0
+        if not found:
+            return None
+        return np.concatenate([stored for stored, _ in found]), np.concatenate([positions for _, positions in found])
+
+
+def _order(buckets: Positions) -> Positions:
+    """Returns an order of buckets that does not fall, those of one bucket as they came: a sort of whole numbers, which is the fastest."""
+    count = len(buckets)
+    bits = max(1, (count - 1).bit_length())
+    packed = (buckets << bits) | np.arange(count)
+    packed.sort()
+    return packed & ((1 << bits) - 1)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from torchquorum.memory.shared_pool import PoolOfOther, rows_behind
 from torchquorum.server.reply import Reply
 from torchquorum.server.shard_tables import ShardTables
 from torchquorum.wire.channel import Peer
@@ -31,12 +32,13 @@ class RowRequest:
     asked: PullRows
     keys: Frame
     tables: ShardTables
-    answer: tuple[Rows, Frame] | None = None
+    room: torch.Tensor | None = None  # in the worker's memory, where it wants the rows
+    answer: tuple[Rows, list[Frame]] | None = None
     evicted: int = 0  # rows of the table, when it was answered
 
     def reply(self) -> list[Reply]:
         """Returns the answer, if there is one."""
-        return [Reply(self.peer, self.answer[0], [self.answer[1]])] if self.answer is not None else []
+        return [Reply(self.peer, self.answer[0], self.answer[1])] if self.answer is not None else []
 
     def is_of(self, incarnation: int, request: int) -> bool:
         """Whether it is this request."""
@@ -64,15 +66,34 @@ class RowRequests:
     def __init__(self) -> None:
         self._of: dict[int, OfWorker] = {}
 
-    def ask(self, peer: Peer, asked: PullRows, keys: Frame, tables: ShardTables) -> list[Reply]:
-        """Keeps a request; returns its answer if it has been answered before."""
+    def ask(
+        self, peer: Peer, asked: PullRows, keys: Frame, tables: ShardTables, memory: PoolOfOther | None = None
+    ) -> list[Reply]:
+        """Keeps a request; returns its answer if it has been answered before.
+
+        Args:
+            peer: Whose it is.
+            asked: The request.
+            keys: Its keys, unless they are in the worker's memory.
+            tables: The tables that it is about.
+            memory: The worker's memory for rows.
+
+        Raises:
+            ValueError: There is no such table, or it has no such keys.
+        """
         own = self._of.setdefault(asked.worker, OfWorker())
         known = next((each for each in own.every() if each.is_of(asked.incarnation, asked.request)), None)
         if known is not None:
             known.peer = peer
             return known.reply()
-        tables.check(asked.table, keys)
-        request = RowRequest(peer, asked, bytes(keys), tables)
+        room = None
+        if asked.at >= 0:
+            if memory is None:
+                raise ValueError(f"worker {asked.worker} has no memory for rows here")
+            keys = tensor_frame(memory.bytes(asked.at, 8 * asked.count))
+            room = memory.bytes(*rows_behind(asked.at, asked.count, tables.row_bytes(asked.table)))
+        tables.check(asked.table, keys := bytes(keys))
+        request = RowRequest(peer, asked, keys, tables, room)
         if asked.ahead:
             own.ahead.setdefault((asked.track, asked.table), deque(maxlen=AHEAD)).append(request)
         else:
@@ -90,19 +111,20 @@ class RowRequests:
         if asked.since >= 0:
             known.answer = self._changed(known, own, version)
         else:
-            rows = known.tables.gather(asked.table, known.keys)
-            known.answer = Rows(entry.request, version), tensor_frame(rows.reshape(-1).view(torch.uint8))
+            rows = known.tables.gather(asked.table, known.keys, known.room)
+            frames: list[Frame] = [] if known.room is not None else [tensor_frame(rows.reshape(-1).view(torch.uint8))]
+            known.answer = Rows(entry.request, version), frames
         return known.reply()
 
-    def _changed(self, known: RowRequest, own: OfWorker, version: int) -> tuple[Rows, Frame]:
+    def _changed(self, known: RowRequest, own: OfWorker, version: int) -> tuple[Rows, list[Frame]]:
         """Returns what has changed of the rows that a request ahead of time was answered with."""
         asked = known.asked
         of_table = own.ahead.get((asked.track, asked.table), ())
         before = next((each for each in of_table if each.is_of(asked.incarnation, asked.since)), None)
         if before is None or before.answer is None:
-            return Rows(asked.request, -1), b""
+            return Rows(asked.request, -1), [b""]
         places, rows = known.tables.changed(asked.table, before.keys, before.answer[0].version, before.evicted)
-        return Rows(asked.request, version, len(places)), pack_parts([torch.from_numpy(places), rows])
+        return Rows(asked.request, version, len(places)), [pack_parts([torch.from_numpy(places), rows])]
 
 
 @dataclass(slots=True)

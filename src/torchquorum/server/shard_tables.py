@@ -24,7 +24,7 @@ from torchquorum.update.table import RowMoment, TablePart, mean_rows
 from torchquorum.update.table_keys import shard_of
 from torchquorum.update.table_snapshot import TableSnapshot
 from torchquorum.wire.codec import Frame
-from torchquorum.wire.frames import cut_parts, frame_tensor
+from torchquorum.wire.frames import cut_parts, frame_tensor, parts_bytes
 from torchquorum.wire.messages import RowPart
 from torchquorum.wire.plan import Plan, TableSpec
 from torchquorum.wire.settings import Settings, decode
@@ -32,7 +32,10 @@ from torchquorum.wire.settings import Settings, decode
 
 @dataclass(slots=True)
 class RowGradient:
-    """What a gradient says of one table's rows on this shard; in the receive buffer of its connection while `borrowed`."""
+    """What a gradient says of one table's rows on this shard.
+
+    While `borrowed` it lies in the receive buffer of its connection, or in its worker's memory.
+    """
 
     keys: Keys
     rows: torch.Tensor
@@ -89,12 +92,7 @@ class ShardTables:
         if len(frames) != bool(parts):
             raise ValueError(f"{len(frames)} frames for {len(parts)} parts of tables")
         found: dict[int, RowGradient] = {}
-        sizes = list[int]()
-        for part in parts:
-            if not 0 <= part.table < len(self.tables) or part.count < 0:
-                raise ValueError(f"rows of table {part.table}, which is not there")
-            sizes += [part.count * 8, _row_bytes(self.tables[part.table].spec, part.count)]
-        pieces = cut_parts(frames[0], sizes) if parts else []
+        pieces = cut_parts(frames[0], self._sizes(parts)) if parts else []
         for part, own, rows in zip(parts, pieces[::2], pieces[1::2], strict=True):
             table, keys = self.tables[part.table], own.view(torch.int64).numpy()
             if part.table in found or bool((keys[1:] <= keys[:-1]).any()):
@@ -103,8 +101,25 @@ class ShardTables:
             found[part.table] = RowGradient(keys, _rows(table.spec, rows, part.count))
         self._pending[key] = found
 
+    def _sizes(self, parts: Sequence[RowPart]) -> list[int]:
+        """Returns of how many bytes the keys and the rows of each part are.
+
+        Raises:
+            ValueError: There is no such table.
+        """
+        sizes = list[int]()
+        for part in parts:
+            if not 0 <= part.table < len(self.tables) or part.count < 0:
+                raise ValueError(f"rows of table {part.table}, which is not there")
+            sizes += [part.count * 8, _row_bytes(self.tables[part.table].spec, part.count)]
+        return sizes
+
+    def size_bytes(self, parts: Sequence[RowPart]) -> int:
+        """Returns how large a frame with these parts is."""
+        return parts_bytes(self._sizes(parts))
+
     def copy_borrowed(self, worker: int) -> None:
-        """A worker goes on while its gradient still waits: what lies in a receive buffer is copied."""
+        """A worker goes on while its gradient still waits: what lies in a receive buffer, or in its memory, is copied."""
         for key, parts in self._pending.items():
             if key.worker == worker:
                 for part in parts.values():
@@ -226,9 +241,20 @@ class ShardTables:
         """Returns what of some rows has changed since a version at which so many had gone: their places among the keys, and the rows."""
         return self.tables[table].changed(read_keys(frame, len(frame) // 8), version, evicted)
 
-    def gather(self, table: int, frame: Frame) -> torch.Tensor:
-        """Returns rows as they are now."""
-        return self.tables[table].gather(read_keys(frame, len(frame) // 8))
+    def gather(self, table: int, frame: Frame, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns rows as they are now, in memory for so many, if that is given."""
+        spec, count = self.tables[table].spec, len(frame) // 8
+        return self.tables[table].gather(read_keys(frame, count), _rows(spec, out, count) if out is not None else None)
+
+    def row_bytes(self, table: int) -> int:
+        """Returns how large a row is.
+
+        Raises:
+            ValueError: There is no such table.
+        """
+        if not 0 <= table < len(self.tables):
+            raise ValueError(f"rows of table {table}, which is not there")
+        return _row_bytes(self.tables[table].spec, 1)
 
 
 def with_rows(payload: npt.NDArray[np.uint8], updates: Sequence[RowUpdate]) -> npt.NDArray[np.uint8]:

@@ -25,7 +25,7 @@ from torchquorum.server.shard_tables import RowUpdate, ShardTables, with_rows
 from torchquorum.server.shard_variables import ShardVariables
 from torchquorum.server.worker_table import TrackWorkers
 from torchquorum.wire.codec import Frame
-from torchquorum.wire.frames import frame_tensor
+from torchquorum.wire.frames import frame_tensor, tensor_frame
 from torchquorum.wire.messages import Apply, Assigned, Outcome, Plan, Push, Release, StateRef, Values
 
 Keep = Callable[[Record, Payload], None]
@@ -106,9 +106,16 @@ class ShardTrack:
         memory = self.workers.memory_of(push.worker) if push.slot >= 0 else None
         dense = 0 if memory is not None else 1
         if self.tables:
-            self.tables.store(key, push.rows, frames[dense:])
+            self.tables.store(key, push.rows, self._rows_of(push) if push.rows_at >= 0 else frames[dense:])
         self.gradients.store(key, push, memory, frames[:dense] if self.tables else frames)
         return key
+
+    def _rows_of(self, push: Push) -> list[Frame]:
+        """Returns the frame of a gradient's rows, which lies in its worker's memory."""
+        memory = self.workers.rows_of(push.worker)
+        if memory is None:
+            raise ValueError(f"worker {push.worker} has no memory for rows here")
+        return [tensor_frame(memory.bytes(push.rows_at, self.tables.size_bytes(push.rows)))]
 
     def store_shared(self, key: Key, request: int) -> None:
         """Keeps a gradient of the fast path, which lies in its worker's memory.

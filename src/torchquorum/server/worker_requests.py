@@ -59,10 +59,13 @@ class WorkerRequests:
 
     def pull_rows(self, got: Incoming[m.PullRows]) -> list[Reply]:
         """A joined worker asks for rows of a table."""
-        if len(got.frames) != (expected := int(got.message.since < 0)):
+        asked, track = got.message, self.track(got.message.track)
+        if len(got.frames) != (expected := int(asked.since < 0 and asked.at < 0)):
             raise ValueError(f"{len(got.frames)} frames of keys, expected {expected}")
-        tables, keys = self.track(got.message.track).tables, got.frames[0] if got.frames else b""
-        return self.shard.row_requests.ask(got.peer, got.message, keys, tables) or self._rows_asked(got.message)
+        if asked.request < self.shard.workers[asked.worker].join_request:
+            return []  # from before it joined again, with other memory
+        keys, memory = got.frames[0] if got.frames else b"", track.workers.rows_of(asked.worker)
+        return self.shard.row_requests.ask(got.peer, asked, keys, track.tables, memory) or self._rows_asked(asked)
 
     def pull(self, got: Incoming[m.Pull]) -> list[Reply]:
         """A joined worker asks for the current version."""

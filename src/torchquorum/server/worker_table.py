@@ -7,8 +7,9 @@ remembered.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from torchquorum.memory.shared_pool import PoolOfOther
 from torchquorum.memory.slots import Slots
 from torchquorum.placement.layout import Region
 from torchquorum.rules.quorum import remembered_lives
@@ -28,6 +29,7 @@ class JoinedWorker:
         newest: Its latest request: an older one that comes now was late or doubled on its way.
         gradients: What names its gradient memory to others, for each optimizer.
         fastpath: On which optimizers' fast path it can be.
+        rows: Its memory for rows of tables, for each optimizer; none where they travel in frames.
         revisions: Which of each optimizer's settings it knows, as it last said.
         moved_bytes: How many bytes had come from that peer or reached it at the last look.
     """
@@ -40,6 +42,7 @@ class JoinedWorker:
     gradients: list[MemoryRef]
     fastpath: frozenset[int]
     revisions: list[int]
+    rows: list[PoolOfOther | None] = field(default_factory=list)
     moved_bytes: int = 0
 
 
@@ -88,6 +91,7 @@ class WorkerTable:
             gradients=refs,
             fastpath=frozenset(k for k, track in enumerate(tracks) if track.fastpath and memory),
             revisions=[-1] * len(self._regions),
+            rows=[PoolOfOther(ref) if ref is not None else None for ref in join.rows],
         )
         return forgotten
 
@@ -170,6 +174,11 @@ class TrackWorkers:
         """Returns a joined worker's slots for this optimizer's gradients, if it shares memory."""
         memory = self._table[worker].memory
         return memory[self.track] if memory else None
+
+    def rows_of(self, worker: int) -> PoolOfOther | None:
+        """Returns a joined worker's memory for rows of this optimizer's tables, if it has one."""
+        rows = self._table[worker].rows
+        return rows[self.track] if self.track < len(rows) else None
 
     def on_fastpath(self, worker: int, incarnation: int) -> bool:
         """Whether a worker shares memory with this ps and knows how to use the fast path."""

@@ -39,6 +39,31 @@ class RowMoment:
     options: Mapping[str, Any]
 
 
+@dataclass(slots=True)
+class Pulled:
+    """A recent pull, whose gradients will come.
+
+    Attributes:
+        keys: Which rows.
+        positions: Where they are; -1 where there was none.
+        evicted: How many rows had gone by then.
+        new: The places among the keys of those that were not there.
+        initial: What these begin with.
+    """
+
+    keys: Keys
+    positions: Positions
+    evicted: int
+    new: Positions
+    initial: torch.Tensor
+
+    def first_rows(self, new: Positions) -> torch.Tensor:
+        """Returns what rows begin with, by their places among the keys."""
+        if len(new) == len(self.new):
+            return self.initial
+        return self.initial.index_select(0, torch.from_numpy(np.searchsorted(self.new, new)))
+
+
 class TablePart:
     """A table's rows on one shard.
 
@@ -70,7 +95,8 @@ class TablePart:
         }
         self._first_states = dict.fromkeys(self.states, 0.0)
         self.stamps = Growing(np.int32, most)  # the version of a row's last update
-        self._recent: deque[tuple[Keys, Positions, int]] = deque(maxlen=RECENT)
+        self._no_rows = torch.empty((0, spec.dim), dtype=self.dtype)
+        self._recent: deque[Pulled] = deque(maxlen=RECENT)
         self._snapshot: TableSnapshot | None = None
 
     @property
@@ -95,14 +121,15 @@ class TablePart:
 
     # -- rows ---------------------------------------------------------------------------------------------------------
 
-    def _find_again(self, keys: Keys) -> Positions:
-        """Returns where the rows of keys are; those of a recent pull are known, but for the ones that were not there."""
-        for asked, positions, removals in self._recent:
-            if removals == self.age.evicted and len(asked) == len(keys) and np.array_equal(asked, keys):
-                missing = np.flatnonzero(positions < 0)
-                positions[missing] = self.keys.find(keys[missing])
-                return positions
-        return self.keys.find(keys)
+    def _find_again(self, keys: Keys) -> tuple[Positions, Pulled | None]:
+        """Returns where the rows of keys are, and the recent pull of them; its places are known, but for those that were not there."""
+        for pulled in self._recent:
+            same = pulled.evicted == self.age.evicted and len(pulled.keys) == len(keys)
+            if same and np.array_equal(pulled.keys, keys):
+                missing = np.flatnonzero(pulled.positions < 0)
+                pulled.positions[missing] = self.keys.find(keys[missing])
+                return pulled.positions, pulled
+        return self.keys.find(keys), None
 
     def gather(self, keys: Keys, out: torch.Tensor | None = None) -> torch.Tensor:
         """Returns rows as they are now; those that are not there as they would begin.
@@ -116,22 +143,20 @@ class TablePart:
         """
         self.keys.check(keys)
         positions = self.keys.find(keys)
-        if self.keys.grows:
-            self._recent.append((keys, positions, self.age.evicted))
         self.pulled += len(keys)
         if not self.keys.grows:
             self.found += len(keys)
             return torch.index_select(self.values.rows, 0, torch.from_numpy(positions), out=out)
         there = positions >= 0
-        count = int(np.count_nonzero(there))
-        self.found += count
-        if count == len(keys):
+        new = np.flatnonzero(~there)
+        self.found += len(keys) - len(new)
+        initial = self._initial(keys[new]) if len(new) else self._no_rows
+        self._recent.append(Pulled(keys, positions, self.age.evicted, new, initial))
+        if not len(new):
             return torch.index_select(self.values.rows, 0, torch.from_numpy(positions), out=out)
         rows = torch.empty((len(keys), self.spec.dim), dtype=self.dtype) if out is None else out
-        known, new = np.flatnonzero(there), np.flatnonzero(~there)
-        rows[torch.from_numpy(known)] = self.values.rows.index_select(0, torch.from_numpy(positions[known]))
-        rows[torch.from_numpy(new)] = self._initial(keys[new])
-        return rows
+        torch.index_select(self.values.rows, 0, torch.from_numpy(np.maximum(positions, 0)), out=rows)
+        return rows.index_copy_(0, torch.from_numpy(new), initial)
 
     def changed(self, keys: Keys, version: int, evicted: int) -> tuple[Positions, torch.Tensor]:
         """Returns which of some rows have changed since a version, by their places among the keys, and these rows as they are now.
@@ -141,7 +166,7 @@ class TablePart:
             version: Which version.
             evicted: What `evicted` was then.
         """
-        positions = self._find_again(keys)
+        positions, _ = self._find_again(keys)
         there = positions >= 0
         newer = np.zeros(len(keys), np.bool_)
         newer[there] = self.stamps.array[positions[there]] > version
@@ -159,12 +184,12 @@ class TablePart:
         init = self.spec.init
         return initial_rows(init.name, init.numbers, self.spec.seed, keys, self.spec.dim, self.dtype)
 
-    def _make(self, keys: Keys) -> Positions:
+    def _make(self, keys: Keys, initial: torch.Tensor) -> Positions:
         """Makes rows that are not there; returns where they are."""
         positions = self.keys.allocate(len(keys), len(self.values.array))
         self._keep(positions)
         self.keys.insert(keys, positions)
-        self.values.put(positions, self._initial(keys))
+        self.values.put(positions, initial)
         for name, column in self.states.items():
             column.array[positions] = self._first_states[name]
         return positions
@@ -183,12 +208,13 @@ class TablePart:
         self.count += 1
         if not len(keys):
             return
-        positions = self._find_again(keys)
+        positions, pulled = self._find_again(keys)
         if self.keys.grows and len(new := np.flatnonzero(positions < 0)):
             if self.sightings.counts:
                 new = new[self.sightings.admit(keys[new], None if seen is None else seen[new])]
             if len(new):
-                positions[new] = self._make(keys[new])
+                initial = pulled.first_rows(new) if pulled is not None else self._initial(keys[new])
+                positions[new] = self._make(keys[new], initial)
             kept = positions >= 0
             if not kept.all():
                 positions, gradient = positions[kept], gradient[torch.from_numpy(kept)]
@@ -269,7 +295,7 @@ class TablePart:
         keys = keys[mine]
         positions = self.keys.find(keys)
         if self.keys.grows and len(new := np.flatnonzero(positions < 0)):
-            positions[new] = self._make(keys[new])
+            positions[new] = self._make(keys[new], self._initial(keys[new]))
         where = torch.from_numpy(mine)
         self.values.put(positions, columns[VALUES].index_select(0, where))
         for name, column in self.states.items():

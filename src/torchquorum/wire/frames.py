@@ -36,12 +36,23 @@ def pack_parts(parts: Sequence[torch.Tensor]) -> Frame:
     flat = [part.contiguous().reshape(-1).view(torch.uint8) for part in parts]
     if len(flat) == 1 and len(flat[0]) % 8 == 0:
         return tensor_frame(flat[0])
-    whole = torch.zeros(sum(_padded(len(part)) for part in flat), dtype=torch.uint8)
-    at = 0
-    for part in flat:
-        whole[at : at + len(part)] = part
-        at += _padded(len(part))
+    whole = torch.empty(parts_bytes([len(part) for part in flat]), dtype=torch.uint8)
+    write_parts(flat, whole)
     return tensor_frame(whole)
+
+
+def parts_bytes(sizes: Sequence[int]) -> int:
+    """Returns how large a frame is that has parts of so many bytes."""
+    return sum(map(_padded, sizes))
+
+
+def write_parts(parts: Sequence[torch.Tensor], whole: torch.Tensor) -> None:
+    """Writes tensors into a flat uint8 tensor of the size that they need; each begins at a multiple of eight bytes."""
+    at = 0
+    for part in parts:
+        size = part.numel() * part.element_size()
+        whole[at : at + size].view(part.dtype).view(part.shape).copy_(part)
+        whole[at + size : (at := at + _padded(size))] = 0
 
 
 def cut_parts(frame: Frame, sizes: Sequence[int]) -> list[torch.Tensor]:
@@ -50,7 +61,7 @@ def cut_parts(frame: Frame, sizes: Sequence[int]) -> list[torch.Tensor]:
     Raises:
         ValueError: The frame has another size than expected.
     """
-    whole, at, found = frame_tensor(frame, sum(map(_padded, sizes))), 0, list[torch.Tensor]()
+    whole, at, found = frame_tensor(frame, parts_bytes(sizes)), 0, list[torch.Tensor]()
     for size in sizes:
         found.append(whole[at : at + size])
         at += _padded(size)

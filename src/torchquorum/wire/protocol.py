@@ -6,7 +6,7 @@ import msgspec
 
 from torchquorum.version import __version__
 
-PROTOCOL = 8
+PROTOCOL = 9
 PACKAGE = __version__
 STANDS_IN = "stands in"  # the reason of an answer to Assign that asks a worker for its own values
 ALL = -1  # of tracks: the answer to a join, a pull or an assignment has every optimizer's variables

@@ -81,7 +81,7 @@ class Variables(Message):
 
 
 class Rows(Message):
-    """Rows of a table, in frame 0, as they are at `version`.
+    """Rows of a table, in frame 0, as they are at `version`; without a frame they are in the worker's memory, where it wanted them.
 
     With `changed`, frame 0 has the places of so many rows among those of the request that was asked about, then these rows. Version -1:
     that request is not known, or is not answered yet.

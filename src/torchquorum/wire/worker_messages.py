@@ -47,7 +47,7 @@ class Join(Message):
     """A worker is ready to compute. To shard 0 with the plan it expects, to the others without. Answered by Variables of every track.
 
     `gradients` is its memory for the first optimizer's gradients, and `fastpath` says whether it can make updates of that one by itself;
-    `more` says both of the others.
+    `more` says both of the others. `rows` is its memory for rows of tables, of each optimizer, where this ps task is to use one.
 
     `life` is what a record needs to run this process again, to shard 0 where the run is recorded; `lost` the local step that was being
     pushed when the connection before this one was lost, 0 if none was, -1 if the session has not begun yet.
@@ -62,6 +62,7 @@ class Join(Message):
     life: bytes = b""
     lost: int = -1
     more: list[TrackMemory] = []
+    rows: list[MemoryRef | None] = []
 
 
 class RowPart(msgspec.Struct, array_like=True):
@@ -73,6 +74,8 @@ class RowPart(msgspec.Struct, array_like=True):
 
 class Push(Message):
     """One gradient; in frame 0, or in the worker's shared memory at `slot`; rows of tables follow in one more. Answered by Variables.
+
+    Or these lie in the worker's memory for rows, at `rows_at`.
 
     `finite` is False if it holds NaN or infinity: it will be refused. `settings` are those of the program, from the worker that leads and
     only to shard 0, where they differ from the run's as the worker knows them, at `revision`. `norm` is that of the whole gradient,
@@ -94,10 +97,13 @@ class Push(Message):
     rows: list[RowPart] = []
     track: int = 0
     sample: int = 0
+    rows_at: int = -1
 
 
 class PullRows(Message):
     """The worker asks for rows of a table, whose keys are in frame 0. Answered by Rows.
+
+    Or so many keys (`count`) lie in its memory for rows, at `at`; the rows then go there, too, behind them, at a multiple of 64 bytes.
 
     It goes to every ps task with the keys that are there; all answer at one place of the log. `track` is the optimizer whose table it
     is. With `ahead` they are for a later batch, and kept on the ps until the second one after; with `since`, the number of such a
@@ -111,6 +117,8 @@ class PullRows(Message):
     track: int = 0
     ahead: bool = False
     since: int = -1
+    at: int = -1
+    count: int = 0
 
 
 class TakeEvicted(Message):

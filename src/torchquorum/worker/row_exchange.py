@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
 import numpy as np
 import torch
 
 import torchquorum.wire.messages as m
 from torchquorum.memory.key_index import Keys
+from torchquorum.memory.shared_pool import SharedPool, rows_behind
 from torchquorum.update.gradient_norm import norm_of
 from torchquorum.update.table_keys import shard_of
 from torchquorum.wire.codec import Frame
-from torchquorum.wire.frames import cut_parts, frame_tensor, tensor_frame
+from torchquorum.wire.frames import cut_parts, frame_tensor, pack_parts, parts_bytes, tensor_frame, write_parts
 from torchquorum.wire.rpc import error_of
 from torchquorum.worker.ps_channels import PsChannels
 from torchquorum.worker.row_reading import KeptRows
 from torchquorum.worker.row_tables import RowTables
 
 PushedRows = list[tuple[list[m.RowPart], list[torch.Tensor]]]
+POOL_BYTES = 256 << 20  # of address space; what does not fit travels in frames
 AHEAD = 2  # as many as a ps keeps of each table
 
 
@@ -34,13 +37,24 @@ AHEAD = 2  # as many as a ps keeps of each table
 class RowPull:
     """A request for rows: what goes to each ps task, and what has come back."""
 
-    message: m.PullRows
+    messages: list[m.PullRows]
     keys: Keys
     places: list[np.ndarray]  # of the keys of each ps task
     frames: list[list[Frame]]
+    pools: list[SharedPool | None]  # where a ps task finds the keys and puts the rows; none where they travel
     found: dict[int, tuple[m.Rows, list[Frame]]] = field(default_factory=dict)
     rows: torch.Tensor | None = None
     version: int = -1
+
+    @property
+    def number(self) -> int:
+        """Returns the number of the request, the same at all ps tasks."""
+        return self.messages[0].request
+
+    @property
+    def table(self) -> int:
+        """Returns which table it is about."""
+        return self.messages[0].table
 
 
 class RowExchange:
@@ -49,25 +63,48 @@ class RowExchange:
     Args:
         tables: The worker's tables.
         channels: The channels to the ps tasks.
+        shared: Of each ps task, whether memory is shared with it.
         track: Which optimizer's tables they are.
         version: Returns the version of that optimizer which this worker last took.
 
     Attributes:
         norm: That of the gradients that were collected last.
         kept: The rows that are kept of each table, where that was asked for.
+
+    Raises:
+        SegmentError: No shared memory can be had.
     """
 
     def __init__(
-        self, tables: RowTables, channels: PsChannels, track: int = 0, version: Callable[[], int] = lambda: 0
+        self,
+        tables: RowTables,
+        channels: PsChannels,
+        shared: Sequence[bool],
+        track: int = 0,
+        version: Callable[[], int] = lambda: 0,
     ) -> None:
         self._tables, self._channels, self._specs = tables, channels, tables.specs
         self._num_shards, self._track, self._version = len(channels), track, version
         self.norm = 0.0
         self._ahead: dict[int, deque[RowPull]] = {}
+        self.pools: list[SharedPool | None] = [None] * len(shared)
+        self._pushed: deque[list[tuple[SharedPool, int]]] = deque()
+        try:
+            for k, is_shared in enumerate(shared):
+                self.pools[k] = SharedPool("rows", POOL_BYTES) if is_shared else None
+        except BaseException:
+            self.close()
+            raise
         keep = tables.reading.keep
         self.kept = [KeptRows(spec, keep) for spec in tables.specs] if keep else []
         tables.pull, tables.evicted, tables.prefetch = self.pull, self.evicted, self.prefetch
         channels.takes_rows.append(self._takes)
+
+    def close(self) -> None:
+        """Gives the memory up."""
+        for pool in self.pools:
+            if pool is not None:
+                pool.close()
 
     def pull(self, table: int, keys: Keys) -> torch.Tensor:
         """Returns rows by their keys, each once and in order, as they are at one place of the log, or as old as was asked for."""
@@ -147,25 +184,49 @@ class RowExchange:
         """Asks every ps task for its part of some rows, or for what has changed of those that were asked for before."""
         channels, end = self._channels, self._channels.end
         message = m.PullRows(end.index, end.incarnation, channels.next_number(), table, self._track, ahead)
+        messages = [msgspec.structs.replace(message) for _ in range(self._num_shards)]
+        pools: list[SharedPool | None] = [None] * self._num_shards
         if since is not None:
-            message.since, places = since.message.request, since.places
+            places = since.places
             frames: list[list[Frame]] = [[] for _ in places]
+            for each in messages:
+                each.since = since.number
         else:
             shards = shard_of(keys, self._num_shards)
             places = [np.flatnonzero(shards == k) for k in range(self._num_shards)]
             packed = [keys] if self._num_shards == 1 else [keys[those] for those in places]
             frames = [[tensor_frame(torch.from_numpy(own).view(torch.uint8))] for own in packed]
+            for k, own in enumerate(packed):
+                if self._in_pool(messages[k], k, own):
+                    pools[k], frames[k] = self.pools[k], []
         for k in range(self._num_shards):
-            channels.post(k, message, frames[k])
-        return RowPull(message, keys, places, frames)
+            channels.post(k, messages[k], frames[k])
+        return RowPull(messages, keys, places, frames, pools)
+
+    def _in_pool(self, message: m.PullRows, k: int, keys: Keys) -> bool:
+        """Puts keys where ps task k finds them, with room for their rows; False if there is none: they travel.
+
+        The room is given back with the rows. That of a request without an answer never is: the ps may still write there.
+        """
+        pool, spec = self.pools[k], self._specs[message.table]
+        if pool is None:
+            return False
+        row_bytes = spec.dim * getattr(torch, spec.dtype).itemsize
+        begin, size_bytes = rows_behind(0, len(keys), row_bytes)
+        at = pool.take(begin + size_bytes)
+        if at is None:
+            return False
+        message.at, message.count = at, len(keys)
+        pool.bytes(at, 8 * len(keys)).view(torch.int64).copy_(torch.from_numpy(keys))
+        return True
 
     def _finish(self, asked: RowPull, since: RowPull | None = None) -> bool:
         """Waits for the answers to a request; False if they are not of one version, or a ps task does not know what `since` was.
 
         The rows are then in the request, those of a change in the one that it is about.
         """
-        channels, table, found = self._channels, asked.message.table, asked.found
-        number, what = asked.message.request, f"rows of {self._specs[table].name}"
+        channels, found, number = self._channels, asked.found, asked.number
+        what = f"rows of {self._specs[asked.table].name}"
         limit_s = channels.end.patience.round_s
 
         def ask_again(awaited: int) -> None:
@@ -175,7 +236,7 @@ class RowExchange:
                     channels.asker(k).check(0.0, 0.0, limit_s, what)
                     if k != awaited:
                         self._take(k, asked)
-                    channels.post(k, asked.message, asked.frames[k])
+                    channels.post(k, asked.messages[k], asked.frames[k])
 
         for k in range(self._num_shards):
             if k not in found:
@@ -200,12 +261,17 @@ class RowExchange:
 
     def _joined(self, asked: RowPull) -> torch.Tensor:
         """Returns the rows of all ps tasks, in the order of the keys."""
-        spec = self._specs[asked.message.table]
+        spec = self._specs[asked.table]
         dtype: torch.dtype = getattr(torch, spec.dtype)
-        parts = [
-            frame_tensor(asked.found[k][1][0], len(mine) * spec.dim * dtype.itemsize).view(dtype).view(-1, spec.dim)
-            for k, mine in enumerate(asked.places)
-        ]
+        parts = list[torch.Tensor]()
+        for k, mine in enumerate(asked.places):
+            size_bytes, pool, message = len(mine) * spec.dim * dtype.itemsize, asked.pools[k], asked.messages[k]
+            if pool is not None:
+                begin, _ = rows_behind(message.at, len(mine), spec.dim * dtype.itemsize)
+                memory = pool.lend(message.at, begin, size_bytes)
+            else:
+                memory = frame_tensor(asked.found[k][1][0], size_bytes)
+            parts.append(memory.view(dtype).view(-1, spec.dim))
         if len(parts) == 1:
             return parts[0]
         rows = torch.empty((len(asked.keys), spec.dim), dtype=dtype)
@@ -215,7 +281,7 @@ class RowExchange:
 
     def _change(self, asked: RowPull, found: dict[int, tuple[m.Rows, list[Frame]]]) -> None:
         """Takes what has changed of rows."""
-        spec = self._specs[asked.message.table]
+        spec = self._specs[asked.table]
         dtype: torch.dtype = getattr(torch, spec.dtype)
         assert asked.rows is not None
         if any(answer.changed for answer, _ in found.values()):
@@ -233,14 +299,14 @@ class RowExchange:
         number = getattr(message, "request", -1)
         for requests in self._ahead.values():
             for asked in requests:
-                if asked.message.request == number and isinstance(message, m.Rows):
+                if asked.number == number and isinstance(message, m.Rows):
                     asked.found[k] = message, frames
                     return True
         return False
 
     def _take(self, k: int, asked: RowPull) -> None:
         """Takes what a ps task has sent while another was waited for."""
-        number = asked.message.request
+        number = asked.number
         while (arrived := self._channels.arrive(k, 0.0)) is not None:
             message, frames = arrived
             if isinstance(message, m.Rows) and message.request == number:
@@ -265,8 +331,30 @@ class RowExchange:
             found.append(frame_tensor(frames[0], len(frames[0])).view(torch.int64).numpy())
         return np.concatenate(found)
 
+    def attach(self, k: int, rows: PushedRows, push: m.Push) -> list[Frame]:
+        """Says in a push to ps task k which rows go with it; returns the frame with them, if it is not in the worker's memory.
+
+        That memory is used again by the next push but one: the ps has copied it, or used it, before it answered.
+        """
+        parts, tensors = rows[k]
+        push.rows, pool = parts, self.pools[k]
+        if not parts:
+            return []
+        size_bytes = parts_bytes([tensor.numel() * tensor.element_size() for tensor in tensors])
+        at = pool.take(size_bytes) if pool is not None else None
+        if pool is None or at is None:
+            return [pack_parts(tensors)]
+        self._pushed[-1].append((pool, at))
+        write_parts(tensors, pool.bytes(at, size_bytes))
+        push.rows_at = at
+        return []
+
     def collect(self) -> PushedRows:
         """Returns, for each ps task, the gradients of rows that have gathered, to go with a push."""
+        self._pushed.append([])
+        while len(self._pushed) > 2:
+            for pool, at in self._pushed.popleft():
+                pool.give(at)
         found: PushedRows = [([], []) for _ in range(self._num_shards)]
         norms = list[float]()
         for number, each in enumerate(self._tables.all):

@@ -82,7 +82,9 @@ class RunMember:
         for k in range(len(self._channels.end.ps)):
             first, *more = [track.memory(k) for track in self.tracks]
             plan, mine = (self.plan, life) if k == 0 else (None, b"")
-            messages.append((m.Join(*self._who, number, first.gradients, plan, first.fastpath, mine, lost, more), []))
+            join = m.Join(*self._who, number, first.gradients, plan, first.fastpath, mine, lost, more)
+            join.rows = [track.row_memory(k) for track in self.tracks] if self.plan.every_table else []
+            messages.append((join, []))
         self._requests.begin(number, messages, self._all)
         answer = self.take(self._channels.end.patience.start_s)
         for track in self.tracks:

@@ -20,7 +20,6 @@ from torchquorum.fastpath.steps import FastPathSteps
 from torchquorum.memory.slots import Slots
 from torchquorum.update.gradient_sample import is_sampled
 from torchquorum.wire.codec import Frame
-from torchquorum.wire.frames import pack_parts
 from torchquorum.wire.settings import RATE, Settings, changes, only_rates, with_rates
 from torchquorum.worker.exchange import Exchange
 from torchquorum.worker.fastpath import can_use_fastpath, open_fastpath
@@ -28,6 +27,7 @@ from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.optimizer_state import OptimizerState
 from torchquorum.worker.own_writes import OwnWrites
 from torchquorum.worker.positions import Positions
+from torchquorum.worker.ps_channels import PsChannels
 from torchquorum.worker.requests import Requests
 from torchquorum.worker.residuals import Residuals
 from torchquorum.worker.row_exchange import PushedRows, RowExchange
@@ -102,7 +102,7 @@ class TrackMember:
         self.fastpath: FastPathSteps | None = None
         self._rows: RowExchange | None = None
         if own.flat.tables:
-            self._rows = RowExchange(own.flat.tables, requests.channels, own.index, lambda: self.view.version)
+            self._rows = self._row_exchange(own, shared, requests.channels)
         self._member, self._requests, self._channels = member, requests, requests.channels
         self._run, self._positions = view, positions
         self.view = view.tracks[own.index]
@@ -114,6 +114,18 @@ class TrackMember:
         self.state: list[tuple[m.StateRef, Frame]] = []
         self._listen_at = 0.0
         self._sampled = own.plan.rule.once_per_round and own.plan.num_workers > 1
+
+    def _row_exchange(self, own: OwnTrack, shared: Sequence[bool], channels: PsChannels) -> RowExchange:
+        try:
+            return RowExchange(own.flat.tables, channels, shared, own.index, lambda: self.view.version)
+        except BaseException:
+            self.exchange.close()
+            raise
+
+    def row_memory(self, k: int) -> m.MemoryRef | None:
+        """Returns where ps task k puts rows of tables, and finds their gradients, if memory is shared with it."""
+        pool = self._rows.pools[k] if self._rows is not None else None
+        return pool.ref if pool is not None else None
 
     def memory(self, k: int) -> m.TrackMemory:
         """Returns where shard k finds the gradients, and whether this worker can make updates by itself."""
@@ -136,6 +148,8 @@ class TrackMember:
     def close(self) -> None:
         """Gives the memory up."""
         self.exchange.close()
+        if self._rows is not None:
+            self._rows.close()
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -229,8 +243,8 @@ class TrackMember:
                 message.settings, message.revision = settings or [], self.view.revision
             compressed = self.residuals.frame(k) if self.residuals is not None and slot < 0 else None
             frames = self.exchange.frames(k) if compressed is None else [compressed]
-            if rows is not None:
-                message.rows, frames = rows[k][0], [*frames, *([pack_parts(rows[k][1])] if rows[k][0] else [])]
+            if rows is not None and self._rows is not None:
+                frames = [*frames, *self._rows.attach(k, rows, message)]
             messages.append((message, frames))
         self._requests.begin(push.request, messages, [self.index], wait=wait)
 

@@ -49,6 +49,22 @@ def test_keys_of_any_pattern_are_found_and_memory_stays_small(pattern: str) -> N
     assert (index.find(keys)[1::2] == np.arange(len(keys))[1::2]).all()
 
 
+def test_keys_that_come_and_go_for_long_are_found_as_fast_as_before() -> None:
+    rng, index, live = np.random.default_rng(2), KeyIndex(), list[np.ndarray]()
+    for _ in range(1500):
+        keys = np.unique(rng.integers(-(1 << 62), 1 << 62, 500))
+        assert (index.find(keys) == -1).all()
+        index.insert(keys, np.arange(len(keys)))
+        live.append(keys)
+        if len(live) > 40:
+            index.remove(live.pop(0))
+    for keys in live:
+        assert (index.find(keys) == np.arange(len(keys))).all()
+    marked = sum(index._overflowed.array[f : f + n].sum() for f, n in zip(index._first, index._buckets, strict=True))
+    assert marked < 0.7 * index._buckets.sum()
+    assert index.size_bytes < 40 * len(index) + (1 << 17)
+
+
 def test_a_hash_depends_on_all_bits() -> None:
     keys = np.arange(1000, dtype=np.int64)
     flipped = [np.bitwise_count(mix(keys) ^ mix(keys ^ np.int64(1 << bit))).mean() for bit in range(63)]

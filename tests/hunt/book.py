@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.hunt.arithmetic import Values, same
-from tests.hunt.past import MODELS, Past, assigned, parameters_of
+from tests.hunt.past import MODELS, Past, Rows, assigned, parameters_of
 from tests.hunt.schedule import Config
 from tests.hunt.world import World
 from torchquorum.formats.checkpoint import CheckpointReader, verify
@@ -95,6 +95,7 @@ class Book:
         self.checks: Counter[str] = Counter()
         self.gradients: dict[Key, Values] = {}
         self.track_of: dict[Key, int] = {}
+        self.row_gradients: dict[Key, Rows] = {}
         self.generations: dict[int, Generation] = {}
         self.current: Generation | None = None
         self.excuse = ""
@@ -116,7 +117,7 @@ class Book:
         book.gradients, book.generations, book.current = self.gradients, self.generations, self.current
         book.excuse, book.positions, book.was_full = self.excuse, self.positions, self.was_full
         book.accepts_loss, book.saved_positions = self.accepts_loss, self.saved_positions
-        book.track_of = self.track_of
+        book.track_of, book.row_gradients = self.track_of, self.row_gradients
         return book
 
     def check(self, invariant: str, holds: Any, what: str, *parts: Any) -> None:
@@ -232,7 +233,8 @@ class Book:
         if not unknown:
             generation.where.update(dict.fromkeys(keys, (entry.track, entry.version)))
             given = [self.gradients[key] for key in sorted(keys, key=lambda k: (k.worker, k.local_step))]
-            past.apply(self.config.optimizer, given, entry.settings)
+            rows = [self.row_gradients[key] for key in keys if key in self.row_gradients]
+            past.apply(self.config.optimizer, given, rows, entry.settings)
 
     def _check_values(self, track: ShardTrack, generation: Generation, invariant: str) -> None:
         """A shard's variables of an optimizer are what its version is made of."""
@@ -312,9 +314,11 @@ class Book:
 
     # -- the workers --------------------------------------------------------------------------------------------------
 
-    def computed(self, key: Key, values: Values, track: int = 0) -> None:
-        """A worker has computed a gradient for an optimizer."""
+    def computed(self, key: Key, values: Values, track: int, rows: Rows) -> None:
+        """A worker has computed a gradient for an optimizer, and those of some rows."""
         known = self.gradients.get(key)
+        if rows:
+            self.row_gradients[key] = rows
         self.gradients[key], self.track_of[key] = values, track
         again = known is not None and known != values  # the first was never pushed, or was given up
         counts = again and any(key in generation.where for generation in self.generations.values())
@@ -336,6 +340,20 @@ class Book:
         if expected is not None:
             whole = self._same(values, expected)
             self.check("versions are whole", whole, "{} holds {} at version {}, not {}", who, values, version, expected)
+
+    def looked_up(self, who: str, rows: Rows, generation: int, since: int) -> None:
+        """A worker has looked rows up: they are of one version, not older than the one it held."""
+        found = self.generations.get(generation)
+        if found is None:
+            return
+        past = found.pasts[0]
+        versions = range(max(since, past.base), past.version + 1)
+        same = any(
+            all(i in known and self._same(values, known[i]) for i, values in rows.items())
+            for known in map(past.rows_at, versions)
+        )
+        at = f"{who} was given {rows}, which is not of a version from {versions.start} to {past.version}: {past.rows_at(past.version)}"
+        self.check("rows are of one version", same, "{}", at)
 
     def averaged(self, who: str, values: Values, version: int, generation: int) -> None:
         """A worker was given the moving averages at a version."""

@@ -204,7 +204,7 @@ class Cluster:
         )
         average = tq.ExponentialMovingAverage(DECAY, num_updates=False) if config.average else None
         rules = config.make_rules()
-        models = [Numbers(track) for track in range(len(rules))]
+        models = [Numbers(track, rows=config.rows and not track) for track in range(len(rules))]
         optimizers = [
             tq.Optimizer(make(config.optimizer, model.parameters()), rule=rule, average=average)
             for model, rule in zip(models, rules, strict=True)

@@ -23,6 +23,22 @@ def parameters_of(config: Config, track: int) -> list[str]:
     return [f"model{track}.{name}" if config.second else name for name in MODELS[track]]
 
 
+Rows = dict[int, Values]  # of an embedding, by id
+NUM_ROWS, DIM = 12, 2
+
+
+def first_rows() -> Rows:
+    """Returns what the rows of the first optimizer's embedding are at first."""
+    return {i: [16.0 * i + k for k in range(DIM)] for i in range(NUM_ROWS)}
+
+
+def row_gradients(worker: int, position: int) -> Rows:
+    """Returns the gradients of the rows that a worker's batch looks up."""
+    step = worker * 7919 + position * 37
+    ids = sorted({(step + 5 * k * k) % NUM_ROWS for k in range(3)})
+    return {i: [6.0 * ((step + i + 11 * k) % 53 + 1) for k in range(DIM)] for i in ids}
+
+
 def numel(track: int) -> int:
     """Returns how many numbers an optimizer has."""
     return sum(MODELS[track].values())
@@ -56,6 +72,7 @@ class Past:
         saved: The latest of which a checkpoint was published.
         values: The variables at each version.
         states: What the optimizer knows at each version.
+        rows: The rows of its embedding at each version, where it has one.
     """
 
     before: Past | None
@@ -65,6 +82,7 @@ class Past:
     saved: int = -1
     values: dict[int, Values] = field(default_factory=dict)
     states: dict[int, State] = field(default_factory=dict)
+    rows: dict[int, Rows] = field(default_factory=dict)
 
     @classmethod
     def begin(cls, track: int, version: int, before: Past | None, *, restored: bool) -> Past:
@@ -74,6 +92,7 @@ class Past:
         state = (before.state_at(version) if before is not None else None) if restored else begin(start(track))
         if known is not None and state is not None:
             past.values[version], past.states[version] = known, state
+        past.rows[version] = (before.rows_at(version) if before is not None else {}) if restored else first_rows()
         return past
 
     @property
@@ -93,7 +112,19 @@ class Past:
             return self.states.get(version)
         return self.before.state_at(version)
 
-    def apply(self, optimizer: str, given: Sequence[Values], settings: Sequence[dict[str, Any]]) -> None:
+    def rows_at(self, version: int) -> Rows:
+        """Returns the rows at a version; empty if that is not known."""
+        if version >= self.base or self.before is None:
+            return self.rows.get(version, {})
+        return self.before.rows_at(version)
+
+    def apply(
+        self,
+        optimizer: str,
+        given: Sequence[Values],
+        rows: Sequence[Rows],
+        settings: Sequence[dict[str, Any]],
+    ) -> None:
         """Makes the next version of the mean of some gradients, if the one before is known."""
         before, state = self.at(self.version), self.state_at(self.version)
         if before is None or state is None:
@@ -101,13 +132,19 @@ class Past:
         if settings and "lr" in settings[0]:
             state = replace(state, lr=settings[0]["lr"])
         mean = [sum(parts) / len(given) for parts in zip(*given, strict=True)]
+        made = dict(self.rows_at(self.version))
+        for i in sorted({i for one in rows for i in one}):
+            total = [sum(parts) for parts in zip(*(one[i] for one in rows if i in one), strict=True)]
+            made[i] = [r - state.lr * t / len(given) for r, t in zip(made[i], total, strict=True)]
         self.version += 1
+        self.rows[self.version] = made
         self.values[self.version], self.states[self.version] = update(optimizer, before, mean, state)
 
     def put(self, values: Values) -> None:
         """Makes the next version of values that a program gave; but for the averages, what the optimizer knows stays."""
-        state = self.state_at(self.version)
+        state, rows = self.state_at(self.version), self.rows_at(self.version)
         self.version += 1
+        self.rows[self.version] = rows
         self.values[self.version] = values
         if state is not None:
             self.states[self.version] = follow(state, values)

@@ -14,7 +14,7 @@ from torch import nn
 import torchquorum as tq
 from tests.hunt.arithmetic import Values
 from tests.hunt.book import Book
-from tests.hunt.past import MODELS, assigned, gradient, start
+from tests.hunt.past import DIM, MODELS, NUM_ROWS, Rows, assigned, first_rows, gradient, row_gradients, start
 from tests.hunt.schedule import COMPUTE_S, Config
 from tests.hunt.world import World
 from torchquorum.rules.quorum import Key
@@ -31,14 +31,19 @@ class UserError(RuntimeError):
 class Numbers(nn.Module):
     """The model of an optimizer."""
 
-    def __init__(self, track: int) -> None:
+    def __init__(self, track: int, *, rows: bool) -> None:
         super().__init__()
+        self._names = list(MODELS[track])
         for name, numel in MODELS[track].items():
             self.register_parameter(name, nn.Parameter(torch.zeros(numel, dtype=torch.float64)))
         self.write(start(track))
+        if rows:
+            self.rows = nn.Embedding(NUM_ROWS, DIM, sparse=True, dtype=torch.float64)
+            with torch.no_grad():
+                self.rows.weight.copy_(torch.tensor(list(first_rows().values()), dtype=torch.float64))
 
     def _pieces(self, values: Values) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        parameters = list(self.parameters())
+        parameters = self._dense
         whole = torch.tensor(values, dtype=torch.float64)
         return list(zip(parameters, whole.split([p.numel() for p in parameters]), strict=True))
 
@@ -56,7 +61,19 @@ class Numbers(nn.Module):
     @property
     def values(self) -> Values:
         """Returns all numbers."""
-        return [value for p in self.parameters() for value in p.detach().tolist()]
+        return [value for p in self._dense for value in p.detach().tolist()]
+
+    @property
+    def _dense(self) -> list[nn.Parameter]:
+        return [getattr(self, name) for name in self._names]
+
+    def look_up(self, gradients: Rows) -> Rows:
+        """Looks rows up, with a loss that gives them these gradients; returns them."""
+        self.rows.weight.grad = None
+        ids = list(gradients)
+        found = self.rows(torch.tensor(ids))
+        (found * torch.tensor(list(gradients.values()), dtype=torch.float64)).sum().backward()
+        return dict(zip(ids, found.tolist(), strict=True))
 
 
 class Source:
@@ -130,9 +147,13 @@ class Program:
         before: tuple[int, int],
     ) -> tuple[int, int]:
         """Gives the gradient of a batch, as (worker, position, optimizer); returns the generation and version that it holds then."""
-        index, _, track = who
+        index, position, track = who
+        rows: Rows = {}
+        if self._config.rows and not track:
+            rows = row_gradients(index, position)
+            self._look_up(model, optimizer, rows)
         key, values = Key(index, session.incarnation, session.local_step + 1), gradient(*who)
-        self._book.computed(key, values, track)
+        self._book.computed(key, values, track, rows)
         model.write_gradient(values)
         if self._config.changes_lr:
             optimizer.param_groups[0]["lr"] = RATES[session.global_step // 15 % len(RATES)]
@@ -144,6 +165,15 @@ class Program:
         if not link.pipeline:
             self._book.answered(self._who, key, step.accepted, step.reason, step.version, link.generation)
         return now
+
+    def _look_up(self, model: Numbers, optimizer: tq.Optimizer, gradients: Rows) -> None:
+        before = optimizer.link
+        assert before is not None
+        generation, version = before.generation, optimizer.version
+        found, after = model.look_up(gradients), optimizer.link
+        assert after is not None
+        since = version if after.generation == generation else 0  # the run has gone back meanwhile
+        self._book.looked_up(self._who, found, after.generation, since)
 
     def _now_and_then(self, session: tq.Session, model: Numbers, index: int, position: int) -> None:
         """Values of its own, and waits for the others, at the same batches on every worker."""

@@ -37,6 +37,7 @@ class Config:
         average: Whether moving averages are kept, and looked at now and then.
         second: The rule of a second optimizer, which the program steps after the first; empty for none.
         assigns: Whether workers write to the first one's parameters now and then, and call `session.assign()`.
+        rows: Whether the first model has an embedding of which batches look some rows up.
         barriers: Whether they wait for each other now and then.
     """
 
@@ -56,6 +57,7 @@ class Config:
     average: bool = False
     second: str = ""
     assigns: bool = False
+    rows: bool = False
     barriers: bool = False
 
     @property
@@ -93,7 +95,11 @@ class Config:
         folder = f", folder, saved every {self.save_every} steps" if self.folder else ""
         durable = f", durable={self.durable}" if self.durable else ""
         more = (", rates change" if self.changes_lr else "") + (", averages" if self.average else "")
-        more += (", assignments" if self.assigns else "") + (", barriers" if self.barriers else "")
+        more += (
+            (", assignments" if self.assigns else "")
+            + (", barriers" if self.barriers else "")
+            + (", rows" if self.rows else "")
+        )
         rules = " and ".join(map(str, self.make_rules()))
         return (
             f"{self.ps} ps, {self.workers} workers, {rules}, {self.optimizer}, {self.steps} steps, "
@@ -207,7 +213,10 @@ def _draw_more(config: Config) -> Config:
     second = r.choice(("", "", "", "sync", "async", "bounded"))
     if second:
         config = replace(config, average=False, rule="async" if config.rule == "pipeline" else config.rule)
-    return replace(config, second=second, assigns=r.random() < 0.15, barriers=r.random() < 0.15)
+    config = replace(config, second=second, assigns=r.random() < 0.15, barriers=r.random() < 0.15)
+    if r.random() < 0.2:
+        config = replace(config, rows=True, optimizer="sgd", average=False)
+    return config
 
 
 def _draw_moments(config: Config) -> tuple[Fault, ...] | None:

@@ -26,3 +26,16 @@ def test_a_ps_that_comes_out_of_a_freeze_queues_an_answer_once() -> None:
     config = Config(seed=191, rule="buffered", steps=20, folder=True, durable="fsync", save_every=60)
     result = play(Schedule(config=config, faults=(Fault(at=1.658, kind="pause", task="ps/0", for_s=9.2),)))
     assert result.broken is None, tell(result)
+
+
+def test_a_step_of_a_second_optimizer_in_which_a_ps_was_lost_says_the_version_of_that_one() -> None:
+    config = Config(seed=13, ps=2, rule="sync", second="bounded", steps=20)
+    result = play(Schedule(config=config, faults=(Fault(at=0.659, kind="kill", task="ps/1", back_s=0.1),)))
+    assert result.broken is None, tell(result)
+    assert any("steps that this task had seen are lost, others have gone on since" in line for _, line in result.lines)
+
+
+def test_a_batch_whose_rows_are_not_on_all_ps_tasks() -> None:
+    result = play(Schedule(config=Config(seed=3, ps=3, rule="sync", rows=True, steps=20), faults=()))
+    assert result.broken is None, tell(result)
+    assert result.checks["rows are of one version"] >= 20

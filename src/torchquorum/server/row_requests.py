@@ -17,7 +17,7 @@ from torchquorum.server.reply import Reply
 from torchquorum.server.shard_tables import ShardTables
 from torchquorum.wire.channel import Peer
 from torchquorum.wire.codec import Frame
-from torchquorum.wire.frames import pack_parts, tensor_frame
+from torchquorum.wire.frames import flat_bytes, pack_parts, tensor_frame
 from torchquorum.wire.messages import PullRows, Rows, RowsOut
 
 AHEAD = 2  # requests of one table: for the batch that is about to be computed, and the one after
@@ -112,7 +112,7 @@ class RowRequests:
             known.answer = self._changed(known, own, version)
         else:
             rows = known.tables.gather(asked.table, known.keys, known.room)
-            frames: list[Frame] = [] if known.room is not None else [tensor_frame(rows.reshape(-1).view(torch.uint8))]
+            frames: list[Frame] = [] if known.room is not None else [tensor_frame(flat_bytes(rows))]
             known.answer = Rows(entry.request, version), frames
         return known.reply()
 

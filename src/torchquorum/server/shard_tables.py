@@ -24,7 +24,7 @@ from torchquorum.update.table import RowMoment, TablePart, mean_rows
 from torchquorum.update.table_keys import shard_of
 from torchquorum.update.table_snapshot import TableSnapshot
 from torchquorum.wire.codec import Frame
-from torchquorum.wire.frames import cut_parts, frame_tensor, parts_bytes
+from torchquorum.wire.frames import cut_parts, flat_bytes, frame_tensor, parts_bytes
 from torchquorum.wire.messages import RowPart
 from torchquorum.wire.plan import Plan, TableSpec
 from torchquorum.wire.settings import Settings, decode
@@ -263,7 +263,7 @@ def with_rows(payload: npt.NDArray[np.uint8], updates: Sequence[RowUpdate]) -> n
         return payload
     parts = [payload]
     for update in updates:
-        mean = update.mean.contiguous().reshape(-1).view(torch.uint8).numpy()
+        mean = flat_bytes(update.mean).numpy()
         parts += [np.ascontiguousarray(update.keys).view(np.uint8), mean, update.seen.view(np.uint8)]
     whole = np.concatenate(parts)
     whole.flags.writeable = False

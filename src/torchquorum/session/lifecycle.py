@@ -165,11 +165,14 @@ class Lifecycle:
                 "session.should_stop() says so, or go through session.epochs(...)"
             )
 
-    def recover(self, error: Exception) -> Step:
+    def recover(self, error: Exception) -> Step | None:
         """A ps task was lost: waits for it, and continues from what it holds or from a checkpoint.
 
         Called by the optimizer and by `surviving`. If the variables are where they were, a gradient that was being pushed is pushed
         again unless it had arrived; if they are back at a checkpoint, it is dropped.
+
+        Returns:
+            What became of the gradient that was being pushed, if one was and it was not dropped.
 
         Raises:
             LostVariablesError: There is nothing to continue from; or the loop is over and the run is back before its end.
@@ -203,8 +206,7 @@ class Lifecycle:
         self._setup.say(f"going on at global step {found.version}{back}")
         if not after_loop:
             self._hooks.after_create_session()
-        lost = Step(link.version, link.local_step, False, "ps lost", 0, link.lr[0], link.stopped)
-        return found.resumed or lost
+        return found.resumed
 
     def _check_still_over(self, version: int) -> None:
         """A ps was lost after the loop: that does no harm unless the run has lost steps that no worker will make again."""

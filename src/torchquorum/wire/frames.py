@@ -31,9 +31,15 @@ def frame_tensor(frame: Frame, size_bytes: int) -> torch.Tensor:
     return tensor if tensor.data_ptr() % 8 == 0 else tensor.clone()  # no dtype is wider
 
 
+def flat_bytes(values: torch.Tensor) -> torch.Tensor:
+    """Returns the memory of a tensor as flat uint8; of an empty one too, whose strides, where it comes from numpy, cannot be viewed."""
+    flat = values.contiguous().reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
+
+
 def pack_parts(parts: Sequence[torch.Tensor]) -> Frame:
     """Returns tensors as one frame; each begins at a multiple of eight bytes."""
-    flat = [part.contiguous().reshape(-1).view(torch.uint8) for part in parts]
+    flat = [flat_bytes(part) for part in parts]
     if len(flat) == 1 and len(flat[0]) % 8 == 0:
         return tensor_frame(flat[0])
     whole = torch.empty(parts_bytes([len(part) for part in flat]), dtype=torch.uint8)

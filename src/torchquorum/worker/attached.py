@@ -43,8 +43,8 @@ class StepObserver(Protocol):
         """A step has been made, of the optimizer of this track."""
         ...
 
-    def recover(self, error: Exception) -> Step:
-        """A ps task was lost in the middle of a step: finds it again, or raises."""
+    def recover(self, error: Exception) -> Step | None:
+        """A ps task was lost in the middle of a step: finds it again, or raises; returns what became of the gradient, if it lives."""
         ...
 
     def surviving(self, ask: Callable[[], _Answer]) -> _Answer:
@@ -126,8 +126,7 @@ class AttachedOptimizer:
         else:
             if self.observer is not None:
                 self.observer.before_run()
-            view, link = self.view, self.link
-            self.last = Step(view.version, link.local_step, None, "inner", 0, view.lr[0], link.stopped, self.called)
+            self.last = self._step(None, "inner")
         return found
 
     def push(self, loss: float | LaterLoss | None) -> Step:
@@ -160,10 +159,15 @@ class AttachedOptimizer:
         try:
             step = make()
         except (LostPlaceError, TaskLostError) as error:
-            step = self.last = self.observer.recover(error)
+            step = self.last = self.observer.recover(error) or self._step(False, "ps lost")
             self._keep_unused(step)
         self.observer.after_run(step, loss() if callable(loss) else loss, clock.now() - started, self.track)
         return step
+
+    def _step(self, accepted: bool | None, reason: str) -> Step:
+        """Returns a step of which no answer has come: as the parameters are now."""
+        view, link = self.view, self.link
+        return Step(view.version, link.local_step, accepted, reason, 0, view.lr[0], link.stopped, self.called)
 
     def _pushed(self, loss: float | LaterLoss | None) -> Step:
         """Pushes the gradients, with the settings of the program if this worker leads."""

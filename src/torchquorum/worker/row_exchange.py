@@ -22,7 +22,15 @@ from torchquorum.memory.shared_pool import SharedPool, rows_behind
 from torchquorum.update.gradient_norm import norm_of
 from torchquorum.update.table_keys import shard_of
 from torchquorum.wire.codec import Frame
-from torchquorum.wire.frames import cut_parts, frame_tensor, pack_parts, parts_bytes, tensor_frame, write_parts
+from torchquorum.wire.frames import (
+    cut_parts,
+    flat_bytes,
+    frame_tensor,
+    pack_parts,
+    parts_bytes,
+    tensor_frame,
+    write_parts,
+)
 from torchquorum.wire.rpc import error_of
 from torchquorum.worker.ps_channels import PsChannels
 from torchquorum.worker.row_reading import KeptRows
@@ -195,7 +203,7 @@ class RowExchange:
             shards = shard_of(keys, self._num_shards)
             places = [np.flatnonzero(shards == k) for k in range(self._num_shards)]
             packed = [keys] if self._num_shards == 1 else [keys[those] for those in places]
-            frames = [[tensor_frame(torch.from_numpy(own).view(torch.uint8))] for own in packed]
+            frames = [[tensor_frame(flat_bytes(torch.from_numpy(own)))] for own in packed]
             for k, own in enumerate(packed):
                 if self._in_pool(messages[k], k, own):
                     pools[k], frames[k] = self.pools[k], []

@@ -5,13 +5,16 @@ from typing import Any, get_args
 
 import hypothesis.strategies as st
 import msgspec
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 
 import torchquorum as tq
 import torchquorum.wire.messages as m
 from torchquorum.placement import Variable
 from torchquorum.wire import codec
+from torchquorum.wire.frames import flat_bytes, pack_parts
 
 PLAN = m.Plan(
     variables=[
@@ -233,3 +236,9 @@ def test_the_tensors_of_a_message_are_what_follows_its_header() -> None:
 def test_a_message_without_a_header_is_a_wire_error() -> None:
     with pytest.raises(codec.WireError, match="empty"):
         codec.split([])
+
+
+def test_the_bytes_of_an_empty_array_of_numpy_whatever_its_strides() -> None:
+    empty = torch.from_numpy(np.arange(3)[np.array([], dtype=int)])
+    assert len(flat_bytes(empty)) == 0 and len(pack_parts([empty, torch.ones(2, 2)])) == 16
+    assert flat_bytes(torch.ones(2, 2)).tolist() == [0, 0, 128, 63] * 4

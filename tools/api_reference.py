@@ -27,6 +27,7 @@ PAGE = ROOT / "docs" / "api.md"
 THEMES = {
     "Tasks and clusters": ("session.join", "cluster"),
     "Training": ("session.session", "worker.optimizer", "worker.capture"),
+    "Reading a run": ("reader.reader",),
     "Rules": ("rules",),
     "Towers": ("towers.towers",),
     "Data": ("data",),

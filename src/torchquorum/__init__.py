@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torchquorum.errors import TorchQuorumError as TorchQuorumError
     from torchquorum.launcher.launch import launch as launch
     from torchquorum.launcher.ray_cluster import Ray as Ray
+    from torchquorum.reader.reader import Reader as Reader
     from torchquorum.rules import Async as Async
     from torchquorum.rules import Bounded as Bounded
     from torchquorum.rules import Buffered as Buffered

@@ -6,6 +6,10 @@ from torchquorum.lazy import load_when_used
 
 if TYPE_CHECKING:
     from torchquorum.cluster import TaskId as TaskId
+    from torchquorum.reader.change import Change as Change
+    from torchquorum.reader.change import ChangedRows as ChangedRows
+    from torchquorum.reader.follow import Follow as Follow
+    from torchquorum.reader.replica import ReadVersion as ReadVersion
     from torchquorum.session.share import Share as Share
     from torchquorum.simulation.counts import Simulated as Simulated
     from torchquorum.simulation.network import Network as Network

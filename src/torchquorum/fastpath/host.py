@@ -39,6 +39,10 @@ HARMLESS = (
     m.Settle,
     m.Stay,
     m.Values,
+    m.ReaderHello,
+    m.Read,
+    m.ReadRows,
+    m.ReaderBeat,
     m.Fault,
 )
 

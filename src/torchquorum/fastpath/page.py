@@ -177,6 +177,17 @@ class FastPage:
     # -- the current version ------------------------------------------------------------------------------------------
 
     @property
+    def is_open(self) -> bool:
+        """Whether workers may be making versions."""
+        return self.words.state == OPEN
+
+    @property
+    def head(self) -> tuple[int, int]:
+        """Returns the current version and its slot, which are one word."""
+        head = self.words.head
+        return head >> 2 * _SLOT_BITS, head & _SLOT_MASK
+
+    @property
     def version(self) -> int:
         """Returns the current version; may be read without the lock."""
         return self.words.head >> 2 * _SLOT_BITS
@@ -211,6 +222,21 @@ class FastPage:
     def ps_looks(self) -> None:
         """The ps is alive; needs no lock."""
         self.words.ps_seen_at = self._clock.now()
+
+
+class PageView:
+    """What those who only read see of a page: whether workers make the versions, and which is the current one."""
+
+    def __init__(self, ref: MemoryRef) -> None:
+        segment = Segment.open(ref, read_only=True)
+        self._words = memoryview(segment.bytes.numpy())[LOCK_BYTES + 2 * SIGNAL_BYTES :][: ctypes.sizeof(PageWords)]  # pyright: ignore
+
+    @property
+    def current(self) -> tuple[int, int, float] | None:
+        """Returns the current version, its slot and when it was made; None while the ps makes the versions."""
+        words = PageWords.from_buffer_copy(self._words)
+        head = words.head
+        return (head >> 2 * _SLOT_BITS, head & _SLOT_MASK, words.published_at) if words.state == OPEN else None
 
 
 def slots_in_reach(num_workers: int) -> int:

@@ -62,21 +62,23 @@ class Segment:
             ) from None
 
     @classmethod
-    def open(cls, ref: MemoryRef) -> Segment:
-        """Opens a segment of another process on this host.
+    def open(cls, ref: MemoryRef, *, read_only: bool = False) -> Segment:
+        """Opens a segment of another process on this host; with `read_only` it cannot be written to from here.
 
         Raises:
             SegmentError: There is none, it is another user's, smaller than it was said to be, or could still shrink.
         """
         try:
-            fd = os.open(f"/proc/{ref.pid}/fd/{ref.fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+            access = os.O_RDONLY if read_only else os.O_RDWR
+            fd = os.open(f"/proc/{ref.pid}/fd/{ref.fd}", access | os.O_CLOEXEC | os.O_NONBLOCK)
             try:
                 _refuse_unsealed(fd, ref.pid)
                 if os.fstat(fd).st_size < ref.size_bytes or ref.size_bytes <= 0:
                     raise SegmentError(
                         f"shared memory of process {ref.pid}: smaller than the {ref.size_bytes} bytes it was said to have"
                     )
-                return cls(mmap.mmap(fd, ref.size_bytes), None)
+                kind = mmap.ACCESS_READ if read_only else mmap.ACCESS_DEFAULT
+                return cls(mmap.mmap(fd, ref.size_bytes, access=kind), None)
             finally:
                 os.close(fd)
         except OSError as error:

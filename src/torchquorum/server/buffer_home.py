@@ -31,6 +31,7 @@ Say = Callable[[str], None]
 ANSWER_S = 30.0
 REMEMBERED = 2
 REMEMBERED_ANSWERS = 16
+READERS = 1 << 62  # the number of the request for those who only read, who are no workers
 
 
 @dataclass(slots=True)
@@ -71,6 +72,8 @@ class BufferHome:
         self._requests: dict[int, Request] = {}
         self._unclaimed: dict[int, dict[int, torch.Tensor]] = {}  # sent for a request that has not come yet
         self._answered: dict[int, Reply] = {}
+        self._given: tuple[int, torch.Tensor] = (0, initial)  # the number of what readers are given, and that
+        self._read_at = self._asked_for_readers = (version, 0.0)  # version and time
 
     @classmethod
     def opened(cls, plan: m.Plan, frame: Frame, path: str | None, peer_of: PeerOf, say: Say) -> BufferHome:
@@ -81,6 +84,7 @@ class BufferHome:
         with CheckpointReader(locate(path)) as reader:
             home = cls(plan, initial, reader.manifest.step, peer_of, say)
             home._restore(reader)
+        home._note_for_readers()
         return home
 
     def _restore(self, reader: CheckpointReader) -> None:
@@ -186,8 +190,36 @@ class BufferHome:
                 self._say(f"{names} gave no buffers within {ANSWER_S:.0f} s and is left out")
             if sources:
                 self._home, self._sources = self.combine([request.received[w] for w in sources]), sources
+            if number == READERS:
+                self._read_at = self._asked_for_readers
+                self._note_for_readers()
+                continue
             replies.append(self._answer(request.peer, request.message, self._home, self._sources))
         return replies
+
+    # -- those who only read ------------------------------------------------------------------------------------------
+
+    def is_fresh(self, version: int, now: float, within_s: float) -> bool:
+        """Whether the buffers that readers get are those of this version, or no older than so many seconds."""
+        return READERS not in self._requests and (self._read_at[0] == version or now - self._read_at[1] < within_s)
+
+    def ask_for_readers(self, version: int, now: float, alive: Sequence[int]) -> list[Reply]:
+        """Asks those that the run's buffers come from for theirs, unless that has been done."""
+        if READERS not in self._requests:
+            self._asked_for_readers = (version, now)
+            asked = m.TakeBuffers(-1, 0, READERS, False)
+            self._requests[READERS] = Request(b"", asked, now, self._contributors(alive, besides=None))
+        return self.tick(now, alive)
+
+    @property
+    def for_readers(self) -> tuple[int, Frame]:
+        """Returns the buffers that readers get, with a number that changes when they do."""
+        return self._given[0], tensor_frame(self._given[1])
+
+    def _note_for_readers(self) -> None:
+        number, before = self._given
+        if not torch.equal(before, self._home):
+            self._given = (number + 1, self._home.clone())
 
     def _answer(self, peer: Peer, request: m.TakeBuffers, values: torch.Tensor, sources: Sequence[int]) -> Reply:
         reply = Reply(peer, m.SharedBuffers(request.number, list(sources)), [tensor_frame(values)])

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchquorum.wire.messages import Apply, Assigned, Drop, End, Release, RowsOut, Snapshot
+from torchquorum.wire.messages import Apply, Assigned, Drop, End, ReadOut, Release, RowsOut, Snapshot
 
-LogEntry = Apply | Assigned | Drop | Release | RowsOut | Snapshot | End
+LogEntry = Apply | Assigned | Drop | Release | RowsOut | ReadOut | Snapshot | End
 
 
 class DecisionLog:

@@ -78,7 +78,12 @@ class Followers:
         return m.Log(generation, *self._ended[1].unseen_by(shard))
 
     def hear(
-        self, peer: Peer, message: m.Have | m.HaveKeys | m.ShardHello, generation: int, log_ends: int | None, now: float
+        self,
+        peer: Peer,
+        message: m.Have | m.HaveKeys | m.HaveRead | m.ShardHello,
+        generation: int,
+        log_ends: int | None,
+        now: float,
     ) -> m.Message | None:
         """Notes that a shard lives; returns what to answer instead of going on, if it is not one of ours now.
 

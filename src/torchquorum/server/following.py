@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torchquorum.wire.messages as m
 from torchquorum.rules.quorum import Key
 from torchquorum.server.identity import Identity
+from torchquorum.server.reads import Reads
 from torchquorum.server.reply import LEADER, Incoming, Reply
 from torchquorum.server.run import Run
 from torchquorum.server.shard import Shard
@@ -48,7 +49,7 @@ class Following(Run):
     """A shard other than 0."""
 
     def __init__(self, life: TaskLife, shard: Shard) -> None:
-        super().__init__(life, shard, FollowingRequests(life.me, shard, lambda: self.broken))
+        super().__init__(life, shard, FollowingRequests(life.me, shard, lambda: self.broken), Reads(shard))
         self.unconfirmed: m.Part | None = None  # a part of a checkpoint that shard 0 has not confirmed
 
     def log(self, got: Incoming[m.Log]) -> list[Reply]:
@@ -68,4 +69,5 @@ class Following(Run):
         for result in self._written():
             assert isinstance(result, m.Part), "only shard 0 publishes"
             self.unconfirmed = result
-        return [Reply(LEADER, self.unconfirmed)] if self.unconfirmed is not None else []
+        unconfirmed = [Reply(LEADER, self.unconfirmed)] if self.unconfirmed is not None else []
+        return [*unconfirmed, *self.reads.tick(now)]

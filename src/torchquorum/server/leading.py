@@ -24,6 +24,7 @@ from torchquorum.server.barrier_waits import SAVED_AS
 from torchquorum.server.buffer_home import BufferHome
 from torchquorum.server.checkpoints import Checkpoints
 from torchquorum.server.leader import Leader
+from torchquorum.server.leading_reads import LeadingReads
 from torchquorum.server.leading_requests import LeadingRequests
 from torchquorum.server.recorder import open_recorder
 from torchquorum.server.reply import Incoming, Reply
@@ -45,6 +46,7 @@ class Leading(Run):
     """
 
     requests: LeadingRequests
+    reads: LeadingReads
 
     def __init__(
         self, life: TaskLife, shard: Shard, buffers: BufferHome | None, positions: dict[str, dict[str, Any]]
@@ -68,7 +70,8 @@ class Leading(Run):
             self.leader, life.saver, life.announce, buffers=buffers, positions=positions, generation=shard.generation
         )
         self._silence = RepeatedFailure(life.announce, life.clock)
-        super().__init__(life, shard, LeadingRequests(life, shard, self.leader, self.checkpoints, buffers))
+        requests = LeadingRequests(life, shard, self.leader, self.checkpoints, buffers)
+        super().__init__(life, shard, requests, LeadingReads(shard, self.leader, buffers))
         self.fastpaths = [
             FastPathHost(track.page, track, self.leader, self._has_to_decide, track=track.index)
             for track in shard.tracks
@@ -85,7 +88,7 @@ class Leading(Run):
         newest = checkpoints.newest
         saved = {"saved_step": newest.version, "saved": newest.path, "not_saved": checkpoints.lost}
         use = {"memory_bytes": resident_bytes(), "moved_bytes": self.shard.workers.moved_bytes}
-        return {**describe_run(self.leader), **saved, **use, "logdir": self.plan.logdir}
+        return {**describe_run(self.leader), **saved, **use, **self.reads.status(), "logdir": self.plan.logdir}
 
     def begin(
         self, data: dict[str, Any], replayed: list[Record], now: float, wall: float, *, step: int, save: bool
@@ -160,8 +163,11 @@ class Leading(Run):
             self.leader.pause(take.worker, take.incarnation, got.now, got.wall)
         return [*replies, got.reply(answer)]
 
-    def heard_of_shard(self, got: Incoming[m.Have | m.HaveKeys | m.ShardHello]) -> list[Reply]:
-        """Another shard is alive; with a Have, it holds its part of a gradient, with HaveKeys it knows which rows are wanted of it."""
+    def heard_of_shard(self, got: Incoming[m.Have | m.HaveKeys | m.HaveRead | m.ShardHello]) -> list[Reply]:
+        """Another shard is alive; with a Have, it holds its part of a gradient, with HaveKeys it knows which rows are wanted of it.
+
+        With HaveRead it knows what a reader asks it for.
+        """
         message, leader = got.message, self.leader
         leader.log.followed(message.shard, message.followed)
         if isinstance(message, m.Have):
@@ -169,6 +175,8 @@ class Leading(Run):
             leader.arrived(message.shard, key, message.request, got.now, got.wall)
         elif isinstance(message, m.HaveKeys):
             leader.rows_asked(message.shard, message.worker, message.incarnation, message.request)
+        elif isinstance(message, m.HaveRead):
+            self.reads.told(message.shard, message.reader, message.request)
         else:
             self.life.followers.sent[message.shard] = message.followed  # what it has not followed is sent again
             if message.broken:
@@ -255,6 +263,7 @@ class Leading(Run):
         leader.history.flush()
         if self.buffers is not None:
             replies += self.buffers.tick(now, leader.quorum.alive)
+        replies += self.reads.tick(now)
         return replies + self.advance()
 
     def _give_up_on_silent_shards(self, now: float) -> None:

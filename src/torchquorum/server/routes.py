@@ -140,6 +140,14 @@ ROUTES: dict[type[m.Message], Route] = {
     m.Values: Route(lambda run, got: run.requests.keep_values(got), joined=True),
     m.Assign: Route(lambda run, got: run.requests.assign(got), joined=True, request=True),
     m.MeanRequest: Route(_mean, counted=True),
+    # those who only read
+    m.Read: Route(lambda run, got: run.reads.ask(got)),
+    m.ReadRows: Route(lambda run, got: run.reads.ask(got)),
+    m.ReaderBeat: Route(
+        lambda run, got: run.reads.beat(got),
+        Leading,
+        lambda got: [got.reply(m.ReaderAlive(0, False))],
+    ),
     # membership
     m.Beat: Route(lambda run, got: run.requests.beat(got), Leading, lambda got: [got.reply(m.Alive(0, False))]),
     m.Leave: Route(lambda run, got: run.leave(got), otherwise=lambda got: [got.reply(m.Bye())]),
@@ -169,7 +177,12 @@ ROUTES: dict[type[m.Message], Route] = {
     m.Part: Route(_part, Leading, _refuse(ValueError, NO_PARTS)),
     m.PartTaken: Route(_part_taken, Following, _ignore, from_shard_0=True),
     # the model's buffers and shared data
-    m.Buffers: Route(lambda run, got: run.requests.receive_buffers(got), Leading, _no_buffers, joined=True),
+    m.Buffers: Route(
+        lambda run, got: [*run.requests.receive_buffers(got), *run.reads.advance(got.now)],
+        Leading,
+        _no_buffers,
+        joined=True,
+    ),
     m.TakeBuffers: Route(lambda run, got: run.requests.take_buffers(got), Leading, _no_buffers, joined=True),
     m.TakeBatches: Route(_data(Leading.take_batches), Leading, _no_data, joined=True),
     m.UseBatches: Route(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import torchquorum.wire.messages as m
 from torchquorum.formats.storage import locate
 from torchquorum.server.folder_watch import FolderWatch
+from torchquorum.server.reads import Reads
 from torchquorum.server.reply import Incoming, Reply
 from torchquorum.server.saver import Published, Written
 from torchquorum.server.saving import part_of
@@ -26,11 +27,12 @@ class Run:
         life: What the task has beyond this run.
         shard: The variables of this task.
         requests: Answers the workers.
+        reads: Answers those who only read.
     """
 
-    def __init__(self, life: TaskLife, shard: Shard, requests: WorkerRequests) -> None:
+    def __init__(self, life: TaskLife, shard: Shard, requests: WorkerRequests, reads: Reads) -> None:
         self.life, self.shard, self.plan, self.generation = life, shard, shard.plan, shard.generation
-        self.requests = requests
+        self.requests, self.reads = requests, reads
         self._watch = FolderWatch(shard, life.announce)
         self.broken = ""  # why an update, or what was promised of it, could not be made; the run is over then
 

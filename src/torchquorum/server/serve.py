@@ -25,9 +25,10 @@ from torchquorum.cluster.signals import Signals
 from torchquorum.errors import DeadlineError, InterruptedRunError, RefusedError, TaskLostError
 from torchquorum.formats.storage import locate, write_whole
 from torchquorum.memory.segments import host_id
-from torchquorum.server.farewell import Farewell
+from torchquorum.server.farewell import TURN_S, Farewell
 from torchquorum.server.identity import Identity
 from torchquorum.server.leading import Leading
+from torchquorum.server.leading_reads import OVER_S
 from torchquorum.server.outbox import Outbox
 from torchquorum.server.processes import ProcessWatch
 from torchquorum.server.reply import LEADER
@@ -302,6 +303,8 @@ class PsTask:
         self._outbox.send_to_leader()
         while self.service.rate_limit.exceeded:
             self._listener.hang_up(self.service.rate_limit.exceeded.pop())
+        while self.service.frozen:
+            self._listener.hang_up(self.service.frozen.pop())
         if self._failed is not None:
             raise self._failed
 
@@ -382,6 +385,15 @@ class PsTask:
         self._led = True
         self._write_report(run)
         self._farewell_to.wait(lambda: run.leader.log.behind() - self.service.life.followers.elsewhere)
+        self._let_readers_end(run)
+
+    def _let_readers_end(self, run: Leading) -> None:
+        """Gives readers that ask now and then a moment to take the last version."""
+        began = now = self._seen.turn()
+        with self._turn:
+            self._outbox.send(run.reads.say_over())
+        while run.reads.owing(now) and now - began < OVER_S and not self._signals.asked:
+            now = self._answer(TURN_S)
 
     def _dismiss(self) -> None:
         """No other job will come: the other ps tasks end with this one."""

@@ -27,6 +27,7 @@ from torchquorum.server.leading import Leading
 from torchquorum.server.plan_difference import check_same_plan
 from torchquorum.server.processes import Pids, note_process
 from torchquorum.server.rate_limit import RateLimit
+from torchquorum.server.reader_welcome import welcome_reader
 from torchquorum.server.reply import LEADER, Incoming, Reply
 from torchquorum.server.routes import NO_VARIABLES, ROUTES
 from torchquorum.server.saver import Saver
@@ -75,6 +76,7 @@ class Service:
         generation: The last creation of the variables that was tried.
         pids: The processes of workers on this host.
         staying: The workers' programs that may begin another session.
+        frozen: The connections of readers that take nothing, to be closed by the ps thread.
         shard_0: What is known of shard 0, on the others.
         over: No other job will come: shard 0 ends, and with it every ps task.
         failure: What made an update impossible, if something did.
@@ -97,6 +99,7 @@ class Service:
         self.generation = 0
         self.pids: Pids = {}
         self.rate_limit = RateLimit()
+        self.frozen: list[Peer] = []
         self.shard_0 = LeaderContact()
         self.over = False
         self.turned_away: Callable[[], dict[str, int]] = dict
@@ -112,6 +115,8 @@ class Service:
             m.StatusRequest: self._status,
             m.Have: self._heard_of_shard,
             m.HaveKeys: self._heard_of_shard,
+            m.HaveRead: self._heard_of_shard,
+            m.ReaderHello: self._reader_hello,
             m.ShardHello: self._heard_of_shard,
             m.Fault: self.shard_0.hear,
             m.Stay: self._stay,
@@ -207,6 +212,19 @@ class Service:
             note_process(self.pids, task.index, hello.incarnation, hello.pid)
         return [got.reply(me.welcome(self.run.generation if self.run is not None else None))]
 
+    def _reader_hello(self, got: Incoming[m.ReaderHello]) -> list[Reply]:
+        """The greeting of who only reads."""
+        self.rate_limit.count(got.peer)
+        hello = got.message
+        if hello.protocol != m.PROTOCOL:
+            who = f"the reader {hello.name[:80]}"
+            return [
+                got.reply(
+                    m.Fault("protocol", m.refuse_protocol(who, hello.protocol, hello.package, str(self.life.me.task)))
+                )
+            ]
+        return [got.reply(welcome_reader(self.life.me, hello, self.run))]
+
     def _create(self, got: Incoming[m.Create]) -> list[Reply]:
         """The chief creates the variables, or has them created again because a ps has lost its own."""
         create, run = got.message, self.run
@@ -247,7 +265,7 @@ class Service:
             return [got.reply(m.Unknown(request, self.generation))]
         return self.run.requests.probe(got)
 
-    def _heard_of_shard(self, got: Incoming[m.Have | m.HaveKeys | m.ShardHello]) -> list[Reply]:
+    def _heard_of_shard(self, got: Incoming[m.Have | m.HaveKeys | m.HaveRead | m.ShardHello]) -> list[Reply]:
         log_ends = self.run.shard.followed if self.run is not None else None
         refused = self.life.followers.hear(got.peer, got.message, self.generation, log_ends, got.now)
         over = [got.reply(m.Over())] if self.over else []
@@ -296,6 +314,7 @@ class Service:
             return []
         if isinstance(self.run, Leading):
             self.run.requests.hear_bytes(self.moved_bytes, now)
+        self.frozen += self.run.reads.frozen(self.moved_bytes, now)
         replies = self._guarded(lambda run: run.tick(now, wall), now, wall)
         if self._waiting and self.run.admits:
             replies += self._let_in(now, wall)

@@ -7,7 +7,7 @@ one optimizer is in its track (`torchquorum.server.shard_track`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from torchquorum.errors import UpdateError
@@ -41,6 +41,7 @@ from torchquorum.wire.messages import (
     Join,
     Outcome,
     Plan,
+    ReadOut,
     Release,
     RowsOut,
     Snapshot,
@@ -62,6 +63,7 @@ class Shard:
         tracks: What there is for each optimizer.
         workers: The workers that have joined here.
         row_requests: Who has asked for rows of tables.
+        read_out: Answers those who only read.
         row_chains: The files of rows of its checkpoints.
         followed: How many entries of the log were followed.
         snapshots: Those that the log has asked for and the saver has not been given.
@@ -98,6 +100,7 @@ class Shard:
                 self.tracks.append(track)
             made.pop_all()  # all are there
         self.row_requests = RowRequests()
+        self.read_out: Callable[[ReadOut], list[Reply]] = lambda _entry: []
         self.row_chains = RowChains(index, plan.num_shards, plan.full_every)
         self.followed = 0
         self.snapshots: list[tuple[Snapshot, ShardSnapshot]] = []
@@ -260,6 +263,8 @@ class Shard:
                 return [reply for t in those for reply in t.release(entry, outcome, silent=silent)]
             case RowsOut():
                 return self.row_requests.answer(entry, [track.version for track in self.tracks])
+            case ReadOut():
+                return self.read_out(entry)
             case Snapshot():
                 snapshot = self.snapshot()
                 self._add_rows(entry, snapshot)

@@ -23,6 +23,7 @@ from torchquorum.server.pending_gradients import PendingGradients
 from torchquorum.server.reply import Reply
 from torchquorum.server.shard_tables import RowUpdate, ShardTables, with_rows
 from torchquorum.server.shard_variables import ShardVariables
+from torchquorum.server.version_images import VersionImages
 from torchquorum.server.worker_table import TrackWorkers
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import frame_tensor, tensor_frame
@@ -51,6 +52,7 @@ class ShardTrack:
         given: What is about to be assigned.
         answers: The answers to their requests.
         page: The fast path's page, where the plan allows it.
+        images: Copies of its versions, for those who only read.
         tables: The rows of its tables.
         evicted: How many of these have gone since this was last set to 0.
         told: The newest version of which the gradients say that every shard had told a worker, where there is a journal.
@@ -81,6 +83,7 @@ class ShardTrack:
         if self.page is not None:
             self.variables.versions.also_busy = self.page.busy_slots
             self.variables.update.state.also_busy = self.page.busy_states
+        self.images = VersionImages(self.variables, len(plan.variables), self.page)
         self.tables = ShardTables(plan, shard)
         self.gradients = PendingGradients(self.region, plan.compress)
         self.given, self.evicted, self.told = GivenValues(), 0, version
@@ -140,6 +143,7 @@ class ShardTrack:
         keys, version = [Key(*k) for k in entry.keys], entry.version
         self.variables.change(entry.settings)
         if self.variables.versions.adopt(version):
+            self.images.adopted()
             self.gradients.drop(keys)  # some are here if the round was recorded in part when its last worker died
             self.variables.update.made_elsewhere()
             return
@@ -154,6 +158,7 @@ class ShardTrack:
             record.rows, record.evicted_at = [(u.table, len(u.keys)) for u in updates], entry.evicted_at
             keep(record, with_rows(region_bytes(self.region, mean), updates))
         self.variables.publish(slot, version)
+        self.images.changed(version, () if self.plan.after_update else absent)
 
     def _apply_rows(self, updates: Sequence[RowUpdate], version: int, evicted_at: float) -> None:
         if self.tables:
@@ -189,6 +194,7 @@ class ShardTrack:
         if keep is not None:
             self._keep_assigned(keep, entry, given, slot)
         self.variables.publish(slot, entry.version)
+        self.images.assigned(entry.version, entry.variables)
 
     def _keep_assigned(self, keep: Keep, entry: Assigned, given: Given, slot: int) -> None:
         values = region_bytes(self.region, self.variables.versions.slots.sections[slot]) if entry.variables else b""
@@ -220,6 +226,7 @@ class ShardTrack:
             _, slot = self.variables.make([sections], frozenset(record.absent), record.version)
             self._apply_rows(updates, record.version, record.evicted_at)
         self.variables.publish(slot, record.version)
+        self.images.changed(record.version)
         self.gradients.drop(Key(*key) for key in record.keys)
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ class Versions:
         self._published: dict[int, int] = {}
         self.current = 0
         self.version = version
-        self.slots.mark(0, version)
+        self.slots.publish(0, version)
 
     def lease(self, worker: int) -> int:
         """Returns the current slot and keeps it from being written until the worker leases again or is forgotten."""
@@ -76,7 +76,7 @@ class Versions:
 
     def publish(self, slot: int, version: int) -> None:
         """Makes a written slot the current version."""
-        self.slots.mark(slot, version)
+        self.slots.publish(slot, version)
         self.current, self.version = slot, version
 
     def expect(self, version: int, slot: int) -> None:
@@ -91,8 +91,11 @@ class Versions:
         slot = self._published.pop(version, None)
         if slot is not None:
             self.current, self.version = slot, version
+            if self.slots.holds(slot, version):
+                self.slots.publish(slot, version)
         return slot is not None
 
     def close(self) -> None:
         """Releases the memory."""
+        self.slots.give_up()
         self.slots.close()

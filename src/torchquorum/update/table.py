@@ -23,10 +23,12 @@ from torchquorum.update.row_inits import initial_rows
 from torchquorum.update.row_kernels import ONE, RowKernel, kernel_of
 from torchquorum.update.sightings import Sightings
 from torchquorum.update.table_age import TableAge
+from torchquorum.update.table_changes import TableChanges
 from torchquorum.update.table_keys import TableKeys, shard_of
 from torchquorum.update.table_snapshot import TableSnapshot
 from torchquorum.wire.plan import TableSpec
 
+SCANNED = 1 << 18  # positions that are looked at for one answer to a reader
 RECENT = 8  # pulls whose places are remembered until their gradients come
 NUMPY = {"float32": np.float32, "float64": np.float64}
 
@@ -98,6 +100,7 @@ class TablePart:
         self._no_rows = torch.empty((0, spec.dim), dtype=self.dtype)
         self._recent: deque[Pulled] = deque(maxlen=RECENT)
         self._snapshot: TableSnapshot | None = None
+        self._changes: TableChanges | None = None  # once somebody reads the table
 
     @property
     def size(self) -> int:
@@ -227,6 +230,8 @@ class TablePart:
         for name, column in self.states.items():
             column.put(positions, states[name])
         self.stamps.array[positions] = moment.version
+        if self._changes is not None:
+            self._changes.changed(moment.version, positions)
 
     def _keep(self, positions: Positions) -> None:
         """Rows are about to change: one that is being saved is saved as it was."""
@@ -261,6 +266,40 @@ class TablePart:
         order = np.lexsort((keys, self.stamps.array[positions]))
         self.keys.free(keys[order], positions[order])
         self.age.went(keys[order])
+        if self._changes is not None:
+            self._changes.went(self.age.version, keys)
+
+    # -- for those who only read --------------------------------------------------------------------------------------
+
+    def gone_since(self, since: int, version: int) -> Keys | None:
+        """Returns the keys whose rows went after a version and are not there now; None if that is not known. Now is `version`."""
+        if self._changes is None:
+            self._changes = TableChanges(version)
+        if not self.age.is_bounded:
+            return np.empty(0, np.int64)
+        gone = self._changes.gone_since(since)
+        return None if gone is None else gone[self.keys.find(gone) < 0] if len(gone) and self.keys.grows else gone
+
+    def changed_since(self, since: int, start: int, most: int) -> tuple[Keys, torch.Tensor, int]:
+        """Returns rows that were updated after a version, by position from `start` on: keys, rows, and where to go on, -1 for nowhere.
+
+        Args:
+            since: Which version; -1 for all rows.
+            start: The first position to look at.
+            most: How many rows at most.
+        """
+        known = self._changes.positions_since(since) if self._changes is not None and since >= 0 else None
+        if known is not None:
+            positions, end = known[np.searchsorted(known, start) :], -1
+        else:
+            stop = min(self.keys.end, start + max(most, SCANNED))
+            positions = start + np.flatnonzero(self.stamps.array[start:stop] > since)
+            end = stop if stop < self.keys.end else -1
+        positions = positions[self.keys.are_live(positions)]
+        if len(positions) > most:
+            positions, end = positions[:most], int(positions[most])
+        rows = self.values.rows.index_select(0, torch.from_numpy(positions))
+        return self.keys.at(positions), rows, end
 
     # -- to disk and back ---------------------------------------------------------------------------------------------
 

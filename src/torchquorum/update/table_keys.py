@@ -117,6 +117,10 @@ class TableKeys:
         self._free = np.concatenate([self._free, positions])
         self.size -= len(positions)
 
+    def are_live(self, positions: Positions) -> npt.NDArray[np.bool_]:
+        """Returns, for each of these positions, whether a row is there."""
+        return ~np.isin(positions, self._free) if len(self._free) else np.ones(len(positions), np.bool_)
+
     def live_mask(self) -> npt.NDArray[np.bool_]:
         """Returns, for each position that was ever used, whether a row is there."""
         live = np.ones(self.end, np.bool_)

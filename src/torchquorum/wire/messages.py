@@ -62,6 +62,19 @@ from torchquorum.wire.ps_messages import (
     Way,
     Welcome,
 )
+from torchquorum.wire.reader_messages import (
+    Read,
+    ReaderAges,
+    ReaderAlive,
+    ReaderBeat,
+    ReaderHello,
+    ReaderWelcome,
+    ReadRows,
+    RowsPart,
+    RowsRead,
+    TableCursor,
+    VersionRead,
+)
 from torchquorum.wire.shard_messages import (
     Apply,
     Assigned,
@@ -69,10 +82,12 @@ from torchquorum.wire.shard_messages import (
     End,
     Have,
     HaveKeys,
+    HaveRead,
     Log,
     Over,
     Part,
     PartTaken,
+    ReadOut,
     Release,
     RowsOut,
     ShardHello,
@@ -135,6 +150,14 @@ AnyMessage = (
     | FateOf
     | StatusRequest
     | MeanRequest
+    | ReaderHello
+    | Read
+    | ReadRows
+    | ReaderBeat
+    | ReaderWelcome
+    | VersionRead
+    | RowsRead
+    | ReaderAlive
     | Welcome
     | Created
     | Variables
@@ -160,6 +183,7 @@ AnyMessage = (
     | ShardHello
     | Have
     | HaveKeys
+    | HaveRead
     | Log
     | Over
     | Part

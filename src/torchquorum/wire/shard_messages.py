@@ -48,6 +48,16 @@ class HaveKeys(Message):
     generation: int = 0
 
 
+class HaveRead(Message):
+    """A shard knows what this reader asks it for."""
+
+    shard: int
+    reader: int
+    request: int
+    followed: int
+    generation: int = 0
+
+
 class Apply(Message):
     """Log entry: the mean of these gradients (worker, incarnation, local step) makes a track's `version`.
 
@@ -134,12 +144,19 @@ class RowsOut(Message):
     request: int
 
 
+class ReadOut(Message):
+    """Log entry: answer this reader's request with what there is at this place of the log."""
+
+    reader: int
+    request: int
+
+
 class Log(Message):
     """Entries of shard 0's log, the first of which is number `first`; every shard follows them in order."""
 
     generation: int
     first: int
-    entries: list[Apply | Assigned | Drop | Release | RowsOut | Snapshot | End]
+    entries: list[Apply | Assigned | Drop | Release | RowsOut | ReadOut | Snapshot | End]
 
 
 class Part(Message):

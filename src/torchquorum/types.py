@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torchquorum.reader.change import Change as Change
     from torchquorum.reader.change import ChangedRows as ChangedRows
     from torchquorum.reader.follow import Follow as Follow
-    from torchquorum.reader.replica import ReadVersion as ReadVersion
+    from torchquorum.reader.read_copy import ReadVersion as ReadVersion
     from torchquorum.session.share import Share as Share
     from torchquorum.simulation.counts import Simulated as Simulated
     from torchquorum.simulation.network import Network as Network

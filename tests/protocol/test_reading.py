@@ -23,6 +23,8 @@ from torchquorum.reader.reader import Reader
 class Counting(nn.Module):
     """With SGD at rate 1 and gradients of -1 every trained element is the version."""
 
+    seen: torch.Tensor
+
     def __init__(self, sizes: tuple[int, ...] = (7, 400, 33)) -> None:
         super().__init__()
         self.parts = nn.ParameterList([nn.Parameter(torch.zeros(n)) for n in sizes])

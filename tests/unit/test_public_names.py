@@ -11,7 +11,7 @@ from torchquorum import lazy
 PUBLIC = {
     "torchquorum": """
         Async Batches Bounded Buffered Clamp ClusterSpec EvaluateHook ExponentialDecay ExponentialMovingAverage Hook LaunchError
-        Local LogHook MaxNorm NanLossError Optimizer Ray Rule Session StopAtStepHook SummaryHook Sync Task TorchQuorumError Towers
+        Local LogHook MaxNorm NanLossError Optimizer Ray Reader Rule Session StopAtStepHook SummaryHook Sync Task TorchQuorumError Towers
         UnitNorm capture data devices errors graph hooks join launch register_optimizer rows schedule simulate
         tensorflow types Table
     """,
@@ -26,7 +26,9 @@ PUBLIC = {
     "torchquorum.tensorflow": """
         ConfigProto Coordinator GPUOptions allow_soft_placement constant l2_regularizer log_device_placement
     """,
-    "torchquorum.types": "CapturedStep Network Patience Scenario Share Simulated SlowDown Step TaskId",
+    "torchquorum.types": """
+        CapturedStep Change ChangedRows Follow Network Patience ReadVersion Scenario Share Simulated SlowDown Step TaskId
+    """,
     "torchquorum.errors": """
         AddressInUseError ClusterError ConfigError DataError DeadlineError DeviceError FlagError GraphError
         InterruptedRunError LaunchError LostCreationError LostPlaceError LostVariablesError NanLossError NonfiniteError

@@ -36,7 +36,7 @@ _WORDS = 2 + 2 * RECENT  # whether the owner has closed it, how many were publis
 _SLOT_BITS = 16
 
 
-class Published(NamedTuple):
+class PublishedSlot(NamedTuple):
     """A version that was published: its number, its slot, and when, in seconds of the clock that never goes back."""
 
     number: int
@@ -156,12 +156,12 @@ class Slots:
         self._words[1] = count + 1
 
     @property
-    def published(self) -> list[Published]:
+    def published(self) -> list[PublishedSlot]:
         """Returns what was published last, the newest first; a slot may have been written again since, see `holds`."""
         count = self._words[1]
         places = (2 + k % RECENT for k in range(count - 1, max(-1, count - RECENT - 1), -1))
         return [
-            Published(self._words[k] >> _SLOT_BITS, self._words[k] & (1 << _SLOT_BITS) - 1, self._times[RECENT + k])
+            PublishedSlot(self._words[k] >> _SLOT_BITS, self._words[k] & (1 << _SLOT_BITS) - 1, self._times[RECENT + k])
             for k in places
         ]
 

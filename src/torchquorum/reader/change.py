@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from torchquorum.reader.replica import AVERAGE, BUFFER, VARIABLE, ReadVersion, Replica, RowChanges, all_keys
+from torchquorum.reader.read_copy import AVERAGE, BUFFER, VARIABLE, ReadCopy, ReadVersion, RowChanges, all_keys
 from torchquorum.reader.write_model import write_model
 
 
@@ -85,7 +85,7 @@ class Change:
 
 
 def change_since(
-    replica: Replica, tick: int, rows: dict[str, RowChanges], version: ReadVersion, *, over: bool, averages: bool
+    replica: ReadCopy, tick: int, rows: dict[str, RowChanges], version: ReadVersion, *, over: bool, averages: bool
 ) -> Change:
     """Returns what has changed since a tick of a replica; of rows what was noted, which is taken."""
     full = replica.complete and (tick == 0 or replica.restarted_since(tick))
@@ -105,7 +105,7 @@ def change_since(
     )
 
 
-def _rows_of(replica: Replica, name: str, noted: RowChanges) -> ChangedRows:
+def _rows_of(replica: ReadCopy, name: str, noted: RowChanges) -> ChangedRows:
     part = replica.tables[name]
     if noted.whole:
         keys, gone = np.sort(all_keys(part)), np.empty(0, np.int64)

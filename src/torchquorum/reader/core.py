@@ -14,8 +14,8 @@ import torch
 from torchquorum.clock import Clock
 from torchquorum.errors import ConfigError, TaskLostError
 from torchquorum.memory.key_index import Keys
-from torchquorum.reader.replica import AVERAGE, ReadVersion, Replica
-from torchquorum.reader.source import AwayError, Source, Wanted
+from torchquorum.reader.read_copy import AVERAGE, ReadCopy, ReadVersion
+from torchquorum.reader.source import AwayError, Source, WantedParts
 from torchquorum.wire.rpc import Patience
 
 AGAIN_S = 0.1
@@ -47,7 +47,7 @@ class ReaderCore:
         self._said_at = 0.0
 
     @property
-    def replica(self) -> Replica:
+    def replica(self) -> ReadCopy:
         """Returns what is here."""
         return self.source.replica
 
@@ -61,7 +61,7 @@ class ReaderCore:
             or not tables <= replica.tables.keys()
         )
 
-    def refresh(self, wanted: Wanted, *, wait: bool) -> None:
+    def refresh(self, wanted: WantedParts, *, wait: bool) -> None:
         """Takes the newest version. Without `wait`, one that cannot be had now is done without.
 
         Raises:
@@ -99,7 +99,7 @@ class ReaderCore:
         """
         with self.lock:
             if self.all_tables or (self.kept and asked.keys() <= self.kept):
-                self.refresh(Wanted(), wait=self.lacks(False, self.kept))
+                self.refresh(WantedParts(), wait=self.lacks(False, self.kept))
                 return self._kept_rows(asked), self.here()
             while True:
                 self.check_open()
@@ -191,6 +191,6 @@ class ReaderCore:
                 self.source.close()
 
 
-def no_table(name: str, replica: Replica) -> ConfigError:
+def no_table(name: str, replica: ReadCopy) -> ConfigError:
     """Returns the error that a run has no such table."""
     return ConfigError(f"the run has no table {name}; it has {', '.join(sorted(replica.specs)) or 'none'}")

@@ -12,7 +12,7 @@ from torchquorum.compress.compressor import Compressor, read_compressor
 from torchquorum.memory.differences import add_difference
 from torchquorum.memory.slots import piece_places, section_views
 from torchquorum.placement.layout import CONSTANT, Piece, Region
-from torchquorum.reader.replica import AVERAGE, BUFFER, VARIABLE, Replica
+from torchquorum.reader.read_copy import AVERAGE, BUFFER, VARIABLE, ReadCopy
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import frame_tensor
 from torchquorum.wire.messages import Plan
@@ -35,7 +35,7 @@ class FlatReplica:
         is_partial: Whether only what has changed since a version was asked for.
     """
 
-    def __init__(self, plan: Plan, replica: Replica) -> None:
+    def __init__(self, plan: Plan, replica: ReadCopy) -> None:
         self._replica, self._plans = replica, plan.tracks()
         self._layouts = [of.layout() for of in self._plans]
         self._regions = [layout.trained for layout in self._layouts]

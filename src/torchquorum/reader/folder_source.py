@@ -26,8 +26,8 @@ from torchquorum.formats.row_file import read_chain
 from torchquorum.formats.storage import is_remote, locate
 from torchquorum.memory.key_index import Keys
 from torchquorum.reader.freshness import Freshness
-from torchquorum.reader.replica import AVERAGE, BUFFER, VARIABLE, Replica
-from torchquorum.reader.source import AwayError, Wanted
+from torchquorum.reader.read_copy import AVERAGE, BUFFER, VARIABLE, ReadCopy
+from torchquorum.reader.source import AwayError, WantedParts
 from torchquorum.wire.plan import TableSpec
 
 LOOK_EVERY_S = 0.5
@@ -45,7 +45,7 @@ class FolderSource:
     def __init__(self, folder: str | os.PathLike[str], clock: Clock) -> None:
         self._folder, self._clock = locate(folder), clock
         self._every_s = LOOK_REMOTE_S if is_remote(folder) else LOOK_EVERY_S
-        self.replica, self.freshness = Replica(), Freshness(clock)
+        self.replica, self.freshness = ReadCopy(), Freshness(clock)
         self.over, self.way = False, "checkpoints"
         self.generation = self.received_bytes = 0
         self._looked_at = -1e9
@@ -58,7 +58,7 @@ class FolderSource:
         """Returns the folder, for lines."""
         return str(self._folder)
 
-    def take(self, wanted: Wanted) -> None:
+    def take(self, wanted: WantedParts) -> None:
         """Takes the newest checkpoint, if there is another than the one that is here.
 
         Raises:
@@ -93,7 +93,7 @@ class FolderSource:
         except CheckpointError as error:
             raise AwayError(str(error)) from None
 
-    def _take_newest(self, found: list[CheckpointInfo], wanted: Wanted) -> None:
+    def _take_newest(self, found: list[CheckpointInfo], wanted: WantedParts) -> None:
         for info in reversed(found):
             try:
                 self._take(info, wanted)
@@ -103,7 +103,7 @@ class FolderSource:
         if self.replica.is_empty:
             raise AwayError(f"{self._folder} has no checkpoint that can be read")
 
-    def _take_since(self, wanted: Wanted) -> None:
+    def _take_since(self, wanted: WantedParts) -> None:
         """Takes the checkpoint of a version that is known already, if it is still there: what differs from it is what has changed."""
         for info in reversed(self._list()):
             if (info.step,) == wanted.since[:1] and info.problem is None:
@@ -116,7 +116,7 @@ class FolderSource:
                 self.replica.restart()
                 self._taken = None
 
-    def _take(self, info: CheckpointInfo, wanted: Wanted) -> None:
+    def _take(self, info: CheckpointInfo, wanted: WantedParts) -> None:
         replica = self.replica
         with CheckpointReader(info.path) as reader:
             manifest = reader.manifest
@@ -182,7 +182,7 @@ class FolderSource:
 
     def rows(self, asked: dict[str, Keys]) -> tuple[dict[str, torch.Tensor], list[int], float]:
         """Returns rows of tables, of the newest checkpoint; the tables are kept here from now on."""
-        self.take(Wanted(tables=frozenset(asked)))
+        self.take(WantedParts(tables=frozenset(asked)))
         found: dict[str, torch.Tensor] = {}
         for name, keys in asked.items():
             try:

@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Iterator
 
 from torchquorum.reader.change import Change, change_since
 from torchquorum.reader.core import ReaderCore
-from torchquorum.reader.replica import ReadVersion, RowChanges
-from torchquorum.reader.source import Wanted
+from torchquorum.reader.read_copy import ReadVersion, RowChanges
+from torchquorum.reader.source import WantedParts
 
 LEAST_NAP_S = 0.005
 IDLE_NAP_S = 0.05
@@ -104,11 +104,11 @@ class Follow:
                 return None
             return self._take()
 
-    def _wanted(self) -> Wanted:
+    def _wanted(self) -> WantedParts:
         """Returns what is to be taken; where nothing is here yet, perhaps only what has changed since a version."""
         replica, since = self._core.replica, self._since
         names = replica.specs.keys() if self._tables is True else self._tables or ()
-        wanted = Wanted(averages=self._averages, tables=frozenset(names))
+        wanted = WantedParts(averages=self._averages, tables=frozenset(names))
         if since is not None:
             wanted.since = tuple(since.versions.values()) if isinstance(since, ReadVersion) else (since,)
             wanted.generation = since.generation if isinstance(since, ReadVersion) else 0

@@ -27,9 +27,9 @@ from torchquorum.reader.core import ReaderCore
 from torchquorum.reader.folder_source import FolderSource
 from torchquorum.reader.follow import Follow
 from torchquorum.reader.ps_connections import Who
-from torchquorum.reader.replica import AVERAGE, BUFFER, VARIABLE, ReadVersion, Replica
+from torchquorum.reader.read_copy import AVERAGE, BUFFER, VARIABLE, ReadCopy, ReadVersion
 from torchquorum.reader.run_source import RunSource
-from torchquorum.reader.source import Source, Wanted
+from torchquorum.reader.source import Source, WantedParts
 from torchquorum.reader.source_name import is_address, one_address
 from torchquorum.reader.write_model import write_model
 from torchquorum.wire.rpc import Patience
@@ -136,7 +136,7 @@ class Reader:
         core = self._core
         with core.lock:
             tables = self._attach(model) if model is not None else frozenset[str]()
-            core.refresh(Wanted(averages=averages, tables=tables), wait=core.lacks(averages, tables | core.kept))
+            core.refresh(WantedParts(averages=averages, tables=tables), wait=core.lacks(averages, tables | core.kept))
             replica = self._core.replica
             if averages and not replica.of_kind(AVERAGE):
                 raise ConfigError(
@@ -234,7 +234,7 @@ class Reader:
                 table = plain(name) or "table"
                 module.pull = lambda keys, table=table: core.rows({table: keys})[0][table]
         if core.replica.is_empty:
-            core.refresh(Wanted(), wait=True)
+            core.refresh(WantedParts(), wait=True)
         wanted: set[str] = set()
         for own, parameter in model.named_parameters():
             name = plain(own)
@@ -268,7 +268,7 @@ class Reader:
         await asyncio.to_thread(self.close)
 
 
-def _weights(replica: Replica, tables: frozenset[str]) -> dict[str, torch.Tensor]:
+def _weights(replica: ReadCopy, tables: frozenset[str]) -> dict[str, torch.Tensor]:
     """Returns whole tables as weights."""
     found: dict[str, torch.Tensor] = {}
     for name in tables:

@@ -20,9 +20,9 @@ from torchquorum.memory.key_index import Keys
 from torchquorum.reader.flat_replica import FlatReplica
 from torchquorum.reader.freshness import Freshness
 from torchquorum.reader.ps_connections import PsConnections, Who
-from torchquorum.reader.replica import Replica
+from torchquorum.reader.read_copy import ReadCopy
 from torchquorum.reader.shared_versions import SharedVersions
-from torchquorum.reader.source import AwayError, Wanted
+from torchquorum.reader.source import AwayError, WantedParts
 from torchquorum.update.table_keys import shard_of
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import cut_parts, pack_parts
@@ -54,7 +54,7 @@ class RunSource:
         self._who, self._compress, self._clock = who, compress, clock
         self._connections = PsConnections(address, access, who, clock)
         self._connections.hear = self._hear
-        self.replica, self.freshness = Replica(), Freshness(clock)
+        self.replica, self.freshness = ReadCopy(), Freshness(clock)
         self.over, self._averages, self.way = False, False, "messages"
         self._plan: m.Plan | None = None
         self._generation = 0
@@ -80,7 +80,7 @@ class RunSource:
         """Returns the creation of the variables that was met last."""
         return self._generation
 
-    def take(self, wanted: Wanted) -> None:
+    def take(self, wanted: WantedParts) -> None:
         """Takes the newest version.
 
         Raises:
@@ -126,7 +126,7 @@ class RunSource:
         """The run could not be read: it is greeted anew."""
         self._plan = None
 
-    def _can_share(self, wanted: Wanted) -> bool:
+    def _can_share(self, wanted: WantedParts) -> bool:
         """Whether all that is wanted is in shared memory; constants, averages, buffers and rows come by message."""
         assert self._plan is not None
         if (
@@ -150,7 +150,7 @@ class RunSource:
         copied = self._shared.copy(flat.values, replica.versions)
         if copied is None:  # versions come too fast to be copied: what is in the memory now is of none
             flat.forget()
-            self._take_asked(flat, Wanted())
+            self._take_asked(flat, WantedParts())
             return
         versions, age_s = copied
         for track, (version, before) in enumerate(zip(versions, replica.versions, strict=True)):
@@ -159,7 +159,7 @@ class RunSource:
         flat.set_all(versions)
         self._taken(flat, age_s)
 
-    def _take_asked(self, flat: FlatReplica, wanted: Wanted) -> None:
+    def _take_asked(self, flat: FlatReplica, wanted: WantedParts) -> None:
         """Asks until all shards have sent all rows, and with the last of them the variables, at one place of the log."""
         plan, replica = self._plan, self.replica
         assert plan is not None
@@ -200,13 +200,13 @@ class RunSource:
         if versions != replica.versions or flat.has_news:
             self._taken(flat, max(message.age_s for each in every for message in each))
 
-    def _may_begin_at(self, wanted: Wanted, flat: FlatReplica) -> bool:
+    def _may_begin_at(self, wanted: WantedParts, flat: FlatReplica) -> bool:
         """Whether nothing is here, and only what has changed since a version of this generation is wanted."""
         assert self._plan is not None
         fits = wanted.generation in (0, self._generation) and len(wanted.since) == len(self._plan.rules)
         return fits and self.replica.is_empty and not flat.has_begun
 
-    def _question(self, k: int, number: int, flat: FlatReplica, wanted: Wanted, cursors: _Cursors) -> m.Read:
+    def _question(self, k: int, number: int, flat: FlatReplica, wanted: WantedParts, cursors: _Cursors) -> m.Read:
         assert self._plan is not None
         buffers = self._buffers if k == 0 and self._plan.buffers and self._plan.buffers_mode != "local" else -2
         return m.Read(
@@ -364,7 +364,7 @@ class _Cursors:
             found.append(m.TableCursor(track, number, since, max(0, self._start.get(place, 0))))
         return found
 
-    def take(self, k: int, got: m.VersionRead, replica: Replica, frame: Frame) -> None:
+    def take(self, k: int, got: m.VersionRead, replica: ReadCopy, frame: Frame) -> None:
         """Takes the rows of an answer."""
         sizes: list[int] = []
         for part in got.rows:
@@ -389,7 +389,7 @@ class _Cursors:
             if part.next < 0:
                 self._flat.set_table_version(place, self._first[place] if self._start.get(place, 0) else got.version)
 
-    def _of_shard(self, replica: Replica, name: str, k: int, besides: Keys) -> Keys:
+    def _of_shard(self, replica: ReadCopy, name: str, k: int, besides: Keys) -> Keys:
         part = replica.tables[name]
         if not part.keys.grows:
             return np.empty(0, np.int64)

@@ -13,7 +13,7 @@ import torch
 from torchquorum.clock import SYSTEM
 from torchquorum.errors import SegmentError
 from torchquorum.fastpath.page import PageView
-from torchquorum.memory.slots import Published, Slots
+from torchquorum.memory.slots import PublishedSlot, Slots
 from torchquorum.wire.messages import Plan, ReaderWelcome
 
 TRIES = 5
@@ -96,9 +96,9 @@ class SharedVersions:
                 return versions, SYSTEM.now() - max(place.at for found in chosen for place in found)
         return None
 
-    def _choose(self) -> list[list[Published]] | None:
+    def _choose(self) -> list[list[PublishedSlot]] | None:
         """Returns where a version lies that all shards have, of each optimizer, all of them current at one moment."""
-        found: list[list[Published]] = []
+        found: list[list[PublishedSlot]] = []
         for track, rings in enumerate(self._rings):
             known = [{p.number: p for p in self._published(track, k)} for k in range(len(rings))]
             common = set(known[0]).intersection(*known[1:])
@@ -110,8 +110,8 @@ class SharedVersions:
             return None  # another version came meanwhile: together these never were
         return found
 
-    def _published(self, track: int, shard: int) -> list[Published]:
+    def _published(self, track: int, shard: int) -> list[PublishedSlot]:
         page = self._pages[track]
         if page is not None and (current := page.current) is not None:
-            return [Published(*current)]
+            return [PublishedSlot(*current)]
         return self._rings[track][shard].published

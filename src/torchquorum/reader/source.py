@@ -9,7 +9,7 @@ import torch
 
 from torchquorum.memory.key_index import Keys
 from torchquorum.reader.freshness import Freshness
-from torchquorum.reader.replica import Replica
+from torchquorum.reader.read_copy import ReadCopy
 
 
 class AwayError(Exception):
@@ -17,7 +17,7 @@ class AwayError(Exception):
 
 
 @dataclass(kw_only=True)
-class Wanted:
+class WantedParts:
     """What is to be taken.
 
     Attributes:
@@ -43,7 +43,7 @@ class Source(Protocol):
         way: How versions come.
     """
 
-    replica: Replica
+    replica: ReadCopy
     freshness: Freshness
     over: bool
     way: str
@@ -63,7 +63,7 @@ class Source(Protocol):
         """Returns how many bytes have come by message."""
         ...
 
-    def take(self, wanted: Wanted) -> None:
+    def take(self, wanted: WantedParts) -> None:
         """Takes the newest version.
 
         Raises:

@@ -62,7 +62,7 @@ class RowChanges:
         self.gone.append(gone)
 
 
-class Replica:
+class ReadCopy:
     """What a reader has.
 
     Attributes:

@@ -279,7 +279,10 @@ class RowExchange:
                 memory = pool.lend(message.at, begin, size_bytes)
             else:
                 memory = frame_tensor(asked.found[k][1][0], size_bytes)
-            parts.append(memory.view(dtype).view(-1, spec.dim))
+            # No rows at all may come with strides that cannot be viewed.
+            parts.append(
+                memory.view(dtype).view(-1, spec.dim) if size_bytes else torch.empty((0, spec.dim), dtype=dtype)
+            )
         if len(parts) == 1:
             return parts[0]
         rows = torch.empty((len(asked.keys), spec.dim), dtype=dtype)

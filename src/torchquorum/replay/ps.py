@@ -20,6 +20,7 @@ from torchquorum.replay.recreation import Recreation
 from torchquorum.replay.script import LifeKey, ReplayStep, ScriptedLife
 from torchquorum.rules.quorum import Key
 from torchquorum.server.identity import Identity
+from torchquorum.server.reads import Reads
 from torchquorum.server.reply import Incoming, Reply
 from torchquorum.server.run import Run
 from torchquorum.server.saver import Saver
@@ -49,7 +50,7 @@ class Replaying(Run):
     """One creation of the variables: its shard follows the record."""
 
     def __init__(self, life: TaskLife, shard: Shard) -> None:
-        super().__init__(life, shard, ReplayedRequests(life.me, shard))
+        super().__init__(life, shard, ReplayedRequests(life.me, shard), Reads(shard))
 
     def tick(self, now: float, wall: float) -> list[Reply]:
         """Nothing happens by time."""

@@ -209,6 +209,60 @@ def test_an_evaluation_inside_an_epoch_is_neither_cut_nor_waited_for() -> None:
     assert cluster.run(work, work)[0] == [48, 48]
 
 
+def train_on_pairs(session_epochs: Any, model: nn.Module, optimizer: Any, way: str, seen: list[int]) -> None:
+    """Epochs over two loaders at a time, of different lengths, with an evaluation now and then, as in many programs of GANs."""
+    labelled = DataLoader(DATA, batch_size=7, shuffle=True)
+    others = DataLoader(TensorDataset(X.flip(0), -Y), batch_size=10, shuffle=True)
+    evaluation = DataLoader(DATA, batch_size=24, generator=torch.Generator())
+    for epoch in session_epochs:
+        more = iter(others) if way == "next" else iter([])
+        pairs = zip(labelled, others, strict=False) if way == "zip" else labelled
+        for i, one in enumerate(pairs):
+            if way == "zip":
+                (x, y), (u, v) = one
+            else:
+                x, y = one
+                try:
+                    u, v = next(more)
+                except StopIteration:
+                    more = iter(others)
+                    u, v = next(more)
+            train_one(model, optimizer, torch.cat([x, u]), torch.cat([y, v]))
+            if i % 3 == 1:
+                next(iter(evaluation))
+                model.eval()
+                seen.append(sum(len(a) for a, _ in evaluation))
+                model.train()
+        seen.append(epoch)
+
+
+@pytest.mark.parametrize("way", ["zip", "next"])
+@pytest.mark.parametrize("stopped_at", [2, 6, 12])
+def test_a_loop_over_two_loaders_has_the_bits_of_plain_pytorch_also_after_a_stop(
+    way: str, stopped_at: int, tmp_path: Path
+) -> None:
+    def run(logdir: Path | None, last_step: int | None) -> tuple[list[torch.Tensor], list[int]]:
+        seen = list[int]()
+
+        def work(task: Task) -> list[torch.Tensor]:
+            torch.manual_seed(3)
+            model = make_model()
+            optimizer = tq.Optimizer(make_optimizer(model))
+            with tq.Session(task, model, optimizer, logdir=logdir, last_step=last_step, patience=PATIENCE) as session:
+                train_on_pairs(session.epochs(3), model, optimizer, way, seen)
+            return values(model)
+
+        return Cluster().run(work)[0], seen
+
+    torch.manual_seed(3)
+    model, evaluated = make_model(), list[int]()
+    train_on_pairs(range(3), model, make_optimizer(model), way, evaluated)
+    run(tmp_path, stopped_at)
+    found, seen = run(tmp_path, None)
+    assert all(torch.equal(a, b) for a, b in zip(found, values(model), strict=True))
+    assert seen == evaluated[-len(seen) :]
+
+
 def test_a_barrier_counts_live_workers_and_has_a_deadline() -> None:
     cluster, left = Cluster(workers=2), threading.Event()
 

@@ -141,6 +141,50 @@ def test_a_lazy_module_without_shapes_is_refused() -> None:
         begin(model, torch.optim.SGD(model.parameters()))
 
 
+@pytest.mark.parametrize(
+    ("parts", "refused"),
+    [
+        (lambda whole: (whole, whole), True),
+        (lambda whole: (whole[:4], whole[3:]), True),
+        (lambda whole: (whole[:, :3], whole[2:, 2:]), True),
+        (lambda whole: (whole[:, :3], whole[:, 3:]), False),
+        (lambda whole: (whole[:3], whole[3:]), False),
+    ],
+)
+def test_two_parameters_in_the_same_memory_are_refused(parts: Callable, refused: bool) -> None:
+    model = nn.ParameterList([nn.Parameter(part) for part in parts(torch.ones(6, 6))])
+    optimizer = torch.optim.SGD(model.parameters())
+    if not refused:
+        return begin(model, optimizer)
+    with pytest.raises(ConfigError, match="parameters 0 and 1 are two that lie in the same memory"):
+        begin(model, optimizer)
+    return None
+
+
+def test_a_training_step_that_is_compiled_has_the_bits_of_one_that_is_not() -> None:
+    def run(compiled: bool) -> list[torch.Tensor]:
+        def work(task: Task) -> list[torch.Tensor]:
+            torch.manual_seed(0)
+            model = linear()
+            optimizer = tq.Optimizer(torch.optim.Adam(model.parameters(), lr=0.01))
+            x, y = torch.randn(8, 37), torch.randn(8, 5)
+
+            def step() -> None:
+                optimizer.zero_grad()
+                nn.functional.mse_loss(model(x), y).backward()
+                optimizer.step()
+
+            do = torch.compile(step, backend="eager") if compiled else step
+            with tq.Session(task, model, optimizer, patience=PATIENCE):
+                for _ in range(4):
+                    do()
+            return [p.detach() for p in model.parameters()]
+
+        return Cluster().run(work)[0]
+
+    assert same(run(compiled=True), run(compiled=False))
+
+
 def test_a_model_moved_inside_the_session_is_an_error_not_silence() -> None:
     cluster = Cluster()
 

@@ -21,7 +21,7 @@ from torchquorum.errors import ConfigError, DeadlineError
 from torchquorum.session.accelerated import reads_ahead
 from torchquorum.session.hooks.hook import Hook
 from torchquorum.session.join import Task
-from torchquorum.session.loaders import Begin, LoaderBatches, watched
+from torchquorum.session.loaders import Begin, LoaderBatches, LoaderPlace, kind_of, watched
 from torchquorum.worker.link import Link
 from torchquorum.worker.optimizer import Optimizer
 from torchquorum.worker.polls import NOTICE_EVERY_S, notice_losses
@@ -100,9 +100,11 @@ class EpochLoop(Hook):
         self.running = self._closed = False
         self.epoch = self._stage = self._steps = self._barriers = 0
         self._ended = False  # all workers have used up their data of this epoch
-        self._loaders: list[LoaderBatches] = []
-        self._skipped: list[dict[str, Any]] = []  # of the loaders of this epoch, in their order, in the run before
-        self._more = 0  # batches that this worker has used up beyond those
+        self._loaders: list[LoaderPlace] = []
+        self._given: list[LoaderPlace] = []  # those that have given a batch since the last step, in that order
+        self._leading: LoaderPlace | None = None  # the loop that steps begin with
+        self._skipped: list[dict[str, Any]] = []  # of this epoch's loops that steps were made from, in the run before
+        self._more = 0  # batches used up beyond those, of each loop that begins before any batch is taken
         self._pace = _Pace()
         self._restored: dict[str, Any] = {}
 
@@ -150,7 +152,8 @@ class EpochLoop(Hook):
         self._restored = {}
         self.epoch, self._stage, self._steps = max(now.epoch, self.epoch), 0, now.steps
         self._pace.begin(now)
-        self._loaders, self._skipped, self._more, self._ended = [], [], self._pace.batches(now.steps), False
+        self._loaders, self._given, self._leading, self._skipped, self._ended = [], [], None, [], False
+        self._more = self._pace.batches(now.steps)
         if restored.get("epoch") == self.epoch:
             self._skipped, self._ended = list(restored.get("loaders", [])), bool(restored.get("ended"))
             self._more = self._pace.batches(max(0, now.steps - int(restored.get("steps", 0))))
@@ -159,7 +162,7 @@ class EpochLoop(Hook):
         for sampler in samplers_of(session.task):
             sampler.set_epoch(self.epoch)
             sampler.divide(part, max(1, len(now.members)))
-        behind = sum(int(place.get("taken", 0)) for place in self._skipped) + self._more
+        behind = sum(int(place.get("taken", 0)) for place in self._skipped if place.get("leads", True)) + self._more
         if (self.epoch or behind) and (restored or behind) and (count is None or self.epoch < count):
             of = f" of {count}" if count is not None else ""
             after = f", after {behind} batches" if behind and not self._ended else ""
@@ -169,27 +172,33 @@ class EpochLoop(Hook):
 
     def begin_loader(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
         """The program begins a loop over a DataLoader."""
-        skipped = self._skipped.pop(0) if self._skipped else {}
-        trains = torch.is_grad_enabled() and self._session.model.training
-        more = 0
-        if self._more and not self._skipped and trains:
-            more, self._more = self._more, 0
-        batches = LoaderBatches(
-            loader,
-            begin,
-            skipped=skipped,
-            more=more,
-            stops=self._next_comes,
-            ended=lambda _: self.data_ended(),
-        )
-        self._loaders.append(batches)
+        if not torch.is_grad_enabled():
+            return begin(loader)  # an evaluation
+        kind, trains = kind_of(loader), self._session.model.training
+        skipped = next((place for place in self._skipped if place.get("of", kind) == kind), {})
+        if skipped:
+            self._skipped.remove(skipped)
+        begins = bool(skipped) or (trains and not any(place.taken for place in self._loaders))
+        batches = LoaderBatches(loader, begin, skipped=skipped, more=self._more if begins else 0, watcher=self)
+        self._loaders.append(batches.place)
         return batches
 
-    def _next_comes(self) -> bool:
-        """A loop that trains is about to take its next batch; returns whether the run is over."""
-        if self._pace.note(sum(b.taken - b.skipped for b in self._loaders) - reads_ahead(), self._steps):
+    def next_comes(self) -> bool:
+        """A loop that steps begin with is about to take its next batch; returns whether the run is over."""
+        if self._pace.note(sum(p.taken - p.skipped for p in self._loaders if p.leads) - reads_ahead(), self._steps):
             self._ask(self._pace.now)
         return self._session.should_stop()
+
+    def batch_taken(self, place: LoaderPlace) -> None:
+        """A batch goes to the program: the next step may be made with it."""
+        self._more = 0
+        if place not in self._given and torch.is_grad_enabled():
+            self._given.append(place)
+
+    def loop_ended(self, place: LoaderPlace) -> None:
+        """A loop has used its last batch; one that an earlier epoch has begun says nothing of this one."""
+        if place in self._loaders:
+            self.data_ended()
 
     def data_ended(self) -> None:
         """This worker has used its last batch of a loop: waits for the others, and takes the version that all have made."""
@@ -205,12 +214,15 @@ class EpochLoop(Hook):
             self._link.positions.renew(self._link.version)
 
     def before_run(self, session: object) -> None:
-        """A step is about to be pushed: what was taken from the newest loader is part of it."""
+        """A step is about to be pushed: what the program has taken from its loops since the one before is part of it."""
         if self.running:
             self._steps += 1
             self._ended = False
-            if self._loaders:
-                self._loaders[-1].trained = True
+            those, self._given = [place for place in self._given if place.in_use], []
+            if those and (self._leading is None or self._leading.over or not self._leading.in_use):
+                self._leading = those[0]
+            for place in those:
+                place.trained, place.leads = True, place is self._leading
 
     # -- waiting for others -------------------------------------------------------------------------------------------
 
@@ -292,7 +304,7 @@ class EpochLoop(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns where the loop is, as JSON values."""
-        places = [loader.place() for loader in self._loaders]
+        places = [place.saved() for place in self._loaders if place.trained]
         return {"epoch": self.epoch, "steps": self._steps, "ended": self._ended, "loaders": places}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

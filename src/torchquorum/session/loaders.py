@@ -8,6 +8,7 @@ batches come out as they are; a loader that nothing is trained from is not ended
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -26,6 +27,22 @@ class LoaderWatcher(Protocol):
 
     def begin_loader(self, loader: DataLoader[Any], begin: Begin) -> Iterator[Any]:
         """A loop over a DataLoader begins; `begin` makes torch's own iterator."""
+        ...
+
+
+class BatchWatcher(Protocol):
+    """Who is told what becomes of the batches of such loops."""
+
+    def next_comes(self) -> bool:
+        """A loop that steps begin with is about to take its next batch; returns whether it is to end instead."""
+        ...
+
+    def batch_taken(self, place: LoaderPlace) -> None:
+        """A batch goes to the program."""
+        ...
+
+    def loop_ended(self, place: LoaderPlace) -> None:
+        """A loop that steps begin with, or one without any batch, has none left; the program has not heard of it yet."""
         ...
 
 
@@ -63,21 +80,57 @@ def unwatched() -> Iterator[None]:
             _watching[thread] = watcher
 
 
+class LoaderPlace:
+    """How far one loop over a DataLoader is, which outlives the loop.
+
+    Args:
+        of: Which of the program's loaders it is, as `kind_of` tells them apart.
+        begun_at: The generators that its order was drawn from, as JSON values.
+
+    Attributes:
+        first_at: The program's generator before the first batch, for which a sampler draws its seed, if others have drawn since then.
+        taken: How many batches were taken, with those that were skipped.
+        skipped: How many were skipped.
+        over: Whether it has no batch left.
+        trained: Whether a step was made with some of them, now or in the run before.
+        leads: Whether they are the first ones of a step: of a loop over `zip(a, b)` those of `a`.
+    """
+
+    def __init__(self, of: list[Any], begun_at: dict[str, Any]) -> None:
+        self._of, self._begun_at = of, begun_at
+        self.first_at = ""
+        self.taken = self.skipped = 0
+        self.over = self.trained = self.leads = False
+        self._batches: weakref.ref[LoaderBatches] | None = None
+
+    def follow(self, batches: LoaderBatches) -> None:
+        """The loop has begun."""
+        self._batches = weakref.ref(batches)
+
+    @property
+    def in_use(self) -> bool:
+        """Whether the program still has the loop: one that an evaluation has begun and left is none of a step."""
+        return self._batches is not None and self._batches() is not None
+
+    def saved(self) -> dict[str, Any]:
+        """Returns it as JSON values."""
+        ahead = 0 if self.over else reads_ahead()
+        first = {"first": self.first_at} if self.first_at else {}
+        return {"of": self._of, "taken": self.taken - ahead, "leads": self.leads, **first, **self._begun_at}
+
+
 class LoaderBatches:
     """The batches of one loop over a DataLoader.
 
     Args:
         loader: The DataLoader.
         begin: Makes torch's iterator.
-        skipped: What `place` returned in the run before, whose batches are not read again.
+        skipped: What `LoaderPlace.saved` returned in the run before, whose batches are not read again.
         more: How many batches are skipped beyond that.
-        stops: Whether a loop that trains is to end before its next batch; asked before each.
-        ended: Is called when a loop ends, and before the loop hears of it.
+        watcher: Is asked before each batch and told of each.
 
     Attributes:
-        taken: How many batches were taken, with those that were skipped.
-        skipped: How many were skipped.
-        trained: Whether a step was made with some of them, now or in the run before.
+        place: How far it is.
     """
 
     def __init__(
@@ -87,23 +140,27 @@ class LoaderBatches:
         *,
         skipped: dict[str, Any],
         more: int,
-        stops: Callable[[], bool],
-        ended: Callable[[LoaderBatches], None],
+        watcher: BatchWatcher,
     ) -> None:
-        self._stops, self._ended = stops, ended
-        self._over = self._told = False
+        self._watcher, self._told = watcher, False
         now = Generators.now()
         if skipped:
             _set_generators(loader, skipped)
-        self._begun_at = _generators(loader)
+        self.place = place = LoaderPlace(kind_of(loader), _generators(loader))
         self._inner: Any = begin(loader)
-        self.taken = 0
+        self._begun: torch.Tensor | None = torch.get_rng_state()
+        if "first" in skipped:
+            place.first_at = skipped["first"]
+            torch.set_rng_state(decode_state(place.first_at))
         count = int(skipped.get("taken", 0)) + more
-        self.trained = count > 0
-        while self.taken < count and not self._over:
-            self.taken += 1
-            self._over = next(self._inner, self) is self
-        self.skipped = self.taken
+        place.trained, place.leads = count > 0, count > 0 and bool(skipped.get("leads", True))
+        while place.taken < count and not place.over:
+            place.taken += 1
+            place.over = next(self._inner, self) is self
+        place.skipped = place.taken
+        place.follow(self)
+        if count:
+            self._begun = None
         if skipped:
             now.restore()
 
@@ -111,28 +168,38 @@ class LoaderBatches:
         return self
 
     def __next__(self) -> Any:
-        if not self._over and not (self.trained and self._stops()):
+        place = self.place
+        if not place.over and not (place.leads and self._watcher.next_comes()):
+            if self._begun is not None:
+                now, begun, self._begun = torch.get_rng_state(), self._begun, None
+                place.first_at = "" if torch.equal(now, begun) else encode_state(now)
             batch = next(self._inner, self)
             if batch is not self:
-                self.taken += 1
+                place.taken += 1
+                self._watcher.batch_taken(place)
                 return batch
-        self._over = True
+        place.over = True
         if not self._told:
             self._told = True
-            if self.trained or not self.taken:
-                self._ended(self)
+            if place.leads or not place.taken:
+                self._watcher.loop_ended(place)
         raise StopIteration
 
     def __len__(self) -> int:
-        return len(self._inner) - self.skipped
+        return len(self._inner) - self.place.skipped
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def place(self) -> dict[str, Any]:
-        """Returns where the loop is, as JSON values; a loop that nothing was trained from begins anew."""
-        ahead = 0 if self._over else reads_ahead()
-        return {"taken": self.taken - ahead, **self._begun_at} if self.trained else {}
+
+def kind_of(loader: DataLoader[Any]) -> list[Any]:
+    """Returns what tells a program's loaders apart, also after another start, as JSON values."""
+    data = loader.dataset
+    try:
+        length = len(data)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        length = None
+    return [type(data).__name__, length, loader.batch_size, type(loader.sampler).__name__]
 
 
 def _own(loader: DataLoader[Any]) -> dict[str, torch.Generator]:

@@ -6,7 +6,8 @@ parameters of the models, and a name of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -98,6 +99,7 @@ def describe_each(
     What no optimizer has is with the first's.
     """
     rows = {id(each.parameter) for own in tables for each in own.all}
+    _check_memory(module, optimizers, rows)
     if len(optimizers) == 1:
         return [describe(module, optimizers[0].inner, rows, has_tables=bool(tables[0]))]
     owner, found = owners(module, optimizers), []
@@ -139,3 +141,38 @@ def _check_all_there(optimizer: Optimizer, names: Mapping[int, str]) -> None:
             f"{optimizer.called} has {len(strange)} parameters that no model of the session has (of shapes {shapes}): give all models, "
             "tq.Session(task, [generator, discriminator], [opt_g, opt_d]), and make each optimizer from their parameters"
         )
+
+
+def _check_memory(module: nn.Module, optimizers: Sequence[Optimizer], rows: Set[int]) -> None:
+    """Raises ConfigError if a trained parameter has memory in common with another, as after `head.weight.data = embedding.weight.data`."""
+    trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    plain, found = plain_names(module), list[tuple[Any, int, int, str, torch.Tensor]]()
+    for name, p in module.named_parameters():
+        if id(p) in rows or isinstance(p, nn.parameter.UninitializedParameter) or not p.numel() or not p.data_ptr():
+            continue
+        last = sum((size - 1) * stride for size, stride in zip(p.shape, p.stride(), strict=True)) * p.element_size()
+        found.append((p.device, p.data_ptr(), p.data_ptr() + last, plain(name), p))
+    found.sort(key=lambda one: (str(one[0]), one[1]))
+    for (device, _, end, name, p), (other_device, begin, _, other, q) in itertools.pairwise(found):
+        if device == other_device and begin <= end and not trained.isdisjoint((id(p), id(q))) and _overlap(p, q):
+            raise ConfigError(
+                f"parameters {name} and {other} are two that lie in the same memory: the ps tasks hold each of them by itself, so an "
+                f"update of one would no longer reach the other. Make them one parameter, such as head.weight = embedding.weight, or give "
+                f"each its own memory, {other}.data = {other}.data.clone()"
+            )
+
+
+def _overlap(p: torch.Tensor, q: torch.Tensor) -> bool:
+    """Whether two tensors whose memory is interleaved have an element in common."""
+    if p.is_contiguous() and q.is_contiguous():
+        return True
+    begin, marked = min(p.data_ptr(), q.data_ptr()), set[int]()
+    for one in (p, q):
+        places = torch.tensor(one.data_ptr() - begin)
+        for size, stride in zip(one.shape, one.stride(), strict=True):
+            places = places.unsqueeze(-1) + torch.arange(size) * (stride * one.element_size())
+        own = set(places.flatten().tolist())
+        if not marked.isdisjoint(own):
+            return True
+        marked = own
+    return False

@@ -6,6 +6,7 @@ What the program of the chief writes into them goes with its next push. Attached
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -34,9 +35,18 @@ from torchquorum.worker.state_copy import StateElsewhere
 from torchquorum.worker.step import Step
 from torchquorum.worker.track_member import LaterLoss
 
+_UNTRACED: list[Any] = []
 # Those of every optimizer there is: register_optimizer_step_pre_hook and its like fill them.
 _HOOKS_OF_ALL = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
 _NO_COPY = "a tq.Optimizer cannot be copied or pickled, as it stands for the optimizer of a run: copy or save optimizer.state_dict()"
+
+
+def _untraced() -> Any:
+    """Returns what makes a step that torch.compile leaves alone, in a program that may compile its training step: it is no arithmetic."""
+    if not _UNTRACED:
+        disable: Any = sys.modules["torch._dynamo"].disable
+        _UNTRACED.append(disable(Optimizer._step_as_watched))
+    return _UNTRACED[0]
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -342,10 +352,15 @@ class Optimizer(torch.optim.Optimizer):
         Returns:
             What the closure returned; None without one, as in torch.optim.
         """
-        return (self._watched_step if self._is_watched() else self._step)(closure, loss=loss)
+        if "torch._dynamo" in sys.modules:
+            return _untraced()(self, closure, loss)
+        return self._step_as_watched(closure, loss)
 
     # What torch.optim puts around every step, for hooks and the profiler, costs more than the rest of it: only for who looks.
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
+
+    def _step_as_watched(self, closure: Callable[[], Any] | None, loss: Any) -> Any:
+        return (self._watched_step if self._is_watched() else self._step)(closure, loss=loss)
 
     def _is_watched(self) -> bool:
         hooks = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks, *_HOOKS_OF_ALL

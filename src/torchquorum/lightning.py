@@ -22,6 +22,7 @@ from torchquorum.worker.optimizer import Optimizer
 try:
     from lightning.fabric.utilities.rank_zero import rank_zero_only
     from lightning.pytorch import Trainer
+    from lightning.pytorch.callbacks import BaseFinetuning
     from lightning.pytorch.plugins.precision import MixedPrecision
     from lightning.pytorch.strategies import SingleDeviceStrategy
     from lightning.pytorch.trainer.states import RunningStage, TrainerFn
@@ -60,6 +61,9 @@ class QuorumStrategy(SingleDeviceStrategy):
         self.session: Session | None = None
         self.global_rank, self.world_size = self.task.index, self.task.num_workers
         self._behind = 0  # Lightning's global step when the session's was 0
+        self._kept: dict[
+            int, dict[str, Any]
+        ] = {}  # the optimizers' state at the end of the training, for a checkpoint made then
         setattr(rank_zero_only, "rank", self.task.index)  # noqa: B010
 
     # -- who it is ----------------------------------------------------------------------------------------------------
@@ -110,6 +114,8 @@ class QuorumStrategy(SingleDeviceStrategy):
         module = self.lightning_module
         assert module is not None
         trainer = module.trainer
+        self._kept = {}
+        _check_callbacks(trainer)
         self._behind = trainer.global_step
         several = len(self.optimizers) > 1  # then max_steps counts the updates of all, and Lightning looks at it
         last_step = trainer.max_steps - self._behind if trainer.max_steps >= 0 and not several else None
@@ -123,6 +129,8 @@ class QuorumStrategy(SingleDeviceStrategy):
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
         """Pushes the gradients and takes the version that follows."""
+        if self.lightning_module is not None and self.lightning_module.trainer.fit_loop._skip_backward:
+            return closure()  # the epoch of StochasticWeightAveraging that measures batch norms, and trains nothing
         found = super().optimizer_step(optimizer, closure, model, **kwargs)
         session, module = self.session, self.lightning_module
         if session is not None and module is not None:
@@ -151,29 +159,37 @@ class QuorumStrategy(SingleDeviceStrategy):
         return sum(optimizer.version for optimizer in session.optimizers)
 
     def on_validation_start(self) -> None:
-        """Validation sees the current version."""
+        """Validation sees the current version, or what a callback has written to the model."""
         if self.session is not None:
-            self.session.pull()
+            self.session.pull(keep_written=True)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Returns the optimizer's state for a checkpoint, gathered from the ps tasks; only the chief's is written."""
-        return super().optimizer_state(optimizer) if self.session is not None and self.is_global_zero else {}
+        if not self.is_global_zero:
+            return {}
+        return self._kept[id(optimizer)] if id(optimizer) in self._kept else super().optimizer_state(optimizer)
 
     # -- after training -----------------------------------------------------------------------------------------------
 
     def on_train_end(self) -> None:
-        """The model takes the last version of all workers."""
+        """The model takes the last version of all workers, unless a callback has written an average to it; the session ends."""
         if self.session is not None:
             if not self.session.should_stop():
                 self.session.barrier()
-            self.session.pull()
+            self.session.pull(keep_written=True)
+            if self.is_global_zero:
+                self._kept = {
+                    id(optimizer): super(QuorumStrategy, self).optimizer_state(optimizer)
+                    for optimizer in self.optimizers
+                }
+            self._end()
 
     def on_exception(self, exception: BaseException) -> None:
         """Leaves the run as a session is left by an exception."""
         self._end()
 
     def teardown(self) -> None:
-        """Ends the session."""
+        """Ends the session, if that has not been done."""
         self._end()
         super().teardown()
 
@@ -181,3 +197,17 @@ class QuorumStrategy(SingleDeviceStrategy):
         session, self.session = self.session, None
         if session is not None:
             session.close()
+
+
+def _check_callbacks(trainer: Trainer) -> None:
+    """Raises ConfigError if a callback adds parameters to an optimizer in the middle of the training."""
+    for callback in trainer.callbacks:  # pyright: ignore[reportAttributeAccessIssue]
+        if not isinstance(callback, BaseFinetuning):
+            continue
+        names = type(callback).finetune_function.__code__.co_names
+        if "add_param_group" in names or "unfreeze_and_add_param_group" in names:
+            raise ConfigError(
+                f"{type(callback).__name__} adds parameters to the optimizer in the middle of the training, and the ps tasks hold those "
+                "that the run begins with: give configure_optimizers() all of them, and freeze and thaw them with requires_grad_(), or "
+                "train in two calls of trainer.fit()"
+            )

@@ -77,10 +77,10 @@ class QuorumCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The model takes the last version of all workers, and the session ends."""
+        """The model takes the last version of all workers, unless the Trainer has loaded its best one, and the session ends."""
         session, self.session = self.session, None
         if session is not None:
             if not session.should_stop():
                 session.barrier()
-            session.pull()
+            session.pull(keep_written=True)
             session.close()

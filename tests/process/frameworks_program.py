@@ -159,6 +159,106 @@ def with_lightning_gan(task: Any) -> tuple[int, str]:
         return trainer.global_step, digest(model)
 
 
+def with_lightning_callbacks(task: Any) -> tuple[int, str]:
+    """Callbacks that write to the model, a search for a learning rate, and a checkpoint made after the training."""
+    import lightning as L
+    from lightning.pytorch.callbacks import EarlyStopping, StochasticWeightAveraging, WeightAveraging
+    from lightning.pytorch.tuner import Tuner
+
+    from torchquorum.lightning import QuorumStrategy
+
+    class Module(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.lr = (
+                torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 2)),
+                0.01,
+            )
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            return torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("val_loss", torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1]))
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+
+    steps, digests = 0, ""
+    with tempfile.TemporaryDirectory() as folder:
+
+        def trainer(epochs: int, *callbacks: Any) -> L.Trainer:
+            strategy: dict[str, Any] = {"strategy": QuorumStrategy(task=task)} if task is not None else {}
+            quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+            return L.Trainer(
+                accelerator="cpu",
+                max_epochs=epochs,
+                default_root_dir=folder,
+                callbacks=[*callbacks],
+                **quiet,
+                **strategy,
+            )
+
+        data = DataLoader(DATA, 4), DataLoader(DATA, 16)
+        for callback in (StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1), WeightAveraging(), None):
+            model = Module()
+            if callback is None:
+                callback = EarlyStopping("val_loss", min_delta=0.1, patience=0)
+                Tuner(trainer(2)).lr_find(model, data[0], num_training=20)
+            first = trainer(3, callback)
+            first.fit(model, *data)
+            steps, digests = steps + first.global_step, digests + digest(model)
+        first.save_checkpoint(path := f"{folder}/after.ckpt")
+        second = trainer(first.current_epoch + 2)
+        second.fit(model, *data, ckpt_path=path)
+        return steps + second.global_step, digests + digest(model)
+
+
+def with_trainer_best(task: Any) -> tuple[int, str]:
+    """A Trainer that ends early and loads the best of its checkpoints."""
+    from transformers import (
+        BertConfig,
+        BertForSequenceClassification,
+        EarlyStoppingCallback,
+        Trainer,
+        TrainingArguments,
+    )
+
+    from torchquorum.transformers import QuorumCallback
+
+    rows = [{"input_ids": torch.arange(8) * (i % 7), "labels": torch.tensor(i % 2)} for i in range(32)]
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    model: Any = BertForSequenceClassification(BertConfig(vocab_size=50, hidden_size=16, **sizes))
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=0.3)
+    if task is not None:
+        optimizer = tq.Optimizer(optimizer)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            num_train_epochs=6,
+            per_device_train_batch_size=4,
+            eval_strategy="steps",
+            eval_steps=2,
+            save_steps=2,
+            load_best_model_at_end=True,
+            report_to="none",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        callbacks: list[Any] = [EarlyStoppingCallback(1), *([QuorumCallback(task)] if task is not None else [])]
+        trainer = Trainer(
+            model,
+            arguments,
+            train_dataset=rows,
+            eval_dataset=rows[:8],
+            optimizers=(optimizer, None),  # pyright: ignore[reportArgumentType]
+            callbacks=callbacks,
+        )
+        trainer.train()
+        assert (trainer.state.best_global_step or 0) < trainer.state.global_step
+        return trainer.state.global_step, digest(model)
+
+
 def with_trainer(task: Any) -> tuple[int, str]:
     from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
     from transformers import get_linear_schedule_with_warmup as linear
@@ -206,7 +306,9 @@ PROGRAMS = {
     "accelerate": with_accelerate,
     "lightning": with_lightning,
     "lightning-gan": with_lightning_gan,
+    "lightning-callbacks": with_lightning_callbacks,
     "transformers": with_trainer,
+    "transformers-best": with_trainer_best,
 }
 
 

@@ -25,7 +25,10 @@ def need(extra: str) -> None:
         pytest.skip(f"needs the extra {extra!r}: pip install 'torchquorum[{extra}]'")
 
 
-@pytest.mark.parametrize("program", [*EXTRAS, "lightning-gan"])
+MORE = [pytest.param(name, marks=pytest.mark.frameworks) for name in ("lightning-callbacks", "transformers-best")]
+
+
+@pytest.mark.parametrize("program", [*EXTRAS, "lightning-gan", *MORE])
 def test_one_worker_has_the_bits_of_the_plain_framework_also_after_its_checkpoint(program: str) -> None:
     need(program.partition("-")[0])
     done = run(sys.executable, "-m", "tests.process.frameworks_program", program)

@@ -103,8 +103,8 @@ class EvaluatedRun:
                 f"{self._setup.task}: the checkpoints in {self._setup.logdir} are of another model: {what}"
             )
 
-    def pull(self) -> int:
-        """Returns the global step of the checkpoint in the model."""
+    def pull(self, *, keep_written: bool = False) -> int:
+        """Returns the global step of the checkpoint in the model, which nothing else comes into."""
         return self._link.version
 
     def prefetch(self, ids: Any) -> None:

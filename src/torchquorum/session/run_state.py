@@ -43,8 +43,10 @@ class RunState:
         self.saved_step = -1
         self._wants_save = self._loop_begun = False
 
-    def pull(self) -> int:
-        """Takes the cluster's current version into the model's parameters; returns it."""
+    def pull(self, *, keep_written: bool = False) -> int:
+        """Takes the cluster's current version into the model's parameters, or leaves them if they were written to; returns it."""
+        if keep_written and self._surviving(lambda: self._connection.running.member.writes.left_over()):
+            return self._connection.running.version
         return self._surviving(lambda: self._connection.running.pull())
 
     def prefetch(self, ids: Any) -> None:

@@ -428,9 +428,13 @@ class Session:
         """Returns how this worker talks to each ps task: shm or tcp."""
         return self._part.link.transports
 
-    def pull(self) -> int:
-        """Takes the cluster's current version into the model's parameters; returns it."""
-        return self._part.run.pull()
+    def pull(self, *, keep_written: bool = False) -> int:
+        """Takes the cluster's current version into the model's parameters; returns it.
+
+        Args:
+            keep_written: Leaves the parameters as they are if the program has written to them, as with the best model or an average.
+        """
+        return self._part.run.pull(keep_written=keep_written)
 
     def assign(self) -> int:
         """Makes what the chief has written to the model's parameters the next version, for all workers; returns it.

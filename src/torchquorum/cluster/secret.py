@@ -7,6 +7,7 @@ a secret or a part of it.
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import os
@@ -22,7 +23,9 @@ from torchquorum.errors import SecretError
 LEAST_CHARACTERS = 32
 MOST_CHARACTERS = 4096
 KEY_BYTES = 32
+READ_ONLY = "read-only."  # what the read-only form of a secret begins with
 MAKE_ONE = "`torchquorum secret --out FILE` creates one"
+MAKE_READ_ONLY = "`torchquorum secret --read-only --secret-file FILE` makes one from the cluster's secret"
 ADVICE = (
     f"{MAKE_ONE}; copy the file to every host and give every task --secret-file=FILE (or set {env.SECRET_FILE}), "
     f"or use --insecure (or {env.INSECURE}=1) on a network where you trust every host"
@@ -57,6 +60,22 @@ class Secret:
         """Returns a key of 32 bytes, different for every purpose, that only tasks with the secret can derive."""
         whole = hashlib.blake2b(self._text.encode(), key=b"torchquorum secret", digest_size=64).digest()
         return hashlib.blake2b(purpose.encode(), key=whole, digest_size=KEY_BYTES).digest()
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether it is the read-only form of a secret, with which a run can be read and nothing else."""
+        return self._text.startswith(READ_ONLY)
+
+    def read_only_content(self) -> bytes:
+        """Returns what the read-only form holds.
+
+        Raises:
+            SecretError: It is damaged.
+        """
+        try:
+            return base64.b64decode(self._text.removeprefix(READ_ONLY), altchars=b"-_", validate=True)
+        except ValueError:
+            raise SecretError(f"a read-only secret is damaged; {MAKE_READ_ONLY}") from None
 
     def __eq__(self, other: object) -> bool:
         return hmac.compare_digest(self._text.encode(), other._text.encode()) if isinstance(other, Secret) else False
@@ -94,8 +113,8 @@ def make_secret() -> str:
     return secrets.token_urlsafe(KEY_BYTES)
 
 
-def write_secret(path: Path) -> None:
-    """Writes a new secret to a new file that only its owner can read.
+def write_secret(path: Path, text: str | None = None) -> None:
+    """Writes a secret, by default a new one, to a new file that only its owner can read.
 
     Raises:
         SecretError: The file exists, or cannot be written.
@@ -109,7 +128,7 @@ def write_secret(path: Path) -> None:
             f"{path}: cannot be written ({error.strerror}); choose a folder that you can write to"
         ) from None
     with os.fdopen(fd, "w") as file:
-        file.write(make_secret() + "\n")
+        file.write((make_secret() if text is None else text) + "\n")
 
 
 def read_access(secret_file: str | None = None, insecure: bool | None = None) -> Access:

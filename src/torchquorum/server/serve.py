@@ -120,6 +120,7 @@ class PsTask:
                 address=cluster.address(self.task),
                 listen_fd=options.listen_fd,
                 access=options.access,
+                readers=True,
                 take=self._take,
                 say=self._announce,
                 clock=self._clock,

@@ -15,7 +15,7 @@ from typing import Any
 import torchquorum.wire.messages as m
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.cluster import TaskId
-from torchquorum.errors import LostPlaceError, TorchQuorumError, UpdateError
+from torchquorum.errors import LostPlaceError, RefusedError, TorchQuorumError, UpdateError
 from torchquorum.formats.journal import JournalError
 from torchquorum.server.creation import check_creation, create_run
 from torchquorum.server.ending import Ending
@@ -36,7 +36,7 @@ from torchquorum.server.tally import Tally
 from torchquorum.server.task_life import TaskLife
 from torchquorum.server.waiting_joins import WaitingJoins, what_joins_wait_for
 from torchquorum.wire import codec
-from torchquorum.wire.channel import Peer
+from torchquorum.wire.channel import READS, Peer
 from torchquorum.wire.codec import Frame
 
 MAX_FAULT = 4000
@@ -60,6 +60,8 @@ REFUSED_WHEN_BROKEN = frozenset(
         m.AtBarrier,
     }
 )
+# What a connection may say that has shown the read-only form of the secret.
+FOR_READERS = frozenset({m.ReaderHello, m.Read, m.ReadRows, m.ReaderBeat, m.StatusRequest})
 
 
 class Service:
@@ -170,6 +172,11 @@ class Service:
     def _route(self, got: Incoming[Any]) -> list[Reply]:
         """Checks what the table says of a message, and hands it over."""
         kind = type(got.message)
+        if got.peer.endswith(READS) and kind not in FOR_READERS:
+            raise RefusedError(
+                "this connection has shown a read-only secret, with which a run can be read and nothing else; a task of the run needs the "
+                "cluster's own --secret-file"
+            )
         if self.run is not None and self.run.broken and kind in REFUSED_WHEN_BROKEN:
             return [got.reply(m.Fault("UpdateError", self.run.broken, getattr(got.message, "request", -1)))]
         route = ROUTES.get(kind)

@@ -19,6 +19,7 @@ Peer = bytes
 Choose = Callable[[Frame, Sequence[int]], Sequence[memoryview] | None]
 Take = Callable[[Peer, list[Frame]], None]
 FOREVER_S = math.inf
+READS = b"/reads"  # what the name of a peer ends with that may only read
 
 
 class Pieces(list[memoryview]):

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.wire.acceptor import Acceptor
-from torchquorum.wire.channel import FOREVER_S, Peer, Sent, Take
+from torchquorum.wire.channel import FOREVER_S, READS, Peer, Sent, Take
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.descriptors import most_connections
 from torchquorum.wire.messages import Way
@@ -316,7 +316,7 @@ class StreamListener:
         del self._unknown[fd]
         # A number is never used again, as that of a descriptor is: a late answer reaches nobody else.
         self._admitted += 1
-        peer = self.prefix + str(self._admitted).encode()
+        peer = self.prefix + str(self._admitted).encode() + (READS if getattr(stream, "read_only", False) else b"")
         connection = StreamConnection(peer, stream, self._options.largest_bytes, reuse=self._options.reuse)
         self._polled[fd] = self._peers[peer] = connection
         if unknown.polled_for != select.EPOLLIN:

@@ -37,7 +37,7 @@ def listen(listening: Listening) -> StreamListener:
     where = bind_place(listening.address)
     require_secret(listening.address, where[0], listening.listen_fd, listening.access)
     secret = listening.access.secret
-    side = listening_side(secret) if secret is not None else None
+    side = listening_side(secret, readers=listening.readers) if secret is not None else None
 
     def opening(accepted: socket.socket) -> Opening:
         prepare(accepted)

@@ -18,6 +18,7 @@ class Listening:
         address: host:port of the task in the cluster.
         listen_fd: A listening socket for it that the launcher made, if any.
         access: Who may connect.
+        readers: Whether those may who have the read-only form of the secret; their names end with `channel.READS`.
         take: Handles a message on a transport's own thread; None if all are to be received.
         largest_bytes: The largest frame that may come; None asks the system.
         reuse: Whether the memory of a large frame is used again, by the next but one message of its connection.
@@ -28,6 +29,7 @@ class Listening:
     address: str
     listen_fd: int | None = None
     access: Access = OPEN
+    readers: bool = False
     take: Take | None = None
     largest_bytes: int | None = None
     reuse: bool = True

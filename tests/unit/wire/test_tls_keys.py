@@ -3,9 +3,13 @@
 import hashlib
 import ssl
 
+import pytest
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
 from tests.unit.wire.streams import SECRET
 from torchquorum.cluster.secret import Secret
-from torchquorum.wire.tls_keys import connecting_side, identities, listening_side
+from torchquorum.errors import SecretError
+from torchquorum.wire.tls_keys import connecting_side, identities, listening_side, read_only_form, reader_identity
 
 OTHER = Secret("the-secret-of-another-one-0123456789abcdef")
 
@@ -39,6 +43,27 @@ def test_both_sides_demand_tls_1_3_and_the_others_certificate_and_give_no_ticket
         assert side.context.verify_mode == ssl.CERT_REQUIRED
         assert side.context.cert_store_stats()["x509"] == 1
     assert listening.context.num_tickets == 0
+
+
+def test_a_read_only_form_has_the_key_of_who_reads_and_no_other() -> None:
+    text = read_only_form(SECRET)
+    form = Secret(text)
+    assert form.is_read_only and not SECRET.is_read_only
+    assert reader_identity(form) == reader_identity(SECRET)
+    server, client = identities(SECRET)
+    assert connecting_side(form).other == server.pinned
+    assert listening_side(SECRET, readers=True).reader == reader_identity(SECRET).pinned
+    assert listening_side(SECRET).reader == b""
+    content = form.read_only_content()
+    for key in (server.private_key, client.private_key):
+        raw = load_pem_private_key(key, None).private_bytes_raw()  # pyright: ignore
+        assert raw not in content
+    with pytest.raises(SecretError, match="read-only, and a task that others connect to"):
+        listening_side(form)
+    with pytest.raises(SecretError, match="read-only already"):
+        read_only_form(form)
+    with pytest.raises(SecretError, match="damaged"):
+        connecting_side(Secret(text[:60]))
 
 
 def test_an_identity_does_not_show_its_key() -> None:

@@ -24,13 +24,14 @@ parser.add_argument("--load", type=int, default=-1, help="all load their optimiz
 parser.add_argument("--logdir")
 parser.add_argument("--pause", type=float, default=0.0)
 parser.add_argument("--buffers", default="chief")
+parser.add_argument("--compress", default="")
 parser.add_argument("--shared", action="store_true", help="ps task 0 hands the batches out")
 parser.add_argument("--record", action="store_true", default=None)
 flags = parser.parse_args()
 torch.manual_seed(1)
 model = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.Dropout(0.2), nn.ReLU(), nn.Linear(12, 1))
 inner = getattr(torch.optim, flags.optimizer)(model.parameters(), lr=0.01)
-optimizer = tq.Optimizer(inner, parse_rule(flags.rule, task.num_workers))
+optimizer = tq.Optimizer(inner, parse_rule(flags.rule, task.num_workers), compress=flags.compress or None)
 if flags.load >= 0:  # and it begins with one
     beginning = optimizer.state_dict()
     ones = {"step": torch.tensor(3.0), "exp_avg": 0.1, "exp_avg_sq": 0.2}

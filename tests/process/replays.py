@@ -11,6 +11,7 @@ from tests.process.zygote import Forked, the_zygote
 from torchquorum.replay.replay import ReplayOptions, make_again
 
 PROGRAM = Path(__file__).parent / "replayed_program.py"
+ROWS_PROGRAM = Path(__file__).parent / "replayed_rows_program.py"
 
 
 def spawn(command: Sequence[str], folder: str, environment: Mapping[str, str]) -> Forked:
@@ -24,10 +25,18 @@ def spawn(command: Sequence[str], folder: str, environment: Mapping[str, str]) -
     return process
 
 
-def record(folder: Path, *flags: str, workers: int = 2, ps: int = 1, more: Sequence[str] = (), **env: str) -> None:
+def record(
+    folder: Path,
+    *flags: str,
+    workers: int = 2,
+    ps: int = 1,
+    more: Sequence[str] = (),
+    program: Path = PROGRAM,
+    **env: str,
+) -> None:
     """Records a run to its end."""
     launch = ["run", "--record", "--logdir", str(folder), "--workers", str(workers), "--ps", str(ps), *more]
-    done = run(*launch, str(PROGRAM), *flags, env=env)
+    done = run(*launch, str(program), *flags, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

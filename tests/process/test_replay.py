@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.process.replays import PROGRAM, record, replay, spawn
+from tests.process.replays import PROGRAM, ROWS_PROGRAM, record, replay, spawn
 from tests.process.tasks import Started, by_hand
 from torchquorum.formats.record_file import MAGIC, RecordFile, RunRecordError, read_record
 from torchquorum.replay.replay import ReplayOptions, make_again
@@ -22,20 +22,34 @@ def test_a_recorded_run_is_made_again_bit_for_bit(rule: str, tmp_path: Path) -> 
     assert replay(tmp_path)
 
 
+@pytest.mark.parametrize("rule", ["async", "sync"])
+def test_several_optimizers_and_rows_that_are_asked_for_ahead_are_made_again(rule: str, tmp_path: Path) -> None:
+    record(tmp_path, f"--rule={rule}", "--ahead", ps=2, program=ROWS_PROGRAM)
+    assert replay(tmp_path)
+
+
+def test_rows_may_be_as_old_as_they_were(tmp_path: Path) -> None:
+    record(tmp_path, "--max-staleness=2", "--ahead", ps=2, program=ROWS_PROGRAM)
+    assert replay(tmp_path)
+
+
 @pytest.mark.parametrize(
-    ("rule", "ps", "who", "flags"),
+    ("rule", "ps", "who", "flags", "program"),
     [
-        ("bounded:2", 1, "worker", ["--shared"]),
-        ("async", 2, "any", ["--durable=write"]),
+        ("bounded:2", 1, "worker", ["--shared"], PROGRAM),
+        ("async", 2, "any", ["--durable=write"], PROGRAM),
+        ("async", 2, "any", ["--durable=write", "--ahead"], ROWS_PROGRAM),
+        ("local:3:async", 1, "worker", ["--compress=int8", "--save-steps=5"], PROGRAM),
+        ("local:3:async", 1, "any", ["--save-steps=5"], PROGRAM),
     ],
 )
 def test_a_run_whose_tasks_are_killed_whenever_is_made_again_bit_for_bit(
-    rule: str, ps: int, who: str, flags: list[str], tmp_path: Path
+    rule: str, ps: int, who: str, flags: list[str], program: Path, tmp_path: Path
 ) -> None:
     seed = time.time_ns()
     draw, folder = random.Random(seed), tmp_path / "run"
     flags = [f"--rule={rule}", "--steps=60", f"--logdir={folder}", "--record", "--pause=0.02", *flags]
-    with by_hand(ps=ps, workers=2, program=PROGRAM) as cluster:
+    with by_hand(ps=ps, workers=2, program=program) as cluster:
 
         def start(job: str, index: int) -> Started:
             return cluster.start(job, index, *(flags if job == "worker" else ()))
@@ -70,6 +84,21 @@ def test_an_update_is_written_with_the_gradients_that_made_it(tmp_path: Path) ->
     torch.testing.assert_close(found["after/4.weight"], expected, rtol=1e-5, atol=1e-7)
     with pytest.raises(RunRecordError, match="step 99: the record goes from step 0 to step 12"):
         make_again(ReplayOptions(folder=tmp_path, to=99), said.append, lambda _life, _line: None)
+
+
+def test_an_update_of_rows_is_written_with_the_gradients_that_made_it(tmp_path: Path) -> None:
+    record(tmp_path, "--rule=sync", "--steps=8", program=ROWS_PROGRAM)
+    said: list[str] = []
+    options = ReplayOptions(folder=tmp_path, dump=5)
+    assert make_again(options, said.append, lambda _life, _line: None, spawn=spawn) == 0, said  # type: ignore[arg-type]
+    found = load_file(tmp_path / "dump-5.safetensors")
+    assert sum(line.startswith("rows, version 5: /job:worker/task:") for line in said) == 2, said
+    assert sum(line.startswith("dense, version ") for line in said) == 2, said
+    touched = torch.cat(
+        [keys for name, keys in found.items() if name.endswith("/fixed.weight/keys") and "gradient" in name]
+    )
+    changed = (found["before/fixed.weight/rows"] != found["after/fixed.weight/rows"]).any(1)
+    assert set(found["after/fixed.weight/keys"][changed].tolist()) == set(touched.tolist())
 
 
 def test_what_is_no_record_or_was_made_elsewhere_is_refused_in_words(tmp_path: Path) -> None:

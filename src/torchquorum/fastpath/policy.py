@@ -18,6 +18,8 @@ def may_have_fastpath(plan: Plan) -> bool:
         return False  # what is given is made from a residual that is the worker's alone
     if plan.tables:
         return False  # rows are where only the ps reaches them
+    if plan.record and plan.name:
+        return False  # of several optimizers each has a page of its own: what a worker did on one is not ordered with the others
     if plan.durable:
         return False  # the ps writes each update to disk before any worker has it, so it makes the update itself
     if not supported() or plan.num_shards > 1 or plan.average is not None:

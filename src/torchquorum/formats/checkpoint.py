@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -280,9 +281,13 @@ class CheckpointReader(StoredTensors):
                 shape = (sizes[stored.name], stored.dim)
                 whole = found.setdefault(stored.name, torch.zeros(shape, dtype=torch_dtype(stored.dtype)))
                 for name in stored.files:
-                    for chunk in read_rows(self.file(name), stored.name):
+                    for chunk in self.rows(name, stored.name):
                         whole[chunk[KEYS]] = chunk[VALUES]
         return found
+
+    def rows(self, file: str, table: str) -> Iterator[dict[str, torch.Tensor]]:
+        """Yields a table's rows of a file some at a time, by column."""
+        return read_rows(self.file(file), table)
 
     def open_slice(self, piece: Stored) -> Any:
         """Returns safetensors' lazy slice of a stored piece, before any element is read."""

@@ -6,6 +6,7 @@ is not there in full, or of another shape than expected, is an error that names 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,6 +27,10 @@ class StoredTensors:
 
     def open_slice(self, piece: Stored) -> Any:
         """Returns something that is cut like a tensor into elements of a piece."""
+        raise NotImplementedError
+
+    def rows(self, file: str, table: str) -> Iterator[dict[str, torch.Tensor]]:
+        """Yields a table's rows of a file some at a time, by column."""
         raise NotImplementedError
 
     def averages(self) -> dict[str, Spec]:

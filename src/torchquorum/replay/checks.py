@@ -15,7 +15,7 @@ import torch
 from torchquorum.formats.checkpoint import CheckpointReader, list_checkpoints, load_manifest
 from torchquorum.formats.checkpoint_manifest import Kind, title
 from torchquorum.formats.record_file import RunRecordError
-from torchquorum.replay.kept_state import KeptState
+from torchquorum.replay.kept_state import KeptState, whole_tables
 from torchquorum.replay.script import Script
 from torchquorum.session.recording import cpu_model, versions
 
@@ -58,12 +58,13 @@ def changed_files(script: Script) -> list[str]:
 
 
 def comparable(folder: Path) -> dict[tuple[int, int], Path]:
-    """Returns the run's checkpoints that are there, by generation and step."""
+    """Returns the run's checkpoints that are there, by generation and place in its log."""
     found = {}
     for info in list_checkpoints(folder):
         if info.problem is None:
             path = Path(str(info.path))
-            found[load_manifest(path).generation, info.step] = path
+            manifest = load_manifest(path)
+            found[manifest.generation, manifest.place] = path
     return found
 
 
@@ -76,12 +77,21 @@ def compare(kept: KeptState, path: Path) -> list[str]:
         for kind, variable, state in sorted(names | set(ours)):
             if (kind, variable, state) not in ours or (kind, variable, state) not in names:
                 unequal.append(f"{title(kind, variable, state)} (only in one of them)")
-                continue
-            here = ours[kind, variable, state].reshape(-1)
-            there = reader.read(cast(Kind, kind), variable, state)
-            bits = _BITS[here.element_size()] if not here.is_complex() else torch.uint8
-            if here.dtype != there.dtype or not torch.equal(
-                here.contiguous().view(bits), there.contiguous().view(bits)
+            elif not _same_bits(
+                ours[kind, variable, state].reshape(-1), reader.read(cast(Kind, kind), variable, state)
             ):
                 unequal.append(title(kind, variable, state))
+        here = whole_tables(kept, kept.manifest, kept.plan)
+        there = whole_tables(reader, reader.manifest, kept.plan)
+    for table, columns in here.items():
+        unequal += [
+            f"{name} of table {table}"
+            for name, values in columns.items()
+            if not _same_bits(values, there[table].get(name, torch.empty(0)))
+        ]
     return unequal
+
+
+def _same_bits(here: torch.Tensor, there: torch.Tensor) -> bool:
+    bits = _BITS[here.element_size()] if not here.is_complex() else torch.uint8
+    return here.dtype == there.dtype and torch.equal(here.contiguous().view(bits), there.contiguous().view(bits))

@@ -189,6 +189,7 @@ class Director:
             joined=body.joined,
             began=body.began,
             last_step=plan.last_step,
+            recorded=str(self._progress.recorded),
         )
         path = self._scratch / f"life-{life.worker}-{life.incarnation:016x}"
         path.write_bytes(msgspec.msgpack.encode(file))

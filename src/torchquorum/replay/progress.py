@@ -5,19 +5,20 @@ Owned by the launcher; written by the threads of the ps tasks. What always holds
 
 from __future__ import annotations
 
-import math
 import threading
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
+from torchquorum.formats.row_file import KEYS, VALUES
 from torchquorum.replay.kept_state import KeptState
 from torchquorum.replay.script import LifeKey, Script, ScriptedLife
 from torchquorum.rules.quorum import Key
 from torchquorum.server.shard import Shard
 from torchquorum.wire.messages import Apply, Push
 
-Place = tuple[int, int]  # a generation, and a version of it
+Place = tuple[int, int]  # a generation, and how many updates there are, of all optimizers
 
 
 @dataclass
@@ -28,9 +29,10 @@ class ReplayProgress:
         script: What is followed.
         wanted: The places at which the variables are kept.
         folder: Takes the place of the run's folder.
+        recorded: The run's folder, which is only read.
         end: How many steps are followed.
-        looked_at: The update whose gradients are kept, by generation and version.
-        gradients: Of each of its gradients, by worker, life and local step, its variables, flat.
+        looked_at: The updates whose gradients are kept, by generation and place: after the first, up to the second.
+        gradients: Of each of their gradients, by worker, life and local step, its variables; of tables, the keys and the rows.
         kept: What was kept.
         at: Of each ps task, how many steps it has followed.
         failed: Why the replay cannot go on; empty if it can.
@@ -42,8 +44,9 @@ class ReplayProgress:
     script: Script
     wanted: set[Place]
     folder: str
+    recorded: Path
     end: int = -1
-    looked_at: Place = (-1, -1)
+    looked_at: tuple[Place, Place] = (-1, -1), (-1, -1)
     gradients: dict[tuple[int, int, int], dict[str, torch.Tensor]] = field(default_factory=dict)
     kept: dict[Place, KeptState] = field(default_factory=dict)
     at: list[int] = field(default_factory=list)
@@ -58,7 +61,7 @@ class ReplayProgress:
         if place not in self.wanted:
             return
         with self.lock:
-            kept = self.kept.setdefault(place, KeptState(place[1], shard.plan))
+            kept = self.kept.setdefault(place, KeptState([track.version for track in shard.tracks], shard.plan))
             if shard.index not in kept.shards:
                 kept.add(shard)
 
@@ -67,20 +70,25 @@ class ReplayProgress:
 
     def look_at(self, shard: Shard, update: Apply) -> None:
         """Keeps a shard's part of the gradients of an update that is about to be made, if they are wanted."""
-        if (shard.generation, update.version) != self.looked_at:
+        place = shard.generation, shard.place + 1
+        if not self.looked_at[0] < place <= self.looked_at[1] or place[0] != self.looked_at[1][0]:
             return
+        track = shard.tracks[update.track]
         with self.lock:
             for name in update.keys:
-                gradient = shard.gradients.copy_of(Key(*name))
+                gradient = track.gradients.copy_of(Key(*name))
                 whole = self.gradients.setdefault(name, {})
-                for section, values in zip(shard.region.sections, gradient.sections, strict=True):
+                for section, values in zip(track.region.sections, gradient.sections, strict=True):
                     for piece in section.pieces:
-                        of = shard.plan.variables[piece.variable]
+                        of = track.plan.variables[piece.variable]
                         if piece.variable not in gradient.absent:
-                            flat = whole.setdefault(of.name, torch.zeros(math.prod(of.shape), dtype=values.dtype))
-                            flat[piece.start : piece.start + piece.numel] = values[
-                                piece.offset : piece.offset + piece.numel
-                            ]
+                            full = whole.setdefault(of.name, torch.zeros(tuple(of.shape), dtype=values.dtype))
+                            part = values[piece.offset : piece.offset + piece.numel]
+                            full.view(-1)[piece.start : piece.start + piece.numel] = part
+                for table, keys, rows in track.tables.gradient_of(Key(*name)):
+                    for column, part in ((KEYS, torch.from_numpy(keys.copy())), (VALUES, rows.clone())):
+                        before = whole.get(f"{table}/{column}")
+                        whole[f"{table}/{column}"] = part if before is None else torch.cat([before, part])
 
     def fail(self, why: str) -> None:
         """The replay cannot go on."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 import torchquorum.wire.messages as m
 from torchquorum.clock import Clock
 from torchquorum.cluster import TaskId
@@ -17,6 +19,7 @@ from torchquorum.errors import LostPlaceError, TorchQuorumError
 from torchquorum.replay.handed_again import HandedAgain
 from torchquorum.replay.progress import ReplayProgress
 from torchquorum.replay.recreation import Recreation
+from torchquorum.replay.rows_again import RowsAgain
 from torchquorum.replay.script import LifeKey, ReplayStep, ScriptedLife
 from torchquorum.rules.quorum import Key
 from torchquorum.server.identity import Identity
@@ -29,7 +32,7 @@ from torchquorum.server.shard import Shard
 from torchquorum.server.task_life import TaskLife
 from torchquorum.server.worker_requests import WorkerRequests
 from torchquorum.wire.channel import Peer
-from torchquorum.wire.recorded import ASSIGN, JOIN, PULL, PUSH, Answer, Began
+from torchquorum.wire.recorded import ASSIGN, JOIN, PULL, PUSH, Answer, Began, GaveRows
 
 Asked = Incoming[Any]
 KINDS: dict[type[m.Message], str] = {m.Join: JOIN, m.Push: PUSH, m.Pull: PULL, m.Assign: ASSIGN}
@@ -40,6 +43,9 @@ class ReplayedRequests(WorkerRequests):
     """Keeps what workers send; the record says when they are answered."""
 
     def _arrived(self, got: Incoming[m.Push], key: Key) -> list[Reply]:
+        return []
+
+    def _rows_asked(self, asked: m.PullRows) -> list[Reply]:
         return []
 
     def _probed(self, got: Incoming[m.Probe], key: Key | None) -> list[Reply]:
@@ -77,7 +83,7 @@ class ReplayService(Service):
         self._asked: dict[LifeKey, Asked] = {}
         self._peers: dict[Peer, LifeKey] = {}
         self._joined: dict[LifeKey, int] = {}  # how many creations of the variables a life has joined
-        self._creation, self._handed = Recreation(me.index, progress), HandedAgain()
+        self._creation, self._handed, self._rows = Recreation(me.index, progress), HandedAgain(), RowsAgain()
         self._next_answers = {key: self._script.answers_of(life) for key, life in self._script.lives.items()}
         self._handlers_of: dict[type[m.Message], Callable[[Asked], list[Reply]]] = {
             m.Hello: self._greet,
@@ -87,6 +93,7 @@ class ReplayService(Service):
             m.Pull: self._take_request,
             m.Assign: self._take_request,
             m.Values: self._take_values,
+            m.PullRows: self._take_rows,
             m.Probe: self._tell,
             m.Beat: lambda got: [got.reply(m.Alive(self._version, stop=False))],
             m.Leave: self._let_go,
@@ -194,6 +201,12 @@ class ReplayService(Service):
             raise LostPlaceError(LOST)
         return self.run.requests.keep_values(got)
 
+    def _take_rows(self, got: Incoming[m.PullRows]) -> list[Reply]:
+        message = got.message
+        if self.run is None or not self.run.shard.workers.knows(message.worker, message.incarnation):
+            raise LostPlaceError(LOST)
+        return self._rows.ask(self.run, got)
+
     def _tell(self, got: Incoming[m.Probe]) -> list[Reply]:
         probe = got.message
         asked = self._asked.get((probe.worker, probe.incarnation))
@@ -262,7 +275,7 @@ class ReplayService(Service):
                 self.at += 1
                 self._progress.at[self.index] = self.at
                 if self.run is not None:
-                    self._progress.keep((self.run.generation, self.run.shard.version), self.run.shard)
+                    self._progress.keep((self.run.generation, self.run.shard.place), self.run.shard)
             if self.at < self._progress.end:
                 self._progress.awaited[self.index] = _name_step(steps[self.at], self.run)
             replies += self._answer_unrecorded()
@@ -283,7 +296,7 @@ class ReplayService(Service):
             return True
         match item:
             case m.Apply():
-                if not all(Key(*key) in run.shard.gradients for key in item.keys):
+                if not all(Key(*key) in run.shard.tracks[item.track].gradients for key in item.keys):
                     return False
                 self._progress.look_at(run.shard, item)
                 run.shard.follow(item)
@@ -297,6 +310,8 @@ class ReplayService(Service):
                 run.shard.follow(item)
             case Answer():
                 return self._give(run, item, replies)
+            case GaveRows():
+                return self._rows.give(run, item, replies, is_first=self.index == 0)
             case _:
                 pass
         return True
@@ -307,9 +322,7 @@ class ReplayService(Service):
         if asked is None or not isinstance(asked.message, m.Assign) or asked.message.has_values:
             return []
         del self._asked[key]
-        return run.shard.tracks[0].answers.renumber(
-            *key, asked.message.request, m.Outcome(False, m.STANDS_IN, run.shard.version)
-        )
+        return _answer_as_before(run, asked, m.Outcome(False, m.STANDS_IN, run.shard.version))
 
     def _give(self, run: Run, item: Answer, replies: list[Reply]) -> bool:
         """Answers a worker, once it has asked."""
@@ -323,7 +336,7 @@ class ReplayService(Service):
             return True  # what it looked at then it need not look at now
         if kind == PULL and item.kind != PULL:
             del self._asked[key]
-            replies += run.shard.tracks[0].answers.renumber(*key, asked.message.request)
+            replies += _answer_as_before(run, asked)
             return False
         if kind != item.kind or (kind != JOIN and number != item.number):
             raise TorchQuorumError(
@@ -335,12 +348,13 @@ class ReplayService(Service):
             run.requests.join(asked)
         request = asked.message.request
         del self._asked[key]
-        entry = m.Release(*key, request, release.version, release.stop, release.averaged, release.state)
+        entry = msgspec.structs.replace(release, request=request)
         answers = run.shard.follow(entry, item.outcome)
         if kind == JOIN and self.index == 0:
             for reply in answers:
                 if isinstance(reply.message, m.Variables):
                     reply.message.position = self._script.lives[key].placed.get(run.generation)
+                    reply.message.kept = self._script.began_of(run.generation).kept
         replies += answers
         return True
 
@@ -359,8 +373,10 @@ class ReplayService(Service):
                 if lost[1] == 0 and not isinstance(asks, m.Push):
                     continue  # it is what told the worker of the loss
                 del self._asked[key]
-                run.shard.gradients.copy_borrowed(life.worker)
-                replies += run.shard.tracks[0].answers.renumber(*key, asks.request)
+                for track in run.shard.tracks:
+                    track.gradients.copy_borrowed(life.worker)
+                    track.tables.copy_borrowed(life.worker)
+                replies += _answer_as_before(run, asked)
         return replies
 
     def _ahead(self, key: LifeKey) -> list[int]:
@@ -372,8 +388,9 @@ class ReplayService(Service):
         """The variables are created, once the chief has said so; whoever still asks for those before hears that they are lost."""
         run, create = self.run, self._creation.asked
         if run is not None and run.generation != item.generation:
-            if not self._creation.all_have_lost(run, self._asked, self.at):
+            if not self._creation.all_have_lost(run, self._asked, self.at, self._rows.waits):
                 return False
+            replies += self._rows.lose(LOST)
             for key, asked in list(self._asked.items()):
                 if not isinstance(asked.message, m.Join):
                     del self._asked[key]
@@ -394,6 +411,14 @@ class ReplayService(Service):
         return True
 
 
+def _answer_as_before(run: Run, asked: Asked, outcome: m.Outcome | None = None) -> list[Reply]:
+    """Answers a worker with the versions that it was given last: of the optimizer whose gradient it pushes, or of all."""
+    message = asked.message
+    tracks = [run.shard.tracks[message.track]] if isinstance(message, m.Push) else run.shard.tracks
+    who = message.worker, message.incarnation, message.request
+    return [reply for track in tracks for reply in track.answers.renumber(*who, outcome)]
+
+
 def _name_step(step: ReplayStep, run: Run | None) -> str:
     """Returns what a step waits for, in words."""
     item = step.item
@@ -401,13 +426,16 @@ def _name_step(step: ReplayStep, run: Run | None) -> str:
         case Began():
             return f"the chief to create the variables (version {item.version})"
         case m.Apply():
-            missing = [k for k in item.keys if run is not None and Key(*k) not in run.shard.gradients]
+            pending = run.shard.tracks[item.track].gradients if run is not None else item.keys
+            missing = [k for k in item.keys if Key(*k) not in pending]
             named = ", ".join(f"/job:worker/task:{w} (local step {s})" for w, _, s in missing[:4])
             return f"update {item.version}, which needs the gradient of {named}"
         case Answer():
             return _name(item)
         case m.Assigned():
             return f"/job:worker/task:{item.worker} to assign values"
+        case GaveRows():
+            return f"/job:worker/task:{item.worker} to ask for rows"
         case _:
             return type(item).__name__
 

@@ -6,8 +6,7 @@ on after the loss of the variables before has come to what told it of the loss.
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -17,6 +16,7 @@ from torchquorum.errors import TorchQuorumError
 from torchquorum.replay.progress import ReplayProgress
 from torchquorum.replay.script import LifeKey
 from torchquorum.server.plan_difference import check_same_plan
+from torchquorum.server.recorder import checksum_of
 from torchquorum.server.reply import Incoming
 from torchquorum.server.run import Run
 from torchquorum.server.shard import Shard
@@ -38,15 +38,20 @@ class Recreation:
         self._index, self._progress = index, progress
         self.asked: Incoming[m.Create] | None = None
 
-    def all_have_lost(self, run: Run, asked: Mapping[LifeKey, Incoming[Any]], at: int) -> bool:
-        """Whether every worker that goes on after the loss of these variables has come to what told it of the loss."""
+    def all_have_lost(
+        self, run: Run, asked: Mapping[LifeKey, Incoming[Any]], at: int, waits: Callable[[LifeKey], bool]
+    ) -> bool:
+        """Whether every worker that goes on after the loss of these variables has come to what told it of the loss.
+
+        That is in `asked`, or something else for which it `waits`.
+        """
         if self._index > 0 and (self.asked is not None or self._progress.at[0] > at):
             return True
         for life in self._progress.script.lives.values():
             goes_on = run.generation in life.generations[:-1]
             if goes_on and run.shard.workers.knows(*life.key):
-                waits = asked.get(life.key)
-                if waits is None or isinstance(waits.message, m.Join):
+                last = asked.get(life.key)
+                if (last is None or isinstance(last.message, m.Join)) and not waits(life.key):
                     return False
         return True
 
@@ -75,7 +80,7 @@ def _check(item: Began, create: Incoming[m.Create]) -> None:
         raise TorchQuorumError(
             f"{error}\n(`the chief` is that of the record: was the program changed since?)"
         ) from error
-    if item.base < 0 and (found := zlib.crc32(create.frames[1], zlib.crc32(create.frames[0]))) != item.checksum:
+    if item.base < 0 and (found := checksum_of(item.plan, create.frames)) != item.checksum:
         raise TorchQuorumError(
             f"the chief's first values are not those that were recorded (checksum {found:08x}, recorded {item.checksum:08x}): the "
             "model is made with other random numbers, or read from a file that has changed"

@@ -62,7 +62,8 @@ def make_again(
         say(f"may differ: {doubt}")
     saved = checks.comparable(folder) if options.check else {}
     last = options.dump if options.dump is not None else options.to
-    end, place = find_end(script, last) if last is not None else (len(script.steps), (-1, -1))
+    nowhere = len(script.steps), (-1, -1), (-1, -1)
+    end, place, before = find_end(script, last) if last is not None else nowhere
     if options.check and not saved:
         raise RunRecordError(
             f"{folder} has no good checkpoint to compare with; without --check the run is made again all the same"
@@ -72,10 +73,11 @@ def make_again(
     say(f"{updates} updates of {len({life.worker for life in script.lives.values()})} workers, {lives} processes")
     with new_scratch() as scratch:
         (logdir := Path(scratch) / "run").mkdir()
-        progress = ReplayProgress(script=script, wanted=script.bases | set(saved), folder=str(logdir), end=end)
+        wanted = script.bases | set(saved)
+        progress = ReplayProgress(script=script, wanted=wanted, folder=str(logdir), recorded=folder, end=end)
         if last is not None:
-            progress.wanted |= {place, (place[0], last - 1)}
-            progress.looked_at = place if options.dump is not None else progress.looked_at
+            progress.wanted |= {place, before}
+            progress.looked_at = (before, place) if options.dump is not None else progress.looked_at
         director = Director(script, progress, Path(scratch), say, output, spawn=spawn)
         started = SYSTEM.now()
         try:
@@ -84,26 +86,29 @@ def make_again(
             _tell_differences(progress, say)
         say(f"made again in {SYSTEM.now() - started:.1f} s")
     if last is not None:
-        step_file.write(progress, place, folder, say, with_gradients=options.dump is not None)
+        step_file.write(progress, place, before, folder, say)
     return _compare(progress, saved, say) if options.check else int(bool(progress.differences))
 
 
-def find_end(script: Script, version: int) -> tuple[int, Place]:
-    """Returns after which step the variables are at a version for the last time, and in which generation.
+def find_end(script: Script, version: int) -> tuple[int, Place, Place]:
+    """Returns after which step the variables are at a version for the last time, at which place, and where the version before began.
 
     Raises:
         RunRecordError: They never are.
     """
-    newest = 0
-    found = None
-    for number, step in enumerate(script.steps):
-        if number not in script.passed_over and isinstance(step.item, Apply | Assigned | Began):
-            newest = max(newest, step.item.version)
-            if step.item.version == version:
-                found = number + 1, (step.generation, version)
+    newest, found, began = 0, None, dict[tuple[int, int], Place]()
+    for number, (step, place) in enumerate(zip(script.steps, script.places(), strict=True)):
+        item = step.item
+        if number in script.passed_over or not isinstance(item, Apply | Assigned | Began):
+            continue
+        if isinstance(item, Began) or item.track == 0:
+            newest, began[step.generation, item.version] = max(newest, item.version), place
+            if item.version == version:
+                found = number + 1, place
     if found is None:
         raise RunRecordError(f"step {version}: the record goes from step {script.began[0].version} to step {newest}")
-    return found
+    end, place = found
+    return end, place, began.get((place[0], version - 1), (place[0], place[1] - 1))
 
 
 def _teller(script: Script, progress: ReplayProgress, say: Callable[[str], None]) -> Callable[[], None]:

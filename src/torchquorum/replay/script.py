@@ -7,7 +7,7 @@ of the record; a worker is answered at a version that every step before has made
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,11 @@ from torchquorum.wire.recorded import (
     Began,
     Decided,
     GaveBuffers,
+    GaveRows,
     Gone,
     Handed,
     Life,
+    Opened,
     Placed,
     decode_items,
 )
@@ -41,7 +43,7 @@ LifeKey = tuple[int, int]  # a worker, and which of its lives
 class ReplayStep:
     """One step of the replay: an item of the record, and which creation of the variables it belongs to."""
 
-    item: Began | Answer | m.Apply | m.Assigned | m.Drop | m.Snapshot | m.End
+    item: Began | Answer | GaveRows | m.Apply | m.Assigned | m.Drop | m.Snapshot | m.End
     generation: int
 
 
@@ -63,6 +65,8 @@ class ScriptedLife:
         handed: The batches that it was given, by share.
         buffers: The buffers that it was given.
         placed: The positions that it was given, by generation.
+        rows: The steps that answer its requests for rows.
+        opened: What it was told at barriers, each with the step before which that was.
     """
 
     worker: int
@@ -78,6 +82,8 @@ class ScriptedLife:
     handed: dict[str, list[Handed]] = field(default_factory=dict)
     buffers: list[GaveBuffers] = field(default_factory=list)
     placed: dict[int, dict[str, Any]] = field(default_factory=dict)
+    rows: list[int] = field(default_factory=list)
+    opened: list[tuple[int, Opened]] = field(default_factory=list)
 
     @property
     def key(self) -> LifeKey:
@@ -139,17 +145,39 @@ class Script:
 
     @property
     def bases(self) -> set[tuple[int, int]]:
-        """Returns the generations and versions from which later generations go on."""
+        """Returns the generations, and the places in them, from which later generations go on."""
         return {base for began in self.began if (base := self.base_of(began)) is not None}
 
     def base_of(self, began: Began) -> tuple[int, int] | None:
-        """Returns the generation that made the variables from which another goes on, and their version; None for the chief's values."""
+        """Returns the generation that made the variables from which another goes on, and its place; None for the chief's values."""
         while began.base >= 0:
             before = next((other for other in self.began if other.generation == began.base), None)
-            if before is None or before.version != began.version or self.is_followed(before.generation):
-                return began.base, began.version
+            if before is None or before.place != began.place or self.is_followed(before.generation):
+                return began.base, began.place
             began = before  # of which nothing was used
         return None
+
+    def places(self) -> Iterator[tuple[int, int]]:
+        """Yields, of every step, the generation and how many updates there are after it."""
+        place = 0
+        for step in self.steps:
+            if isinstance(step.item, Began):
+                place = step.item.place
+            elif isinstance(step.item, m.Apply | m.Assigned):
+                place += 1
+            yield step.generation, place
+
+    def updates_between(self, after: tuple[int, int], last: tuple[int, int]) -> list[m.Apply]:
+        """Returns the updates after one place, up to another one of the same generation."""
+        return [
+            step.item
+            for step, place in zip(self.steps, self.places(), strict=True)
+            if isinstance(step.item, m.Apply) and after < place <= last and place[0] == last[0]
+        ]
+
+    def began_of(self, generation: int) -> Began:
+        """Returns how a generation began."""
+        return next(began for began in self.began if began.generation == generation)
 
     def is_followed(self, generation: int) -> bool:
         """Whether a creation of the variables is made again."""
@@ -204,6 +232,14 @@ class _Reading:
                 life.handed.setdefault(item.share, []).append(item)
             case GaveBuffers():
                 self.script.lives[item.worker, item.incarnation].buffers.append(item)
+            case GaveRows():
+                life = self.script.lives[item.worker, item.incarnation]
+                life.last = max(life.last, len(self.script.steps))
+                life.rows.append(len(self.script.steps))
+                self._add(item)
+            case Opened():
+                life = self.script.lives[item.worker, item.incarnation]
+                life.opened.append((len(self.script.steps), item))
             case Placed():
                 life = self.script.lives[item.worker, item.incarnation]
                 life.placed.setdefault(self._generation, msgspec.msgpack.decode(item.body))
@@ -279,6 +315,7 @@ def make_script(items: Iterable[AnyItem], folder: Path) -> Script:
     if not isinstance(script.steps[0].item, Began):
         raise RunRecordError(f"the record in {folder} has no beginning")
     for life in script.lives.values():
+        _pass_over_rows_asked_again(script, life)
         _pass_over_early_joins(script, life)
     for began in script.began[:-1]:
         _pass_over_vain_creation(script, began.generation)
@@ -308,6 +345,29 @@ def _pass_over_early_joins(script: Script, life: ScriptedLife) -> None:
                 script.passed_over.add(n)
     life.generations = [g for g in life.generations if script.answers_of(life, g)]
     life.first = next(iter(script.answers_of(life)), -1)
+
+
+def _pass_over_rows_asked_again(script: Script, life: ScriptedLife) -> None:
+    """A worker that lost a connection while it waited for rows joined and asked for the same again: in a replay it asks once."""
+    asked = sorted(life.answers + [number for number in life.rows if not _gave(script, number).ahead])
+    for before, number in itertools.pairwise(asked):
+        item = script.steps[number].item
+        if not isinstance(item, Answer) or item.kind != JOIN or not isinstance(script.steps[before].item, GaveRows):
+            continue
+        after = next((n for n in asked if n > number and not _is_join(script, n)), None)
+        if after is not None and script.steps[after].item == script.steps[before].item:
+            script.passed_over.add(before)
+
+
+def _gave(script: Script, number: int) -> GaveRows:
+    item = script.steps[number].item
+    assert isinstance(item, GaveRows)
+    return item
+
+
+def _is_join(script: Script, number: int) -> bool:
+    item = script.steps[number].item
+    return isinstance(item, Answer) and item.kind == JOIN
 
 
 def _pass_over_vain_creation(script: Script, generation: int) -> None:

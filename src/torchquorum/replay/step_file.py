@@ -12,28 +12,24 @@ import torch
 from safetensors.torch import save_file
 
 from torchquorum.formats.record_file import RunRecordError
+from torchquorum.formats.row_file import KEYS
 from torchquorum.replay.progress import Place, ReplayProgress
-from torchquorum.wire.messages import Apply
 
 
-def write(
-    progress: ReplayProgress, place: Place, folder: Path, say: Callable[[str], None], *, with_gradients: bool
-) -> None:
-    """Writes the variables at a place; with the gradients, those before it, too, and says whose batch made what.
+def write(progress: ReplayProgress, place: Place, before: Place, folder: Path, say: Callable[[str], None]) -> None:
+    """Writes the variables at a place; where gradients were looked at, also those, and the variables before them.
 
     Raises:
         RunRecordError: The file cannot be written.
     """
-    step = place[1]
-    tensors = {name: values for (kind, name, _), values in progress.kept[place].whole().items() if kind == "variable"}
+    kept = progress.kept[place]
+    step, tensors = kept.versions[0], kept.variables()
     path = folder / f"replay-{step}.safetensors"
-    if with_gradients:
+    if progress.looked_at[1] == place:
         path = folder / f"dump-{step}.safetensors"
-        before = progress.kept.get((place[0], step - 1))
         tensors = {f"after/{name}": values for name, values in tensors.items()}
-        if before is not None:
-            found = before.whole()
-            tensors |= {f"before/{name}": values for (kind, name, _), values in found.items() if kind == "variable"}
+        if before in progress.kept:
+            tensors |= {f"before/{name}": values for name, values in progress.kept[before].variables().items()}
         tensors |= _gradients(progress, place, say)
     try:
         save_file({name: values.contiguous().clone() for name, values in tensors.items()}, path)
@@ -43,25 +39,20 @@ def write(
 
 
 def _gradients(progress: ReplayProgress, place: Place, say: Callable[[str], None]) -> dict[str, torch.Tensor]:
-    plan = progress.kept[place].plan
-    shapes = {variable.name: tuple(variable.shape) for variable in plan.variables}
-    batches = next(
-        (
-            step.item.batches
-            for step in progress.script.steps
-            if isinstance(step.item, Apply) and (step.generation, step.item.version) == place
-        ),
-        {},
-    )
+    script, names = progress.script, progress.kept[place].plan.names
     found: dict[str, torch.Tensor] = {}
-    for key, values in sorted(progress.gradients.items()):
-        worker, _, local_step = key
-        decided = progress.script.decided.get(key)
-        norm = float(sum(float(flat.double().pow(2).sum()) for flat in values.values()) ** 0.5)
-        at = f", computed at version {decided.version}, loss {decided.loss}" if decided is not None else ""
-        say(f"step {place[1]}: /job:worker/task:{worker}, local step {local_step}{at}, norm of its gradient {norm:.6g}")
-        for name, flat in values.items():
-            found[f"gradient/worker{worker}/{local_step}/{name}"] = flat.view(shapes[name])
-    for name, numbers in batches.items():
-        say(f"step {place[1]}: batches {numbers} of share {name!r}")
+    for update in script.updates_between(*progress.looked_at):
+        of = f"{names[update.track]}, version" if names[update.track] else "step"
+        for worker, life, local_step in sorted(update.keys):
+            values = progress.gradients[worker, life, local_step]
+            decided = script.decided.get((worker, life, local_step))
+            given = (own for name, own in values.items() if not name.endswith(f"/{KEYS}"))
+            norm = float(sum(float(own.double().pow(2).sum()) for own in given) ** 0.5)
+            at = f", computed at version {decided.version}, loss {decided.loss}" if decided is not None else ""
+            say(
+                f"{of} {update.version}: /job:worker/task:{worker}, local step {local_step}{at}, norm of its gradient {norm:.6g}"
+            )
+            found |= {f"gradient/worker{worker}/{local_step}/{name}": own for name, own in values.items()}
+        for name, numbers in update.batches.items():
+            say(f"{of} {update.version}: batches {numbers} of share {name!r}")
     return found

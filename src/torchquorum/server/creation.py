@@ -18,12 +18,12 @@ from torchquorum.server.identity import Identity
 from torchquorum.server.journaling import take_up_journal
 from torchquorum.server.leading import Leading
 from torchquorum.server.recorder import describe_beginning
-from torchquorum.server.shard import Shard, states_of
+from torchquorum.server.shard import Shard, states_of, value_frames
 from torchquorum.server.snapshot import check_same_model
 from torchquorum.server.task_life import TaskLife
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import frame_tensor
-from torchquorum.wire.messages import Create, Plan
+from torchquorum.wire.messages import Create
 from torchquorum.wire.packing import MODES, Packing
 
 
@@ -41,7 +41,7 @@ def check_creation(me: Identity, create: Create, frames: Sequence[Frame]) -> Non
     plan = create.plan
     buffers = me.index == 0 and bool(plan.buffers)
     plans, states = plan.tracks(), states_of(create)
-    values = 2 * len(plans) + _row_frames(plan) if create.restore is None else 0
+    values = value_frames(plan) if create.restore is None else 0
     if len(frames) != (expected := values + buffers + len(states)):
         raise ValueError(f"{len(frames)} tensor frames, expected {expected}")
     num_ps = me.cluster.num_tasks("ps")
@@ -75,16 +75,7 @@ def check_creation(me: Identity, create: Create, frames: Sequence[Frame]) -> Non
 
 def _buffers_of(create: Create, frames: Sequence[Frame]) -> Frame:
     """Returns the frame with the model's buffers, which comes after the values, if they are there."""
-    return frames[2 * len(create.plan.rules) + _row_frames(create.plan) if create.restore is None else 0]
-
-
-def _row_frames(plan: Plan) -> int:
-    """Returns how many frames have rows: after the values, one of each optimizer of whose tables the chief's module has all rows."""
-    return sum(_has_rows(of) for of in plan.tracks())
-
-
-def _has_rows(plan: Plan) -> bool:
-    return any(table.is_fixed for table in plan.tables)
+    return frames[value_frames(create.plan) if create.restore is None else 0]
 
 
 def create_run(life: TaskLife, create: Create, frames: Sequence[Frame], now: float, wall: float) -> Leading | Following:
@@ -97,9 +88,6 @@ def create_run(life: TaskLife, create: Create, frames: Sequence[Frame], now: flo
     plan, index, manifest = create.plan, life.me.index, None
     if create.restore is None:
         shard = Shard.created(index, create, frames)
-        rows = iter(frames[2 * len(shard.tracks) :])
-        for track in shard.tracks:
-            track.tables.begin_with([next(rows)] if _has_rows(track.plan) else [])
     else:
         shard, manifest = Shard.restored(index, plan, locate(create.restore), create.generation)
     run: Leading | Following | None = None
@@ -118,7 +106,8 @@ def create_run(life: TaskLife, create: Create, frames: Sequence[Frame], now: flo
             base = (
                 -1 if manifest is None else create.journal.after if create.journal is not None else manifest.generation
             )
-            run.recorder.began(describe_beginning(plan, create.generation, shard.version, base, frames, wall))
+            kept = create.journal.kept if create.journal is not None else []
+            run.recorder.began(describe_beginning(shard, base, frames, wall, kept))
         run.checkpoints.newest.path = create.restore or ""
         run.requests.kept = create.journal.kept if create.journal is not None else []
         step = manifest.step if manifest is not None else 0

@@ -25,7 +25,7 @@ from torchquorum.server.run_history import RunHistory
 from torchquorum.server.run_settings import RunSettings
 from torchquorum.server.shared_data import SharedData
 from torchquorum.server.tally import Tally
-from torchquorum.wire.messages import ALL, Apply, Drop, Outcome, Plan, ReadOut, Release, RowsOut
+from torchquorum.wire.messages import ALL, Apply, Drop, Outcome, Plan, ReadOut, Release
 from torchquorum.wire.recorded import DIED, PUSH
 from torchquorum.wire.settings import Settings
 
@@ -69,7 +69,7 @@ class DecisionEffects:
         self.log.record = self._record
 
     def _record(self, entry: LogEntry) -> None:
-        if self.recorder is not None and not isinstance(entry, RowsOut | ReadOut):
+        if self.recorder is not None and not isinstance(entry, ReadOut):
             outcome = self.outcomes.get(entry.worker) if isinstance(entry, Release) else None
             self.recorder.entry(entry, outcome)
 

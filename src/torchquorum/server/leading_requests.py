@@ -76,6 +76,8 @@ class LeadingRequests(WorkerRequests):
         return []
 
     def _rows_asked(self, asked: m.PullRows) -> list[Reply]:
+        if (recorder := self._leader.effects.recorder) is not None:
+            recorder.asks_rows(asked, self.shard.row_requests.keys_of(asked))
         self._leader.rows_asked(0, asked.worker, asked.incarnation, asked.request)
         return []
 

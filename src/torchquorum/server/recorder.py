@@ -20,9 +20,13 @@ import torchquorum.wire.recorded as r
 from torchquorum.formats.record_file import RecordFile, RunRecordError
 from torchquorum.formats.storage import locate
 from torchquorum.rules.quorum import Accepted, Refused
+from torchquorum.server.row_requests import KNOWN
+from torchquorum.server.shard import Shard, value_frames
 from torchquorum.version import __version__
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.plan import Plan
+
+Kept = list[tuple[int, int]]  # generations, and the last of their versions
 
 
 class Recorder:
@@ -39,6 +43,7 @@ class Recorder:
         self._lives: set[tuple[int, int]] = set()
         self._handed: dict[int, int] = {}
         self._asked: dict[int, tuple[str, int]] = {}
+        self._rows: dict[int, dict[tuple[int, int], r.GaveRows]] = {}
         self._broken = False
 
     # -- the run ------------------------------------------------------------------------------------------------------
@@ -57,9 +62,23 @@ class Recorder:
         """A worker asks for something; what it is answered later is the answer to that."""
         self._asked[worker] = kind, number
 
-    def entry(self, entry: r.AnyItem, outcome: m.Outcome | None) -> None:
+    def asks_rows(self, asked: m.PullRows, keys: Frame) -> None:
+        """A worker asks for rows; the log says when it is answered."""
+        of = self._rows.setdefault(asked.worker, {})
+        name, worker, changed = (asked.incarnation, asked.request), asked.worker, asked.since >= 0
+        of[name] = r.GaveRows(
+            worker, asked.incarnation, asked.track, asked.table, asked.ahead, changed, zlib.crc32(keys)
+        )
+        while len(of) > KNOWN:
+            del of[next(iter(of))]
+
+    def entry(self, entry: r.AnyItem | m.RowsOut, outcome: m.Outcome | None) -> None:
         """The log has a further entry; `outcome` is that of the gradient of a worker that is answered by it."""
-        if isinstance(entry, m.Release):
+        if isinstance(entry, m.RowsOut):
+            rows = self._rows.get(entry.worker, {}).pop((entry.incarnation, entry.request), None)
+            if rows is not None:
+                self._items.append(rows)
+        elif isinstance(entry, m.Release):
             kind, number = self._asked.get(entry.worker, ("", 0))
             self._items.append(r.Answer(entry, kind, number, outcome))
         else:
@@ -119,11 +138,8 @@ def open_recorder(plan: Plan, say: Callable[[str], None]) -> Recorder | None:
     return Recorder(RecordFile(folder), say) if isinstance(folder, Path) else None
 
 
-def describe_beginning(
-    plan: Plan, generation: int, version: int, base: int, frames: Sequence[Frame], wall: float
-) -> r.Began:
+def describe_beginning(shard: Shard, base: int, frames: Sequence[Frame], wall: float, kept: Kept) -> r.Began:
     """Returns what a record has of a creation; `base` is the generation that it goes on from, -1 for the chief's values in `frames`."""
-    checksum = zlib.crc32(frames[1], zlib.crc32(frames[0])) if base < 0 else 0
     task = {
         "torchquorum": __version__,
         "torch": str(torch.__version__),
@@ -131,4 +147,15 @@ def describe_beginning(
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
     }
-    return r.Began(generation, plan, version, base, checksum, task, wall)
+    checksum = checksum_of(shard.plan, frames) if base < 0 else 0
+    return r.Began(
+        shard.generation, shard.plan, shard.version, base, checksum, task, wall, updates=shard.place, kept=kept
+    )
+
+
+def checksum_of(plan: Plan, frames: Sequence[Frame]) -> int:
+    """Returns the checksum of the values that a chief sends, of all optimizers."""
+    checksum = 0
+    for frame in frames[: value_frames(plan)]:
+        checksum = zlib.crc32(frame, checksum)
+    return checksum

@@ -100,6 +100,11 @@ class RowRequests:
             own.newest = request
         return []
 
+    def keys_of(self, asked: PullRows) -> Frame:
+        """Returns the keys of a request that is kept; none of what has changed of another."""
+        own = self._of.get(asked.worker, OfWorker())
+        return next((each.keys for each in own.every() if each.is_of(asked.incarnation, asked.request)), b"")
+
     def answer(self, entry: RowsOut, versions: Sequence[int]) -> list[Reply]:
         """The log says that a request is answered now, at these versions of the optimizers."""
         own = self._of.get(entry.worker, OfWorker())

@@ -112,7 +112,10 @@ class Shard:
     def created(cls, index: int, create: Create, frames: Sequence[Frame]) -> Shard:
         """Makes a shard from what the chief's variables, and its optimizers, begin with."""
         shard, states = cls(index, create.plan, frames, generation=create.generation), states_of(create)
+        rows = iter(frames[2 * len(shard.tracks) :])
         try:
+            for track in shard.tracks:
+                track.tables.begin_with([next(rows)] if has_rows(track.plan) else [])
             for (track, ref), frame in zip(states.items(), frames[len(frames) - len(states) :], strict=True):
                 of = shard.tracks[track]
                 of.variables.load(of.read_state(ref, frame))
@@ -127,14 +130,7 @@ class Shard:
         manifest = load_manifest(path)
         with CheckpointReader(path, manifest) as reader:
             check_same_model(manifest, reader, plan)
-            shard = cls.made_of(index, plan, reader, manifest, generation)
-            try:
-                for track in shard.tracks:
-                    track.tables.restore(reader, manifest)
-            except BaseException:
-                shard.close()
-                raise
-            return shard, manifest
+            return cls.made_of(index, plan, reader, manifest, generation), manifest
 
     @classmethod
     def made_of(cls, index: int, plan: Plan, reader: StoredTensors, manifest: Manifest, generation: int = 0) -> Shard:
@@ -145,6 +141,7 @@ class Shard:
         try:
             for track, at in zip(shard.tracks, saved, strict=True):
                 track.variables.restore(reader, at)
+                track.tables.restore(reader, manifest)
         except BaseException:
             shard.close()
             raise
@@ -309,6 +306,16 @@ class Shard:
             self.journal = None
         for track in self.tracks:
             track.close()
+
+
+def has_rows(plan: Plan) -> bool:
+    """Whether the chief's module has all rows of a table of this optimizer."""
+    return any(table.is_fixed for table in plan.tables)
+
+
+def value_frames(plan: Plan) -> int:
+    """Returns how many frames have values: two of each optimizer, and one of each of whose tables the chief's module has all rows."""
+    return sum(2 + has_rows(of) for of in plan.tracks())
 
 
 def states_of(create: Create) -> dict[int, StateRef]:

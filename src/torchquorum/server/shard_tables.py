@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchquorum.formats.checkpoint import CheckpointReader
 from torchquorum.formats.checkpoint_manifest import Manifest, StoredTable
-from torchquorum.formats.row_file import KEYS, REMOVED, SIGHTED, STAMPS, TIMES, VALUES, read_rows
+from torchquorum.formats.row_file import KEYS, REMOVED, SIGHTED, STAMPS, TIMES, VALUES
+from torchquorum.formats.stored_tensors import StoredTensors
 from torchquorum.memory.key_index import Keys
 from torchquorum.placement.layout import CONSTANT
 from torchquorum.rules.quorum import Key
@@ -131,6 +131,10 @@ class ShardTables:
         for key in keys:
             self._pending.pop(key, None)
 
+    def gradient_of(self, key: Key) -> list[tuple[str, Keys, torch.Tensor]]:
+        """Returns what a gradient that waits says of rows: by table, which, and of each its gradient."""
+        return [(self.tables[k].spec.name, part.keys, part.rows) for k, part in self._pending.get(key, {}).items()]
+
     def mean(self, keys: Sequence[Key]) -> list[RowUpdate]:
         """Takes the gradients that make an update; returns the mean of each table's rows that some of them touch."""
         parts = [self._pending.pop(key, {}) for key in keys]
@@ -200,13 +204,13 @@ class ShardTables:
             )
         return rows, stored
 
-    def restore(self, reader: CheckpointReader, manifest: Manifest) -> None:
+    def restore(self, reader: StoredTensors, manifest: Manifest) -> None:
         """Takes the rows that are here from a checkpoint, whatever the number of ps tasks it was saved with."""
         for table in self.tables:
             stored = [part for part in manifest.tables if part.name == table.spec.name]
             for part in stored:
                 for file in part.files:
-                    for chunk in read_rows(reader.file(file), part.name):
+                    for chunk in reader.rows(file, part.name):
                         _take(table, chunk, is_last=file == part.files[-1])
             table.restore([part.scalars for part in stored])
 

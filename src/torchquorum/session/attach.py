@@ -23,6 +23,7 @@ from torchquorum.session.states import SessionState
 from torchquorum.session.stop_condition import StopCondition
 from torchquorum.wire.messages import Plan
 from torchquorum.worker.link import Link
+from torchquorum.worker.local_steps import RecordedStates
 from torchquorum.worker.step import Step
 from torchquorum.worker.worker_end import WorkerEnd
 
@@ -206,7 +207,13 @@ class Attachment:
                 steps.attach(link, track)
                 steps.open_states(self._setup.logdir, self._setup.save.keep, of=str(track) if track else "")
                 if restore:
-                    steps.restore(link.place)
+                    steps.restore(link.place, self._recorded_states())
+
+    def _recorded_states(self) -> RecordedStates | None:
+        """Returns how a recorded run keeps what this worker goes on with, or where a replay finds it."""
+        if (replayed := self._setup.task.replay) is not None:
+            return RecordedStates(replayed.file.recorded)
+        return RecordedStates() if self._setup.member.record else None
 
     def _take_settings(self, link: Link) -> None:
         """Writes the run's settings into the optimizer's groups, or this worker's own, where they were saved with its schedulers."""

@@ -151,13 +151,11 @@ class Initializer:
 
     def _whole(self, optimizer: Optimizer) -> str:
         """Returns why an optimizer's variables are all pulled and pushed whole, if so: something needs it that rows do not have."""
-        setup = self._setup
         reasons = {
             "tq.Local": optimizer.rule.local_steps is not None,
             "compress=": bool(optimizer.options.compress),
             "average=": optimizer.options.average is not None,
             "after_update=": bool(optimizer.options.after_update),
-            "record=True": setup.member.record or setup.task.replay is not None,
         }
         return next((name for name, holds in reasons.items() if holds), "")
 

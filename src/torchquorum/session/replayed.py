@@ -27,6 +27,7 @@ class ReplayFile(msgspec.Struct, kw_only=True):
         joined: The random state when it called `tq.join()`.
         began: The random state, and the position in the data, when its session began.
         last_step: Where the recorded run was to end.
+        recorded: The folder of the recorded run, which is only read.
     """
 
     cluster: dict[str, list[str]]
@@ -36,6 +37,7 @@ class ReplayFile(msgspec.Struct, kw_only=True):
     joined: dict[str, Any]
     began: dict[str, Any]
     last_step: int | None = None
+    recorded: str = ""
 
 
 @dataclass(frozen=True)

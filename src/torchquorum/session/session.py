@@ -135,8 +135,6 @@ class Session:
     ) -> None:
         check_accelerate()
         module, (first, *more) = read_model(model), read_optimizers(unwrapped(optimizer))
-        if more and (record or task.replay is not None):
-            raise ConfigError("record=True with several optimizers is not there yet: a record has one; leave it out")
         folder = check_folder(task, logdir)
         self.epoch_loop = EpochLoop(self, wait_for_workers)
         mode = read_durable(durable, folder)

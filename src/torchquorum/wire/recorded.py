@@ -32,6 +32,8 @@ class Began(Item):
         checksum: Of the chief's values on shard 0; 0 where there are none.
         task: What the updates depend on besides: threads of ps 0, versions, its processor.
         wall: When, in seconds since the epoch.
+        updates: How many updates the variables have, of all optimizers; -1 where there is one: then that is the version.
+        kept: The generations before it that are in its past, each with the last of its versions that is.
     """
 
     generation: int
@@ -41,6 +43,13 @@ class Began(Item):
     checksum: int
     task: dict[str, Any]
     wall: float
+    updates: int = -1
+    kept: list[tuple[int, int]] = []
+
+    @property
+    def place(self) -> int:
+        """Returns where in the log it begins: how many updates there are, of all optimizers."""
+        return self.version if self.updates < 0 else self.updates
 
 
 class Life(Item):
@@ -75,6 +84,30 @@ class Answer(Item):
     kind: str
     number: int
     outcome: m.Outcome | None
+
+
+class GaveRows(Item):
+    """A worker was answered a request for rows, at this place of the log: of which table of which optimizer.
+
+    `ahead` if they were for a later batch, `changed` if what had changed of such was asked for; `keys` is a checksum of those on shard 0.
+    """
+
+    worker: int
+    incarnation: int
+    track: int
+    table: int
+    ahead: bool
+    changed: bool
+    keys: int
+
+
+class Opened(Item):
+    """A worker was told that it may go on at the end of an epoch or at a barrier, or in which epoch the run is: `asked` and the answer."""
+
+    worker: int
+    incarnation: int
+    asked: tuple[int, int, int, bool]
+    status: m.BarrierStatus
 
 
 class Placed(Item):
@@ -122,6 +155,8 @@ AnyItem = (
     | Placed
     | Handed
     | GaveBuffers
+    | GaveRows
+    | Opened
     | Gone
     | m.Apply
     | m.Assigned

@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.formats.storage import locate
 
-FOLDER, ELSEWHERE, SUFFIX = "local", "torchquorum-local", ".safetensors"
+FOLDER, ELSEWHERE, SUFFIX, RESTORED = "local", "torchquorum-local", ".safetensors", "restored-"
 CAPTURED = 2  # versions: a checkpoint may be asked for when the next version is here already
 
 
@@ -60,7 +60,7 @@ class LocalStates:
     """
 
     def __init__(self, logdir: str, name: str, keep: int, say: Callable[[str], None], clock: Clock = SYSTEM) -> None:
-        self._say, self._keep = say, max(keep, CAPTURED)
+        self.name, self._say, self._keep = name, say, max(keep, CAPTURED)
         self._captured: dict[int, LocalState] = {}
         self.folder = self._find_folder(logdir, name, clock)
 
@@ -91,9 +91,15 @@ class LocalStates:
 
     def write(self, version: int) -> None:
         """Writes the state at a version, if it has been captured and is still kept."""
-        state, path = self._captured.get(version), self.folder / f"{version}{SUFFIX}"
-        if state is None:
-            return
+        if (state := self._captured.get(version)) is not None:
+            self._write(state, self.folder / f"{version}{SUFFIX}", f"at step {version}")
+            self._prune()
+
+    def keep_restored(self, life: str, state: LocalState) -> None:
+        """A life of this worker that is recorded goes on with this state: a replay of it has to find the same."""
+        self._write(state, self.folder / f"{RESTORED}{life}{SUFFIX}", "that it goes on with")
+
+    def _write(self, state: LocalState, path: Path, which: str) -> None:
         tensors: dict[str, torch.Tensor] = {}
         shape: dict[str, Any] = {"inner": _without_tensors(state.inner, tensors), "inner_step": state.inner_step}
         shape |= {"since": state.since, "losses": state.losses}
@@ -103,9 +109,8 @@ class LocalStates:
         try:
             save_file({k: v.contiguous().clone() for k, v in tensors.items()}, hidden, {"state": json.dumps(shape)})
             os.replace(hidden, path)
-            self._prune()
         except (OSError, SafetensorError) as error:
-            self._say(f"its inner optimizer's state at step {version} is not saved: {error}")
+            self._say(f"its inner optimizer's state {which} is not saved: {error}")
         finally:
             hidden.unlink(missing_ok=True)
 
@@ -131,6 +136,16 @@ class LocalStates:
             self._say(f"goes on at global step {version} with its inner optimizer's state of step {found}")
             return LocalState(state.inner, state.inner_step, {})  # its own values were of another version
         return None
+
+
+def read_restored(logdir: str, name: str, life: str) -> LocalState | None:
+    """Returns the state that a recorded life of a worker, which has this name, went on with; None if there was none."""
+    home = locate(logdir)
+    folders = [home / FOLDER / name] if isinstance(home, Path) else []
+    for folder in (*folders, Path(ELSEWHERE) / (home.name or "run") / name):
+        if (path := folder / f"{RESTORED}{life}{SUFFIX}").exists():
+            return _read(path)
+    return None
 
 
 def _read(path: Path) -> LocalState:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,8 +27,15 @@ from torchquorum.wire.messages import OptimizerSpec
 from torchquorum.wire.settings import encode
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.link import Link
-from torchquorum.worker.local_state import LocalState, LocalStates
+from torchquorum.worker.local_state import LocalState, LocalStates, read_restored
 from torchquorum.worker.residuals import Residuals
+
+
+@dataclass(frozen=True)
+class RecordedStates:
+    """What a worker whose run is recorded goes on with is kept; a replay takes it from `logdir`, the folder of the recorded run."""
+
+    logdir: str = ""
 
 
 class LocalSteps:
@@ -115,7 +123,7 @@ class LocalSteps:
         if self._states is not None:
             self._states.write(place)
 
-    def restore(self, place: int) -> None:
+    def restore(self, place: int, recorded: RecordedStates | None = None) -> None:
         """The run goes on at a place: so does this worker's state, where it was saved; else it begins anew, and that is said."""
         if self._states is None or self._link is None:
             return
@@ -124,7 +132,7 @@ class LocalSteps:
             for memory, anchor, _ in self._areas:
                 memory.copy_(anchor)  # what was worked on before the run went back does not count
         self._since, self._losses = 0, []
-        found = self._states.read(place) if place > 0 else None
+        found = self._find(place, recorded) if place > 0 else None
         if found is None and place > 0:
             self._link.say(
                 f"no inner optimizer's state of step {place} or before is in {self._states.folder}: it begins empty"
@@ -139,6 +147,18 @@ class LocalSteps:
             self._since, self._losses = found.since, [found.losses] if found.since else []
         if (kept := self._link.residuals_of(self._track)) is not None:
             kept.load(found.residuals if found is not None else {})
+
+    def _find(self, place: int, recorded: RecordedStates | None) -> LocalState | None:
+        """Returns the state of a place; of a life that is replayed, the one that it had."""
+        link, states = self._link, self._states
+        assert link is not None and states is not None
+        life = f"{link.incarnation:016x}-{link.generation}"
+        if recorded is not None and recorded.logdir:
+            return read_restored(recorded.logdir, states.name, life)
+        found = states.read(place)
+        if recorded is not None and found is not None:
+            states.keep_restored(life, found)
+        return found
 
     # -- in the place of the watch for writes -------------------------------------------------------------------------
 

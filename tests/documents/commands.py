@@ -118,6 +118,7 @@ def _fault_of_script(made: click.Context) -> str:
 def torchquorum_commands() -> click.Group:
     """Returns the real command line with all its commands."""
     from torchquorum.cli import main
+    from torchquorum.cli.command_list import commands
 
     argv, sys.argv = sys.argv, ["torchquorum", "--version"]
     try:
@@ -125,7 +126,7 @@ def torchquorum_commands() -> click.Group:
             main.main()  # commands may be added when the program starts
     finally:
         sys.argv = argv
-    return main.commands
+    return commands
 
 
 def _fault_of_python(arguments: list[str]) -> str:

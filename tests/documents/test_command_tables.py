@@ -9,7 +9,7 @@ import pytest
 from tests.documents.commands import flags_of, torchquorum_commands
 from tests.documents.markdown import ROOT, documents, linking_documents, prose, tables
 from torchquorum import env
-from torchquorum.cli.main import COMMANDS
+from torchquorum.cli.command_list import COMMANDS
 from torchquorum.cluster.flags import FIELDS
 
 CLUSTER = {field.replace("_", "-") for field in FIELDS}

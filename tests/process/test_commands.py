@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -68,6 +69,60 @@ def test_a_script_that_never_joins_is_an_error_and_not_three_copies_that_train_a
     assert done.returncode == 1, done.stdout + done.stderr
     assert "alone.py ended on /job:ps/task:0 without calling tq.join()" in done.stdout
     assert done.stdout.count("Put `task = tq.join()` at its beginning") == 1
+
+
+INTERRUPTED = """
+import os, signal, time
+if "{moment}" == "import":
+    with open(f"began-{{os.getpid()}}", "w"):
+        if len([name for name in os.listdir() if name.startswith("began")]) == 3:
+            os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(60)
+import torch, torchquorum as tq
+task = tq.join()
+model = torch.nn.Linear(2, 1)
+optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+if "{moment}" == "join" and task.is_chief:
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(60)
+with tq.Session(task, model, optimizer, logdir="run", last_step=3000) as session:
+    while not session.should_stop():
+        if "{moment}" == "loop" and task.is_chief and session.global_step == 20:
+            os.kill(os.getppid(), signal.SIGINT)
+        time.sleep(0.01)
+        optimizer.zero_grad()
+        loss = model(torch.ones(1, 2)).sum()
+        loss.backward()
+        optimizer.step(loss=loss)
+"""
+
+
+@pytest.mark.parametrize(
+    ("moment", "last"),
+    [
+        ("import", "torchquorum: stopped before the run began: nothing was trained, and nothing is lost"),
+        ("join", "torchquorum: stopped before the run began: nothing was trained, and nothing is lost"),
+        ("loop", "torchquorum: stopped at step NN of 3,000, saved; the same command goes on"),
+    ],
+)
+def test_ctrl_c_at_any_moment_leaves_no_traceback_and_says_where_the_run_is(
+    moment: str, last: str, tmp_path: Path
+) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(INTERRUPTED.format(moment=moment))
+    done = run("run", "--workers=2", str(script), cwd=tmp_path)
+    assert done.returncode == 130, done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
+    assert re.sub(r"step \d+", "step NN", done.stdout.splitlines()[-1]) == last, done.stdout
+
+
+def test_a_failed_run_has_one_root_cause_and_every_traceback_once(tmp_path: Path) -> None:
+    done = run("run", "--workers=2", str(PROGRAM), "--fail-at=3")
+    said = done.stdout
+    assert done.returncode == 1 and said.count("Traceback") == 1, said
+    cause = next(line for line in said.splitlines() if "the run failed:" in line)
+    assert re.search(r"/job:worker/task:[01]: program.py, line \d+: RuntimeError: told to fail$", cause), said
+    assert "/job:ps/task:0 failed" not in said
 
 
 def test_run_fails_when_the_script_does(tmp_path: Path) -> None:
@@ -141,8 +196,9 @@ def test_interrupting_the_launcher_before_the_run_began_ends_every_task_in_secon
         started.end()
 
 
-def test_killing_the_launcher_leaves_no_task_behind(patient: Path) -> None:
-    started = Started([*TORCHQUORUM, "run", str(patient)])
+def test_killing_the_launcher_leaves_no_task_behind(patient: Path, tmp_path: Path) -> None:
+    # What it keeps in a temporary folder, the next command removes.
+    started = Started([*TORCHQUORUM, "run", str(patient)], env={"TMPDIR": str(tmp_path)})
     try:
         started.until("[worker 1] patient")
         children = _children(started.process.pid)

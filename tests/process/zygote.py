@@ -343,9 +343,13 @@ def run(command: Sequence[str]) -> NoReturn:
         if code == 1 and end.code != 1:
             print(end.code, file=sys.stderr)
     except KeyboardInterrupt:
-        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-        os.kill(os.getpid(), signal.SIGINT)
+        try:
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        except SystemExit as end:  # of a run that was stopped: it must not unwind what the fork has of its parent
+            code = end.code if isinstance(end.code, int) else 1
+        else:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
     threading._shutdown()  # type: ignore[attr-defined]

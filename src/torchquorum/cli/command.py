@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from torchquorum.cli.ctrl_c import raise_interrupts
 from torchquorum.cluster.flags import parse_flags
 from torchquorum.cluster.spec import strip_quotes
 from torchquorum.cluster.worker_range import WorkerRange
@@ -98,6 +99,11 @@ class Command(click.Command):
             known = [name for param in self.get_params(ctx) for name in param.opts if name.startswith("--")]
             hint = nearest(error.option_name.replace("_", "-"), known) or f"; see {ctx.command_path} --help"
             raise click.UsageError(f"No such option {error.option_name}{hint}", ctx) from None
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command, which handles Ctrl-C by itself."""
+        raise_interrupts()
+        return super().invoke(ctx)
 
 
 class ClusterCommand(Command):

@@ -15,17 +15,17 @@ from rich.console import Console
 from torchquorum.cli.command import Command, Named, option
 from torchquorum.cli.live_view import View
 from torchquorum.cli.run_folder import run_folder_names
-from torchquorum.cli.train import DEFAULTS, SLOW, check_workers, run_job
+from torchquorum.cli.train import DEFAULTS, SLOW, check_workers, job_cluster, run_job
 from torchquorum.cluster.flags import TRANSPORTS
 from torchquorum.errors import ConfigError
 from torchquorum.formats.storage import Location, locate
 from torchquorum.jobs.mnist_job import MODEL_NAMES, MnistOptions
 from torchquorum.jobs.slow import parse_slow
 from torchquorum.launcher.launched import LaunchOptions
+from torchquorum.launcher.outcome import INTERRUPTED
 from torchquorum.rules import parse_rule
 
 SECONDS = 15.0
-INTERRUPTED = 130
 
 
 @click.command(cls=Command)
@@ -139,7 +139,8 @@ def _train(console: Console, plan: ComparePlan, *, quiet: bool) -> int:
             if not quiet:
                 of = f", turn {turn} of {plan.rounds}" if plan.rounds > 1 else ""
                 console.print(f"{number} of {len(plan.rules)}{of}: {rule} ({plan.words})", soft_wrap=True)
-            code = run_job(options, plan.cluster, View(console, quiet=quiet, seconds=options.seconds))
+            view = View(console, quiet=quiet, seconds=options.seconds)
+            code = run_job(job_cluster(options, plan.cluster, view), view)
             if code == INTERRUPTED:
                 return code
             if code != 0:

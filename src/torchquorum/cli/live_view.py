@@ -5,7 +5,6 @@ Used by `torchquorum train`, `compare`, `run --view` and `status --watch`, which
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -14,21 +13,20 @@ from rich.live import Live
 from rich.segment import ControlType
 from rich.text import Text
 
+from torchquorum.cli.speeds import RecentSpeeds, Speeds, of_whole_run
 from torchquorum.cli.status_table import (
     OTHER_LINES,
     OptimizerTable,
     RunBar,
     RunProgress,
     StatusTable,
+    clock,
     headline,
     rows_of,
-    wait_words,
 )
 from torchquorum.clock import SYSTEM, Clock
 
 PLAIN_EVERY_S = 5.0
-WINDOW_S = 20.0  # the speed and the time left are averages over this time
-REMEMBER_S = 3.0  # shows for whom a worker waited for this long: at the moment of asking it may be computing
 
 
 class View:
@@ -56,16 +54,15 @@ class View:
         self._live: Live | None = None
         self._shown_at = clock.now()
         self._ready_at: float | None = None
-        self._steps: deque[tuple[float, int]] = deque()
-        self._versions: deque[tuple[float, dict[str, int]]] = deque()
-        self._workers: dict[str, _Recent] = {}
+        self._recent = RecentSpeeds()
+        self._began_at = clock.now()
         self._drawn: tuple[int, list[int]] = (0, [])
 
     def __enter__(self) -> View:
         if not self._quiet and self.console.is_terminal:
-            waiting = Text("starting the tasks ...", "dim")
+            self._began_at = self._clock.now()
             # Drawn only on a new status, so that nothing is drawn between a resize and `_erase_wrapped`.
-            self._live = Live(waiting, console=self.console, auto_refresh=False, transient=True)
+            self._live = Live(self._starting(), console=self.console, auto_refresh=False, transient=True)
             self._live.start(refresh=True)
         return self
 
@@ -73,6 +70,14 @@ class View:
         if self._live is not None:
             self._live.stop()
             self._live = None
+
+    def _starting(self) -> Text:
+        return Text(f"starting the tasks ... {clock(self._clock.now() - self._began_at)}", "dim")
+
+    def wait(self) -> None:
+        """There is no status yet: shows for how long the tasks have been starting."""
+        if self._live is not None and self._ready_at is None:
+            self._live.update(self._starting(), refresh=True)
 
     def line(self, text: str) -> None:
         """Prints a line above the live part."""
@@ -96,7 +101,7 @@ class View:
             self._drawn = self.console.width, [sum(part.cell_length for part in line) for line in lines]
         elif self._clock.now() - self._shown_at >= self._plain_every_s:
             self._shown_at = self._clock.now()
-            self.line(plain(status))
+            self.line(plain(status, self._speeds(status)))
 
     def _erase_wrapped(self) -> None:
         """Erases the lines that were wrapped when the window became narrower: they take more rows than were drawn."""
@@ -109,39 +114,26 @@ class View:
 
     def render(self, status: dict[str, Any]) -> RenderableType:
         """Returns the live part."""
-        speed = self._updates_per_s()
-        measured = {i: (r.batches_per_s, r.waits, r.names) for i, r in self._workers.items() if r.known}
-        optimizers = OptimizerTable(status, self._optimizer_rates())
+        speeds = self._speeds(status)
+        optimizers = OptimizerTable(status, speeds.optimizers)
         return Group(
-            RunBar(self._progress(status, speed), f"{speed:.0f} updates/s" if speed else ""),
+            RunBar(self._progress(status)),
+            Text(str(speeds), "dim", no_wrap=True, overflow="ellipsis"),
             Text(headline(status), "dim", no_wrap=True, overflow="ellipsis"),
             optimizers,
-            StatusTable(rows_of(status, measured), other_lines=OTHER_LINES + optimizers.lines),
+            StatusTable(rows_of(status, speeds), other_lines=OTHER_LINES + optimizers.lines),
         )
 
     def _note(self, status: dict[str, Any]) -> None:
         now = self._clock.now()
         self._ready_at = now if self._ready_at is None and status["per_worker"] else self._ready_at
-        self._steps.append((now, status["global_step"]))
-        self._versions.append((now, {name: of["version"] for name, of in (status.get("optimizers") or {}).items()}))
-        while now - self._steps[0][0] > WINDOW_S:
-            self._steps.popleft()
-            self._versions.popleft()
-        for index, worker in status["per_worker"].items():
-            self._workers.setdefault(index, _Recent()).note(worker, now)
+        self._recent.note(status, now)
 
-    def _updates_per_s(self) -> float:
-        (then, before), (now, step) = self._steps[0], self._steps[-1]
-        return max(0.0, (step - before) / (now - then)) if now - then > 0.5 else 0.0
+    def _speeds(self, status: dict[str, Any]) -> Speeds:
+        return self._recent.speeds() or of_whole_run(status)
 
-    def _optimizer_rates(self) -> dict[str, float]:
-        """Returns the updates per second of each of several optimizers, once they are known."""
-        (then, before), (now, versions) = self._versions[0], self._versions[-1]
-        if now - then <= 0.5:
-            return {}
-        return {name: max(0.0, (at - before.get(name, 0)) / (now - then)) for name, at in versions.items()}
-
-    def _progress(self, status: dict[str, Any], speed: float) -> RunProgress:
+    def _progress(self, status: dict[str, Any]) -> RunProgress:
+        speed = self._recent.steps_per_s
         step, last = status["global_step"], status["last_step"]
         passed = self._clock.now() - self._ready_at if self._ready_at is not None else 0.0
         by_steps = (last - step) / speed if last and speed else None
@@ -152,40 +144,14 @@ class View:
         return RunProgress("global step", step, last, left)
 
 
-class _Recent:
-    """A worker's speed and waiting over the last second or so."""
-
-    def __init__(self) -> None:
-        self.known = False
-        self.batches_per_s = self.waits = 0.0
-        self.names = ""
-        self._named_at = 0.0
-        self._since: tuple[float, int, float] | None = None
-
-    def note(self, worker: dict[str, Any], now: float) -> None:
-        """Takes the newest status of the worker."""
-        if words := wait_words(worker.get("waits_for")):
-            self.names, self._named_at = words, now
-        elif now - self._named_at > REMEMBER_S:
-            self.names = ""
-        newest = (now, worker["batches"], worker["waited_s"])
-        if self._since is None:
-            self._since = newest
-        elif now - self._since[0] >= 1.0:
-            passed = now - self._since[0]
-            self.batches_per_s = max(0.0, (newest[1] - self._since[1]) / passed)
-            self.waits = min(1.0, max(0.0, (newest[2] - self._since[2]) / passed))
-            self._since, self.known = newest, True
-
-
-def plain(status: dict[str, Any]) -> str:
+def plain(status: dict[str, Any], speeds: Speeds) -> str:
     """Returns a status as one line."""
     total = f"/{status['last_step']}" if status["last_step"] else ""
     loss = "" if status["loss"] is None else f"loss {status['loss']:.4g}, "
     if optimizers := status.get("optimizers"):
         loss = "".join(f"{name} {of['version']}{_loss_of(of)}, " for name, of in optimizers.items())
     return (
-        f"global step {status['global_step']}{total}, {loss}{status['batches_per_s']:.0f} batches/s, "
+        f"global step {status['global_step']}{total}, {loss}{speeds}, "
         f"staleness {status['staleness_mean']:.2f}, refused {status['refused']}, "
         f"live workers {len(status['live'])} of {status['workers']}"
     )

@@ -1,84 +1,47 @@
-"""`torchquorum ...`: the list of commands, and how errors are printed.
+"""The entry of the `torchquorum` program: how errors and Ctrl-C end it.
 
-Imports no torch, and a command's module only when it is called, so that help appears at once. A user's mistake ends with a
-message and exit code 2, never a traceback.
+What always holds: a user's mistake ends with a message and exit code 2, and Ctrl-C, also while modules are imported, with a line and
+exit code 130; neither with a traceback.
 """
-
-from __future__ import annotations
 
 import sys
-from typing import Any
 
-import click
-
-import torchquorum
-from torchquorum.cli.command import Group
-from torchquorum.errors import TorchQuorumError
-
-# By name, in the order in which users need them: the module, and the line in the list.
-COMMANDS = {
-    "train": ("torchquorum.cli.train", "Train MNIST on a local cluster, with live progress."),
-    "run": ("torchquorum.cli.run", "Run your own script on a local cluster, or on Ray."),
-    "join": ("torchquorum.cli.join", "Join a cluster as a ps or compute task, without a script."),
-    "hello": ("torchquorum.cli.hello", "Run the two smallest clusters, as a demo."),
-    "secret": ("torchquorum.cli.secret", "Create the secret that protects a cluster."),
-    "status": ("torchquorum.cli.status", "Show the status of a running cluster."),
-    "scale": ("torchquorum.cli.scale", "Change the number of workers of a running job."),
-    "report": ("torchquorum.cli.report", "Write an HTML page with the charts of a run."),
-    "compare": ("torchquorum.cli.compare", "Train MNIST with several rules and compare them."),
-    "simulate": ("torchquorum.cli.simulate", "Simulate rules: what they would do with these workers."),
-    "replay": ("torchquorum.cli.replay", "Make a recorded run again, bit for bit."),
-    "board": ("torchquorum.cli.tensorboard", "Show a run in TensorBoard."),
-    "dashboard": ("torchquorum.cli.dashboard", "Show running clusters on a live page."),
-    "checkpoints": ("torchquorum.cli.checkpoints", "List the checkpoints of a run."),
-    "tables": ("torchquorum.cli.tables", "Show or export the tables of rows of a run."),
-    "export": ("torchquorum.cli.checkpoints", "Export a plain state_dict from a checkpoint."),
-    "data": ("torchquorum.cli.data", "Write MNIST as TFRecord files, and inspect such files."),
-    "doctor": ("torchquorum.cli.doctor", "Check this machine and the connections to a cluster."),
-}
-
-
-def _normalise(name: str) -> str:
-    """Makes --ps_hosts the same as --ps-hosts."""
-    return name.replace("_", "-")
-
-
-SETTINGS: dict[str, Any] = {
-    "help_option_names": ["-h", "--help"],
-    "token_normalize_func": _normalise,
-    "max_content_width": 100,
-}
-
-
-HELP = """\b
-A parameter server for PyTorch. See also `torchquorum COMMAND --help`. Examples:
-  torchquorum train        torchquorum run script.py --my-flag 3
-"""
-
-
-@click.group(cls=Group, lazy=COMMANDS, context_settings=SETTINGS, help=HELP)
-@click.version_option(torchquorum.__version__, prog_name="torchquorum")
-def commands() -> None:
-    """All commands."""
+from torchquorum.cli.ctrl_c import INTERRUPTED, end_at_once, was_interrupted
 
 
 def main() -> None:
     """Runs the command line; the entry point of the `torchquorum` program."""
+    end_at_once()
+    import click
+
+    from torchquorum.cli.command_list import commands
+    from torchquorum.errors import TorchQuorumError
+
     try:
         code = commands.main(prog_name="torchquorum", standalone_mode=False)
     except click.ClickException as error:
-        error.show()
+        click.echo(f"torchquorum: error: {say_as_ours(error.format_message())}", err=True)
+        if isinstance(error, click.UsageError) and error.ctx is not None:
+            click.echo(f"see {error.ctx.command_path} --help", err=True)
         sys.exit(error.exit_code)
     except TorchQuorumError as error:
         click.echo(f"torchquorum: error: {error}", err=True)
         sys.exit(2)
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted", err=True)
-        sys.exit(130)
     except BrokenPipeError:
         sys.stderr.close()  # `torchquorum ... | head`: the reader has gone, which is no error
         sys.exit(141)
+    except (click.Abort, KeyboardInterrupt, Exception) as error:
+        if not isinstance(error, click.Abort) and not was_interrupted(error):
+            raise
+        click.echo("interrupted", err=True)
+        sys.exit(INTERRUPTED)
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def say_as_ours(text: str) -> str:
+    """Returns an error of click in the form of ours: no capital at its beginning, no full stop at its end."""
+    text = text.removesuffix(".")
+    return text if text[1:2].isupper() else text[:1].lower() + text[1:]
 
 
 if __name__ == "__main__":

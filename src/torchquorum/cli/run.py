@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,13 @@ from rich.text import Text
 from torchquorum.cli.command import Command, Named, Workers, durable_option, option
 from torchquorum.cli.dashboard import dashboard_beside
 from torchquorum.cli.live_view import View
+from torchquorum.cli.run_end import RunReport, report_of_run, show_end
 from torchquorum.cluster import TaskId
 from torchquorum.cluster.flags import TRANSPORTS
 from torchquorum.errors import ConfigError
 from torchquorum.launcher.launched import LaunchedCluster, LaunchOptions, Note, TaskOutput
 from torchquorum.launcher.local import LocalCluster, python_command
+from torchquorum.launcher.outcome import INTERRUPTED
 from torchquorum.launcher.watch import RunWatcher
 
 RAY = "Where to run"
@@ -82,11 +86,29 @@ def run(
       torchquorum run --on ray --address auto --ps 2 --workers 8 script.py
     """
     console = Console(highlight=False)
-    if given["report"]:
-        given["report"] = str(Path(given["report"]).absolute())
+    if on == "ray":
+        given["report"] = str(Path(given["report"]).absolute()) if given["report"] else None
+        return _run(console, on, given, script, arguments, Shown(quiet, view, dashboard))
+    with report_of_run(given["report"]) as report:
+        given["report"] = str(report.path)
+        return _run(console, on, given, script, arguments, Shown(quiet, view, dashboard, report))
 
+
+@dataclass(frozen=True)
+class Shown:
+    """What of a run is shown: the tasks' lines, a live table, a page, and what ps task 0 reports at the end."""
+
+    quiet: bool
+    view: bool
+    dashboard: bool
+    report: RunReport | None = None
+
+
+def _run(
+    console: Console, on: str, given: dict[str, Any], script: str, arguments: tuple[str, ...], shown: Shown
+) -> int:
     def output(task: TaskId, line: str) -> None:
-        if not quiet:
+        if not shown.quiet:
             colour = "dim" if task.job == "ps" else COLOURS[task.index % len(COLOURS)]
             console.print(Text.assemble((f"[{task.job} {task.index}]", colour), " ", line), soft_wrap=True)
 
@@ -94,20 +116,29 @@ def run(
     options = LaunchOptions(command=python_command(script, arguments), **given)
     cluster = _cluster(on, place, options, output, lambda line: console.print(f"torchquorum: {line}", soft_wrap=True))
     try:
-        if not view:
-            cluster.start()
-            with dashboard_beside(dashboard, cluster, console.print):
-                return cluster.wait()
-        with View(console) as live:
-            watcher = RunWatcher(cluster.leader, access=lambda: cluster.access)
-            try:
-                cluster.start()
-                with dashboard_beside(dashboard, cluster, live.note):
-                    return cluster.wait(lambda: live.show(watcher.status) if watcher.poll() else None)
-            finally:
-                watcher.close()
+        code = _watch(console, cluster, shown)
+    except KeyboardInterrupt:  # before all tasks were started
+        cluster.stop(signal.SIGTERM)
+        code = INTERRUPTED
     finally:
         cluster.close()
+    show_end(console, code, shown.report.read() if shown.report is not None else None, cluster)
+    return code
+
+
+def _watch(console: Console, cluster: LaunchedCluster, shown: Shown) -> int:
+    if not shown.view:
+        cluster.start()
+        with dashboard_beside(shown.dashboard, cluster, console.print):
+            return cluster.wait()
+    with View(console) as live:
+        watcher = RunWatcher(cluster.leader, access=lambda: cluster.access)
+        try:
+            cluster.start()
+            with dashboard_beside(shown.dashboard, cluster, live.note):
+                return cluster.wait(lambda: live.show(watcher.status) if watcher.poll() else live.wait())
+        finally:
+            watcher.close()
 
 
 def _cluster(on: str, place: dict[str, Any], options: LaunchOptions, output: TaskOutput, note: Note) -> LaunchedCluster:

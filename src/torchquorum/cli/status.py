@@ -11,6 +11,7 @@ from rich.text import Text
 
 from torchquorum.cli.command import Command, option
 from torchquorum.cli.live_view import View
+from torchquorum.cli.speeds import of_whole_run
 from torchquorum.cli.status_table import (
     OTHER_LINES,
     OptimizerTable,
@@ -80,14 +81,16 @@ def _show(console: Console, body: dict[str, Any]) -> None:
         if away := refused_connections(body):
             console.print(Text(away, "dim"))
         return
-    step, last, seconds = body["global_step"], body["last_step"], float(body.get("seconds") or 0.0)
-    speed = body["updates"] / seconds if seconds > 0 else 0.0
-    left = (last - step) / speed if last and speed and not body["stopped"] else None
-    console.print(RunBar(RunProgress("global step", step, last, left), f"{speed:.0f} updates/s" if speed else ""))
+    step, last, speeds = body["global_step"], body["last_step"], of_whole_run(body)
+    left = (last - step) / speeds.updates_per_s if last and speeds.updates_per_s and not body["stopped"] else None
+    console.print(RunBar(RunProgress("global step", step, last, left)))
+    console.print(Text(str(speeds), "dim"))
     console.print(Text(headline(body), "dim"))
     optimizers = OptimizerTable(body)
     console.print(optimizers)
     console.print(StatusTable(rows_of(body), other_lines=OTHER_LINES + optimizers.lines))
+    if console.is_terminal and not body["stopped"]:
+        console.print(Text("--watch repeats this until the run is over, with the speeds of the last seconds", "dim"))
 
 
 def _watch(watcher: Watcher, timeout: float, *, as_json: bool) -> int:

@@ -15,8 +15,11 @@ from rich.progress_bar import ProgressBar as RichBar
 from rich.table import Table
 from rich.text import Text
 
+from torchquorum.cli.speeds import Speeds, of_whole_run
+
 STYLES = {"dead": "red", "waiting": "yellow", "left": "dim"}
-OTHER_LINES = 6  # lines of the screen for bar, line, header, summary and prompt
+OTHER_LINES = 7  # lines of the screen for bar, two lines, header, summary and prompt
+WAITING = 0.5  # who waits for this share of the time is shown as waiting
 LEAST_ROWS = 3
 LEAST_FOR = 10  # characters of the column `for`
 
@@ -65,34 +68,29 @@ _OPTIMIZER_COLUMNS = ("optimizer", "updates", "updates/s", "loss", "rule", "stal
 _LEFT_OF_OPTIMIZERS = ("optimizer", "rule")
 
 
-def rows_of(status: Mapping[str, Any], measured: Mapping[str, tuple[float, float, str]] | None = None) -> list[Row]:
-    """Returns the rows of a status.
+def rows_of(status: Mapping[str, Any], speeds: Speeds | None = None) -> list[Row]:
+    """Returns the rows of a status, with these speeds; by default with those of the whole run.
 
-    Args:
-        status: From ps task 0.
-        measured: By worker, over the last second or so: batches/s, the share of time it waited, and for whom. Without it
-            the figures are those of the whole run.
+    Over some seconds a worker that waits for most of them is `waiting`, whatever it did at the moment of asking.
     """
+    recent, speeds = speeds is not None, speeds or of_whole_run(status)
     rows = []
     for index, w in status["per_worker"].items():
-        speed, share = float(w["batches_per_s"]), None
-        seconds = float(w.get("seconds") or 0.0)
-        if seconds > 0:
-            share = min(1.0, float(w["waited_s"]) / seconds)
-        names = wait_words(w.get("waits_for"))
-        if measured is not None and index in measured:
-            speed, share, names = measured[index]
+        speed, state = speeds.workers[index], w["state"]
+        if recent and speed.waits is not None and state in ("computing", "waiting"):
+            state = "waiting" if speed.waits >= WAITING else "computing"
+        names = wait_words(speed.waits_for) if state == "waiting" else ""
         rows.append(
             Row(
-                f"worker {index}",
-                w["state"],
-                w["batches"],
-                speed,
-                w["loss"],
-                w["staleness_mean"],
-                w["refused"],
-                share,
-                names,
+                name=f"worker {index}",
+                state=state,
+                local_step=w["batches"],
+                batches_per_s=speed.batches_per_s,
+                loss=w["loss"],
+                staleness=w["staleness_mean"],
+                refused=w["refused"],
+                waits=speed.waits,
+                waits_for=names,
             )
         )
     return rows
@@ -116,12 +114,12 @@ class OptimizerTable:
 
     Args:
         status: From ps task 0.
-        rates: The updates per second of each, where they are known for the last seconds; else those of the whole run.
+        rates: The updates per second of each; by default those of the whole run.
     """
 
     def __init__(self, status: Mapping[str, Any], rates: Mapping[str, float] | None = None) -> None:
         self.optimizers: dict[str, dict[str, Any]] = status.get("optimizers") or {}
-        self._rates, self._seconds = rates or {}, float(status.get("seconds") or 0.0)
+        self._rates = rates if rates is not None else of_whole_run(status).optimizers
 
     @property
     def lines(self) -> int:
@@ -150,7 +148,7 @@ class OptimizerTable:
         yield table
 
     def _cells(self, name: str, of: Mapping[str, Any]) -> Iterator[str]:
-        rate = self._rates.get(name, of["version"] / self._seconds if self._seconds > 0 else 0.0)
+        rate = self._rates.get(name, 0.0)
         have_need = of.get("round")
         yield name
         yield f"{of['version']:,}"
@@ -169,17 +167,26 @@ class StatusTable:
         rows: Of each worker.
         max_rows: How many are shown; by default as many as the terminal has lines for.
         other_lines: How many lines of the screen are something else's.
+        hidden: Columns that are left out.
     """
 
-    def __init__(self, rows: Sequence[Row], max_rows: int | None = None, other_lines: int = OTHER_LINES) -> None:
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        max_rows: int | None = None,
+        other_lines: int = OTHER_LINES,
+        *,
+        hidden: Sequence[str] = (),
+    ) -> None:
         self._rows, self._max_rows, self._other_lines = list(rows), max_rows, other_lines
+        self._hidden = hidden
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         room = self._max_rows
         if room is None and console.is_terminal:
             room = max(LEAST_ROWS, console.size.height - self._other_lines)
         shown, rest = choose(self._rows, room)
-        columns = fit(shown, options.max_width)
+        columns = fit(shown, options.max_width, self._hidden)
         room_for = {"for": max(LEAST_FOR, options.max_width - needed(shown, columns) + LEAST_FOR)}
         table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
         for name, _, _ in columns:
@@ -215,9 +222,11 @@ def sum_up(rows: Sequence[Row]) -> str:
     return f"and {len(rows)} faster workers: {counts}, {speed:.0f} batches/s together, {refused:,} refused"
 
 
-def fit(rows: Sequence[Row], width: int) -> list[Column]:
-    """Returns the columns that fit into a width."""
-    columns = [c for c in _COLUMNS if c[0] in ("worker", "local step") or any(c[1](r) for r in rows)]
+def fit(rows: Sequence[Row], width: int, hidden: Sequence[str] = ()) -> list[Column]:
+    """Returns the columns that fit into a width, without hidden ones."""
+    columns = [
+        c for c in _COLUMNS if c[0] not in hidden and (c[0] in ("worker", "local step") or any(c[1](r) for r in rows))
+    ]
     while len(columns) > 1 and needed(rows, columns) > width:
         columns.remove(max(columns, key=lambda c: c[2]))
     return columns
@@ -233,10 +242,10 @@ def needed(rows: Sequence[Row], columns: Sequence[Column]) -> int:
 
 
 class RunBar:
-    """A progress bar with steps done, time left and speed; a narrow terminal shows less of it."""
+    """A progress bar with steps done and time left; a narrow terminal shows less of it."""
 
-    def __init__(self, progress: RunProgress, speed: str) -> None:
-        self._progress, self._speed = progress, speed
+    def __init__(self, progress: RunProgress) -> None:
+        self._progress = progress
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         p, width = self._progress, options.max_width
@@ -246,7 +255,6 @@ class RunBar:
             parts.append(f"{100 * min(1.0, p.done / p.total):.0f} %")
         if p.left_s is not None:
             parts.append(f"{clock(p.left_s)} left")
-        parts.append(self._speed)
         while len(parts) > 1 and len("  ".join(parts)) + 12 > width:
             parts.pop()
         text = "  ".join(parts)
@@ -275,7 +283,7 @@ def headline(status: Mapping[str, Any]) -> str:
     rule = status["rule"] + (f" waits for {status['aggregate']}" if "aggregate" in status else "")
     if status.get("optimizers"):
         rule = f"{len(status['optimizers'])} optimizers"
-    words = [rule, f"{live} of {workers} workers live", f"{status['batches_per_s']:.0f} batches/s"]
+    words = [rule, f"{live} of {workers} workers live"]
     words += [f"staleness {status['staleness_mean']:.2f}", f"{status['refused']:,} refused"]
     for data in (status.get("data") or {}).values():
         of = f" of {data['epochs']}" if data["epochs"] else ""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,16 +14,16 @@ from torchquorum.cli.before_training import check_device, check_optimizer, check
 from torchquorum.cli.command import Checked, ClusterCommand, Named, Workers, durable_option, option
 from torchquorum.cli.dashboard import dashboard_beside
 from torchquorum.cli.live_view import View
+from torchquorum.cli.run_end import program, report_of_run, show_end
 from torchquorum.cli.run_folder import new_run_folder
 from torchquorum.cluster import TaskId, WorkerRange
 from torchquorum.cluster.flags import TRANSPORTS
-from torchquorum.cluster.secret import read_access
 from torchquorum.errors import ConfigError
-from torchquorum.formats.scratch import scratch_folder
 from torchquorum.jobs.mnist_job import MODEL_NAMES, MnistOptions
 from torchquorum.jobs.slow import parse_slow
 from torchquorum.launcher.launched import LaunchOptions
 from torchquorum.launcher.local import LocalCluster
+from torchquorum.launcher.outcome import INTERRUPTED
 from torchquorum.launcher.watch import Watcher
 from torchquorum.placement.layout import STRATEGIES
 from torchquorum.rules import parse_rule
@@ -161,10 +159,13 @@ def train(**given: Any) -> int:
         check_device(options.device)
     if options.logdir is not None:
         check_run_folder(options.logdir, options.steps)
-    options.logdir = options.logdir or new_run_folder("mnist")
+    again = "the same command goes on"
+    if options.logdir is None:
+        options.logdir = new_run_folder("mnist")
+        again = f"the same command with --logdir {options.logdir} goes on"
     cluster = LaunchOptions(command=[], ps=ps, workers=workers, transport=transport, secret_file=secret_file, link=link)
     cluster.record = options.record
-    return _cluster(options, cluster, report, quiet, dashboard)
+    return _cluster(options, cluster, report, again, quiet=quiet, dashboard=dashboard)
 
 
 def check_workers(options: MnistOptions, workers: WorkerRange) -> None:
@@ -185,29 +186,37 @@ def _one_task(options: MnistOptions, place: dict[str, Any], transport: str, repo
     return 0
 
 
-def run_job(options: MnistOptions, cluster: LaunchOptions, view: View, *, dashboard: bool = False) -> int:
-    """Runs the built-in job on a local cluster, with its progress in `view`; returns its exit code."""
+def job_cluster(options: MnistOptions, cluster: LaunchOptions, view: View) -> LocalCluster:
+    """Returns a local cluster for the built-in job, not started yet, whose lines go to `view`."""
     cluster.command = [sys.executable, "-m", "torchquorum.jobs.mnist_job", options.to_json()]
-    local = LocalCluster(
+    return LocalCluster(
         cluster,
         lambda task, line: view.line(f"[{task.job} {task.index}] {line}"),
         lambda line: view.note(f"torchquorum: {line}"),
     )
+
+
+def run_job(local: LocalCluster, view: View, *, dashboard: bool = False) -> int:
+    """Runs the built-in job on a local cluster, with its progress in `view`; returns its exit code."""
     with view:
-        watcher = Watcher(local.cluster.address(TaskId("ps", 0)), access=read_access(cluster.secret_file))
+        watcher = Watcher(local.cluster.address(TaskId("ps", 0)), access=local.access)
         try:
             local.start()
             with dashboard_beside(dashboard, local, view.note):
-                return local.wait(lambda: view.show(watcher.status) if watcher.poll() else None)
+                return local.wait(lambda: view.show(watcher.status) if watcher.poll() else view.wait())
+        except KeyboardInterrupt:  # before all tasks were started
+            return INTERRUPTED
         finally:
             watcher.close()
+            local.stop(signal.SIGTERM)
 
 
-def _cluster(options: MnistOptions, cluster: LaunchOptions, report: str | None, quiet: bool, dashboard: bool) -> int:
+def _cluster(
+    options: MnistOptions, cluster: LaunchOptions, report: str | None, again: str, *, quiet: bool, dashboard: bool
+) -> int:
     console = Console(highlight=False)
-    with scratch_folder() as folder:
-        where = Path(report) if report else Path(folder) / "report.json"
-        cluster.report = str(where.absolute())
+    with report_of_run(report) as found:
+        cluster.report = str(found.path)
         if not quiet:
             ends = [f"{options.steps} steps"] if options.steps is not None else []
             ends += [f"{options.epochs} epoch{'s' if options.epochs > 1 else ''}"] if options.epochs is not None else []
@@ -215,47 +224,16 @@ def _cluster(options: MnistOptions, cluster: LaunchOptions, report: str | None, 
             length = " or ".join(ends)
             tasks = f"{cluster.ps} ps, {cluster.range} {'worker' if cluster.range.most == 1 else 'workers'}"
             slow = f", slow: {options.slow}" if options.slow else ""
-            console.print(f"training {options.model} on MNIST: {tasks}, {options.rule}, {length}{slow}")
+            console.print(f"training {options.model} on MNIST: {tasks}, {options.rule}, {length}{slow}", soft_wrap=True)
         view = View(console, quiet=quiet, seconds=options.seconds)
-        code = run_job(options, cluster, view, dashboard=dashboard)
-        result = json.loads(where.read_text()) if where.is_file() else None
-    if code == 0 and result is not None:
-        _summary(console, result, options)
-    elif code == 0:
+        local = job_cluster(options, cluster, view)
+        code = run_job(local, view, dashboard=dashboard)
+        result = found.read()
+    if code == 0 and result is None:
         console.print("torchquorum: the run ended without a report")
-        code = 1
+        return 1
+    show_end(console, code, result, local, folder=options.logdir, again=again)
+    if code == 0:
+        other = "sync" if options.rule.startswith("async") else "async"
+        console.print(f"try next      {program()} train --rule {other}", soft_wrap=True)
     return code
-
-
-def _summary(console: Console, result: dict[str, Any], options: MnistOptions) -> None:
-    accuracy = result["accuracy"]
-    shown = f"{100 * accuracy:.2f} %" if accuracy is not None else "unknown"
-    console.print(f"test accuracy {shown}", style="bold")
-    console.print(
-        f"{result['updates']} updates from {result['batches']} batches in {result['seconds']:.1f} s "
-        f"({result['batches_per_s']:.0f} batches/s), {result['refused']} gradients refused, "
-        f"staleness {result['staleness_mean']:.2f} on average, {result['staleness_max']} at most"
-    )
-    if result.get("min_workers"):
-        there = sum(w["batches"] > 0 for w in result["per_worker"].values())
-        console.print(f"{there} workers took part, of at most {result['workers']}")
-    for data in (result.get("data") or {}).values():
-        again = f", {data['again']} assigned again" if data["again"] else ""
-        epochs = (
-            f"{data['used']} of {data['of']} batches of {data['epochs']} epochs"
-            if data["of"]
-            else f"{data['used']} batches"
-        )
-        console.print(f"{epochs} are part of the variables{again}")
-    console.print(f"run folder    {options.logdir}", soft_wrap=True)
-    other = "sync" if options.rule.startswith("async") else "async"
-    console.print(f"charts        {_program()} report {options.logdir}", soft_wrap=True)
-    console.print(f"try next      {_program()} train --rule {other}", soft_wrap=True)
-
-
-def _program() -> str:
-    """Returns how to call torchquorum from here: by its name if the shell finds it, else by its path."""
-    called = Path(sys.argv[0])
-    if shutil.which("torchquorum") or called.name != "torchquorum":
-        return "torchquorum"
-    return os.path.relpath(called)

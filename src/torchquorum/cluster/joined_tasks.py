@@ -28,7 +28,11 @@ class JoinedTasks:
 
     def has(self, task: TaskId) -> bool:
         """Whether a process of the task has joined."""
-        return f"{task}\n".encode() in os.pread(self.fd, LENGTH, 0) if self.fd >= 0 else True
+        return self.count(task) > 0 if self.fd >= 0 else True
+
+    def count(self, task: TaskId) -> int:
+        """Returns how many processes of the task have joined, one after another."""
+        return os.pread(self.fd, LENGTH, 0).split(b"\n").count(str(task).encode()) if self.fd >= 0 else 0
 
     def close(self) -> None:
         """Releases the file; may be called twice."""

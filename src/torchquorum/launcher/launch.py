@@ -8,6 +8,7 @@ no process of the cluster is left; results come back as plain data.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import queue
 import signal
@@ -198,7 +199,7 @@ def autograd_has_threads() -> bool:
 
 
 def _what_failed(cluster: LaunchedCluster, lines: Mapping[TaskId, Sequence[str]]) -> str:
-    failed = cluster.failed
+    failed = sorted(cluster.failed, key=lambda task: _order(cluster, task))
     first = failed[0] if failed else None
     if first is None and not any("joined" in line for line in lines.get(TaskId("ps", 0), ())):
         return "no worker began a session: the function must call tq.join() and train inside `with tq.Session(...)`"
@@ -207,6 +208,11 @@ def _what_failed(cluster: LaunchedCluster, lines: Mapping[TaskId, Sequence[str]]
     shown = "\n".join(lines.get(first, ["it printed nothing"])[-15:])
     others = ", ".join(str(t) for t in failed if t != first)
     return f"{first} failed{f', and {others}' if others else ''}. Its last lines:\n{shown}"
+
+
+def _order(cluster: LaunchedCluster, task: TaskId) -> float:
+    failure = cluster.failures.of(task)
+    return failure.order if failure is not None else math.inf
 
 
 class ForkedCluster(LocalCluster):

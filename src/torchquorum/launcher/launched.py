@@ -19,6 +19,7 @@ from torchquorum.clock import SYSTEM, Clock, SeenTime
 from torchquorum.cluster import ClusterSpec, TaskId, WorkerRange
 from torchquorum.cluster.secret import Access, read_access
 from torchquorum.errors import ConfigError
+from torchquorum.launcher.failures import Failures
 from torchquorum.launcher.interrupts import Interrupts
 from torchquorum.launcher.outcome import INTERRUPTED, Ends, How, exit_code, may_return, read_code
 from torchquorum.launcher.process import Process, describe_exit
@@ -108,6 +109,7 @@ class Running:
     reader: threading.Thread = field(init=False)
     restarts: int = 0
     life: int = field(default_factory=itertools.count().__next__)  # unique for every start of any task
+    ended_by_us: bool = False  # told to end, because the run could not go on: no failure of its own
 
     @property
     def code(self) -> int | None:
@@ -127,6 +129,7 @@ class LaunchedCluster:
     Attributes:
         cluster: The tasks and their addresses.
         tasks: The started tasks, each as it runs now.
+        failures: What their output says of failures.
         end_grace_s: How long a task may take to end after the ps tasks have ended.
     """
 
@@ -136,11 +139,12 @@ class LaunchedCluster:
     def __init__(
         self, options: LaunchOptions, output: TaskOutput, note: Note = ignore, *, clock: Clock = SYSTEM
     ) -> None:
-        self.options, self._output, self._note, self._clock = options, output, note, clock
+        self.options, self._show, self._note, self._clock = options, output, note, clock
+        self.failures = Failures()
         self._seen = SeenTime(
             clock, PAUSE_S
         )  # a run that was suspended as a whole, by Ctrl-Z or with its container, is not late
-        self._reported: set[int] = set()  # lives whose end was reported
+        self._reported: dict[int, TaskId] = {}  # lives whose end was reported, in order
         self._ended_at: dict[str, float] = {}  # when each group of tasks was first seen to have ended
         self.started_at = clock.wall()
         self.tasks: list[Running] = []
@@ -202,6 +206,20 @@ class LaunchedCluster:
     def _ends(self) -> Ends:
         return {t.task: read_code(t.code) for t in self.tasks}
 
+    def _output(self, task: TaskId, line: str) -> None:
+        """Takes a line of a task, on the thread that reads it."""
+        for shown in self.failures.read(task, line):
+            self._show(task, shown)
+
+    def _end_output(self, task: TaskId) -> None:
+        """Takes the end of a task's output."""
+        for shown in self.failures.end(task):
+            self._show(task, shown)
+
+    def _handles_signals(self, running: Running) -> bool:
+        """Whether a task has got so far that Ctrl-C ends it in good order; before, Python would show where it was."""
+        return True
+
     def _start(self, task: TaskId) -> Running:
         """Starts a task, or restarts it."""
         raise NotImplementedError
@@ -219,6 +237,21 @@ class LaunchedCluster:
     def failed(self) -> list[TaskId]:
         """Returns the workers whose own program failed; not those that a signal ended."""
         return [task for task, how in self._ends().items() if task.job == "worker" and how is How.FAILED]
+
+    @property
+    def root_cause(self) -> str:
+        """Returns which task failed first, where and with what; empty if none did."""
+        seen = [t for t in self.tasks if t.life in self._reported and not t.ended_by_us]
+        bad = [t for t in seen if read_code(t.code) in (How.FAILED, How.KILLED)]
+        found = {t.task: self.failures.of(t.task) for t in bad}
+        told = {task: failure for task, failure in found.items() if failure is not None}
+        workers = {task: failure for task, failure in told.items() if task.job == "worker"}
+        if workers or told:
+            first, failure = min((workers or told).items(), key=lambda item: item[1].order)
+            return f"{first}: {failure}"
+        order = list(self._reported)
+        silent = sorted(bad, key=lambda t: (t.task.job == "ps", order.index(t.life)))
+        return f"{silent[0].task} {self._describe(silent[0])}" if silent else ""
 
     def close(self) -> None:
         """Releases what outlives the tasks; may be called twice."""
@@ -258,7 +291,9 @@ class LaunchedCluster:
         for at, t in enumerate(self.tasks):
             if t.code in (None, 0) or t.life in self._reported:
                 continue
-            self._reported.add(t.life)
+            self._reported[t.life] = t.task
+            if t.ended_by_us:
+                continue
             killed = restart and read_code(t.code) is How.KILLED and t.restarts < self.options.max_restarts
             again = killed and may_return(t.task, self._ends(), elastic=self.options.range.elastic)
             how = f"{t.task} {self._describe(t)}"
@@ -309,6 +344,7 @@ class LaunchedCluster:
             self._ended_at["told"] = self._seen.turn()
             self.say("the workers are gone before the run was over: telling the ps tasks to save and end")
             for t in running:
+                t.ended_by_us = True
                 if t.task.index == 0:  # the others follow it
                     t.process.send_signal(signal.SIGTERM)
         return None
@@ -336,8 +372,13 @@ class LaunchedCluster:
     def _end_after_interrupt(self, interrupts: Interrupts) -> None:
         """Ctrl-C: the workers save and end, the ps tasks follow; a second Ctrl-C kills all tasks."""
         self.say("interrupted: saving and ending every task; Ctrl-C again kills them at once")
-        for t in self.tasks:
-            if t.task.job == "worker" and t.code is None:
+        running = [t for t in self.tasks if t.code is None]
+        chief = any(t.task == TaskId("worker", 0) and self._handles_signals(t) for t in running)
+        for t in running:
+            t.ended_by_us = True
+            if not self._handles_signals(t) or (t.task == TaskId("ps", 0) and not chief):
+                t.process.send_signal(signal.SIGTERM)
+            elif t.task.job == "worker":
                 t.process.send_signal(signal.SIGINT)
         deadline = self._seen.turn() + INTERRUPT_GRACE_S
         while any(t.code is None for t in self.tasks) and self._seen.turn() < deadline:
@@ -363,6 +404,7 @@ class LaunchedCluster:
             if not alive:
                 break
             for t in alive:
+                t.ended_by_us = True
                 t.process.send_signal(sign)
             deadline = self._seen.turn() + STOP_GRACE_S
             while any(t.code is None for t in alive) and self._seen.turn() < deadline:
@@ -375,3 +417,4 @@ class LaunchedCluster:
             self._state = None
         for t in self.tasks:
             t.reader.join(timeout=STOP_GRACE_S)
+            self._end_output(t.task)

@@ -43,6 +43,7 @@ class LocalCluster(LaunchedCluster):
     ) -> None:
         super().__init__(options, output, note, clock=clock)
         self._joined = JoinedTasks()
+        self._joined_before: dict[int, int] = {}  # by life: how many processes of its task had joined when it began
         self._hosts: LinkedHosts | None = None
         if options.link is not None:
             self._hosts = LinkedHosts(LinkRate.read(options.link), options.range.most)
@@ -79,8 +80,10 @@ class LocalCluster(LaunchedCluster):
             extra[env.SECRET_FILE], extra[env.SECRET] = os.path.abspath(self.options.secret_file), None
         if not env.has_omp_num_threads():
             extra[env.OMP_NUM_THREADS] = str(threads)
+        joined = self._joined.count(task)
         process = self.spawn(task, extra, fds)
         running = Running(task, process)
+        self._joined_before[running.life] = joined
         assert process.stdout is not None
         running.reader = threading.Thread(
             target=self._read, args=(task, process.stdout), name=f"torchquorum-output-{task}", daemon=True
@@ -106,6 +109,11 @@ class LocalCluster(LaunchedCluster):
         with pipe:
             for line in pipe:
                 self._output(task, line.decode(errors="replace").rstrip("\r\n"))
+        self._end_output(task)
+
+    def _handles_signals(self, running: Running) -> bool:
+        """Whether the process has called `tq.join()`."""
+        return self._joined.count(running.task) > self._joined_before.get(running.life, 0)
 
     def _find_dead_end(self) -> str | None:
         return super()._find_dead_end() or self._find_no_task()

@@ -427,7 +427,7 @@ class RayCluster(LaunchedCluster):
                 waits = t.code is None and isinstance(t.process, RemoteTask) and t.process.endpoint is None
                 if waits and t.life not in self._reported:
                     t.process.kill()
-                    self._reported.add(t.life)
+                    self._reported[t.life] = t.task
                     self.say(f"the run is over: {t.task} still waits for room, and is no longer needed")
         return super()._must_give_up()
 

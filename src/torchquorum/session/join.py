@@ -353,6 +353,14 @@ def _serve(found: Resolved, report: str | None) -> None:
     raise SystemExit(0)
 
 
+def _is_interrupt(error: BaseException) -> bool:
+    """Whether an error is Ctrl-C; a module that is being imported may make an ImportError of it."""
+    cause = error.__cause__ or error.__context__
+    return isinstance(error, KeyboardInterrupt) or (
+        isinstance(error, ImportError) and isinstance(cause, KeyboardInterrupt)
+    )
+
+
 def _show_errors_without_traceback() -> None:
     """A user's mistake is shown as a message without a traceback; everything else is shown as before."""
     before = sys.excepthook
@@ -363,6 +371,8 @@ def _show_errors_without_traceback() -> None:
         elif isinstance(error, InterruptedRunError):
             write_line(f"torchquorum: {error}", sys.stderr)
             raise SystemExit(INTERRUPTED)
+        elif _is_interrupt(error):
+            write_line("torchquorum: interrupted", sys.stderr)
         else:
             before(kind, error, trace)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from torchquorum.cli.command import Named
-from torchquorum.cli.main import COMMANDS, commands
+from torchquorum.cli.command_list import COMMANDS, commands
 
 OPTIONS = Path(__file__).parent / "options.txt"
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from torchquorum.cli.main import COMMANDS, commands
+from torchquorum.cli.command_list import COMMANDS, commands
 from torchquorum.errors import TorchQuorumError
 
 SCREEN = 53  # lines; the longest, train's, has as many

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tests.unit.cli.freeze import OPTIONS, describe_options
-from torchquorum.cli.main import COMMANDS
+from torchquorum.cli.command_list import COMMANDS
 
 REFRESH = "if that is meant, run: python tests/unit/cli/freeze.py"
 

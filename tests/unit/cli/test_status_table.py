@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from torchquorum.cli.live_view import View, plain
+from torchquorum.cli.speeds import RecentSpeeds, of_whole_run
 from torchquorum.cli.status_table import (
     OptimizerTable,
     RunBar,
@@ -26,7 +27,7 @@ def status(workers: int = 3, **changes: Any) -> dict[str, Any]:
     }  # fmt: skip
     body = {
         "ready": True, "rule": "Sync()", "global_step": 40, "last_step": 100, "workers": workers, "live": list(range(workers)),
-        "batches_per_s": 90.0, "staleness_mean": 1.5, "refused": 6, "loss": 0.25, "stopped": False,
+        "batches_per_s": 90.0, "updates": 40, "seconds": 4.0, "staleness_mean": 1.5, "refused": 6, "loss": 0.25, "stopped": False,
         "per_worker": {str(i): dict(one) for i in range(workers)},
     }  # fmt: skip
     return {**body, **changes}
@@ -48,7 +49,8 @@ def test_no_line_is_wider_than_the_terminal_and_every_worker_has_its_row(width: 
 
 def test_the_least_important_columns_go_first() -> None:
     body = status()
-    body["per_worker"]["0"]["waits_for"] = {"what": "the quorum", "have": 2, "need": 3, "missing": [1], "count": 1}
+    waits = {"what": "the quorum", "have": 2, "need": 3, "missing": [1], "count": 1}
+    body["per_worker"]["0"] |= {"state": "waiting", "waits_for": waits}
     wide, narrow = (drawn(StatusTable(rows_of(body)), width)[0] for width in (120, 40))
     assert wide.split() == [
         "worker",
@@ -68,13 +70,13 @@ def test_the_least_important_columns_go_first() -> None:
 
 def test_more_workers_than_lines_are_summed_up_and_the_dead_and_the_slow_stay() -> None:
     body = status(200)
-    body["per_worker"]["150"]["batches_per_s"] = 1.5
+    body["per_worker"]["150"]["batches"] = 6
     body["per_worker"]["77"]["state"] = "dead"
     lines = drawn(StatusTable(rows_of(body)), 100, 16)
     assert len(lines) <= 16 - 4
     text = "\n".join(lines)
     assert "worker 150" in text and "worker 77" in text and "dead" in text
-    assert "and 190 faster workers: 190 computing" in lines[-1]
+    assert "and 191 faster workers: 191 computing" in lines[-1]
 
 
 def test_all_workers_are_listed_where_there_is_no_terminal() -> None:
@@ -82,12 +84,12 @@ def test_all_workers_are_listed_where_there_is_no_terminal() -> None:
 
 
 def test_the_bar_shows_what_is_done_and_what_is_left_as_far_as_there_is_room() -> None:
-    bar = RunBar(RunProgress("global step", 1240, 3000, 75.0), "24 updates/s")
+    bar = RunBar(RunProgress("global step", 1240, 3000, 75.0))
     (wide,), (narrow,), (tiny,) = (drawn(bar, width) for width in (100, 40, 12))
-    assert wide.startswith("global step 1,240 of 3,000  41 %  1:15 left  24 updates/s")
+    assert wide.startswith("global step 1,240 of 3,000  41 %  1:15 left")
     assert narrow.startswith("global step 1,240 of 3,000") and "left" not in narrow
     assert len(tiny) <= 12
-    assert drawn(RunBar(RunProgress("global step", 7, None, None), ""))[0].strip() == "global step 7"
+    assert drawn(RunBar(RunProgress("global step", 7, None, None)))[0].strip() == "global step 7"
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(0, "0:00"), (59.6, "1:00"), (125, "2:05"), (3723, "1:02:03")])
@@ -139,6 +141,7 @@ def several() -> dict[str, Any]:
         "round": [1, 2],
     }
     body = status(optimizers={"G": of, "D": {**of, "rule": "Async()", "version": 1200, "loss": None, "round": None}})
+    body["per_worker"]["0"]["state"] = "waiting"
     body["per_worker"]["0"]["waits_for"] = {
         "what": "the quorum", "have": 1, "need": 2, "missing": [1], "count": 1, "optimizer": "G",
     }  # fmt: skip
@@ -163,4 +166,39 @@ def test_the_live_view_of_several_optimizers_fits_its_screen_and_its_plain_line_
     view._note(several())
     text = "\n".join(drawn(view.render(several())))
     assert text.index("optimizer") < text.index("worker 0") and "1,200" in text
-    assert "G 40 (loss 0.5), D 1200, " in plain(several())
+    assert "G 40 (loss 0.5), D 1200, " in plain(several(), of_whole_run(several()))
+
+
+def seen(*moments: tuple[float, int, int]) -> RecentSpeeds:
+    """Two workers, of which the first waits for the second; at each moment so many batches of either."""
+    recent = RecentSpeeds()
+    for now, first, second in moments:
+        body = status(2, global_step=second, updates=second)
+        body["per_worker"]["0"] |= {"batches": first, "waited_s": 0.8 * now}
+        body["per_worker"]["1"] |= {"batches": second, "waited_s": 0.0}
+        if now == 4.0:
+            body["per_worker"]["0"]["waits_for"] = {
+                "what": "the quorum",
+                "have": 1,
+                "need": 2,
+                "missing": [1],
+                "count": 1,
+            }
+        recent.note(body, now)
+    return recent
+
+
+def test_all_speeds_on_a_screen_are_of_the_same_seconds_and_add_up() -> None:
+    speeds = seen((0.0, 0, 0), (10.0, 100, 90), (12.0, 140, 110), (15.0, 200, 140)).speeds()
+    assert speeds is not None
+    assert str(speeds) == "last 5 s: 10 updates/s, 30 batches/s"
+    assert [w.batches_per_s for w in speeds.workers.values()] == [20.0, 10.0]
+    assert seen((0.0, 0, 0)).speeds() is None
+    assert str(of_whole_run(status())) == "whole run: 10 updates/s, 90 batches/s"
+
+
+def test_state_and_waiting_agree() -> None:
+    recent = seen((0.0, 0, 0), (4.0, 40, 40), (5.0, 50, 50))  # it computes at the last moment, and has waited before
+    first, second = rows_of(status(2), recent.speeds())
+    assert (first.state, first.waits, first.waits_for) == ("waiting", 0.8, "worker 1 (1 of 2 have arrived)")
+    assert (second.state, second.waits, second.waits_for) == ("computing", 0.0, "")

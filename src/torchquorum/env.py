@@ -20,6 +20,8 @@ DURABLE = "TORCHQUORUM_DURABLE"
 START_AFRESH = "TORCHQUORUM_START_AFRESH"
 ACCEPT_LOSS = "TORCHQUORUM_ACCEPT_LOSS"
 RECORD = "TORCHQUORUM_RECORD"
+EVENTS = "TORCHQUORUM_EVENTS"
+COMMAND = "TORCHQUORUM_COMMAND"
 REPLAY = "TORCHQUORUM_REPLAY"
 FORK = "TORCHQUORUM_FORK"
 JOINED = "TORCHQUORUM_JOINED"
@@ -115,6 +117,16 @@ def accept_loss() -> bool:
 def record() -> bool:
     """Returns whether the launcher was asked to record the run."""
     return _read(RECORD) is not None
+
+
+def command() -> str | None:
+    """Returns how the launcher was called, or None."""
+    return _read(COMMAND)
+
+
+def events() -> bool:
+    """Returns whether the launcher asks sessions for TensorBoard's event files."""
+    return _read(EVENTS) is not None
 
 
 def replay() -> str | None:

@@ -34,6 +34,11 @@ def first_of(names: Sequence[str], most: int = 3) -> str:
     return f"{', '.join(names[:most])}{more}"
 
 
+def counted(count: int, what: str) -> str:
+    """Returns a number of things, in the right form."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
 def text_of(error: BaseException) -> str:
     """Returns what an error of a user's program says, so that it can be sent and printed, whatever the error is.
 

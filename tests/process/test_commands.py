@@ -48,8 +48,21 @@ def test_train_learns_and_reports(options: list[str], rule: str, transport: str,
     entries = list(read_ledger(tmp_path / "run"))
     assert len(entries) == body["batches"]
     assert sum(not e.accepted for e in entries) == body["refused"]
+    start = json.loads((tmp_path / "run" / "start.json").read_text())
+    assert start["batch_size"] == (20 if "--batch-size=20" in options else 100) and start["seed"] == 0
+    assert start["command"].startswith("torchquorum ") and "--steps=150" in start["command"]
+    assert start["versions"]["torch"] == torch.__version__ and start["host"]
+    assert list((tmp_path / "run").glob("*.tfevents.*"))
     assert f"test accuracy {100 * body['accuracy']:.2f} %" in done.stdout
     assert "run folder" in done.stdout and "try next      torchquorum train --rule" in done.stdout
+
+
+def test_a_run_writes_tensorboards_events_unless_told_not_to(tmp_path: Path) -> None:
+    for extra, files in ([], 1), (["--no-events"], 0):
+        folder = tmp_path / f"run{files}"
+        done = run("run", *extra, f"--logdir={folder}", str(PROGRAM), "--steps=10")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert len(list(folder.glob("*.tfevents.*"))) == files
 
 
 def test_run_starts_anybodys_script_with_its_own_arguments(tmp_path: Path) -> None:

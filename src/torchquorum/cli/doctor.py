@@ -17,6 +17,7 @@ from torchquorum.cluster.secret import read_access
 from torchquorum.cluster.spec import parse_address, split_addresses
 from torchquorum.errors import ConfigError
 from torchquorum.formats.storage import locate
+from torchquorum.lines import counted
 
 _MARKS = {"ok": ("ok  ", "green"), "warn": ("warn", "yellow"), "fail": ("FAIL", "bold red")}
 
@@ -91,8 +92,8 @@ def _print(results: list[CheckResult]) -> None:
             console.print(Text.assemble(" " * (width + 8), ("-> " + f.advice, style)), soft_wrap=True)
     bad, odd = (sum(f.level == level for f in results) for level in ("fail", "warn"))
     if bad:
-        console.print(f"{bad} problem(s) prevent training.", style="bold red")
+        console.print(f"{counted(bad, 'problem')} {'prevents' if bad == 1 else 'prevent'} training.", style="bold red")
     elif odd:
-        console.print(f"Training can start; {odd} warning(s).", style="yellow")
+        console.print(f"Training can start; {counted(odd, 'warning')}.", style="yellow")
     else:
         console.print("All checks passed.", style="green")

@@ -22,6 +22,7 @@ from torchquorum.clock import SYSTEM
 from torchquorum.cluster.secret import ADVICE, OPEN, Access
 from torchquorum.errors import ConfigError, SecretError, TorchQuorumError
 from torchquorum.formats.storage import Location, RemotePath, check_writable
+from torchquorum.lines import counted
 
 PACKAGES = ("torch", "numpy", "cryptography", "msgspec", "safetensors", "tensorboard", "rich", "click")
 LEAST_TORCH = (2, 11)
@@ -96,7 +97,7 @@ def _torch() -> list[CheckResult]:
         return [CheckResult("torch", "fail", f"cannot be imported: {error}", "pip install --force-reinstall torch")]
     took = SYSTEM.now() - started
     version = str(torch.__version__)
-    text = f"{version}, imported in {took:.1f} s, {torch.get_num_threads()} thread(s) per operation"
+    text = f"{version}, imported in {took:.1f} s, {counted(torch.get_num_threads(), 'thread')} per operation"
     try:
         numbers = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     except ValueError:

@@ -14,7 +14,7 @@ from rich.text import Text
 from torchquorum.cli.command import Command, Named, Workers, durable_option, option
 from torchquorum.cli.dashboard import dashboard_beside
 from torchquorum.cli.live_view import View
-from torchquorum.cli.run_end import RunReport, report_of_run, show_end
+from torchquorum.cli.run_end import RunReport, report_of_run, show_end, typed_command
 from torchquorum.cluster import TaskId
 from torchquorum.cluster.flags import TRANSPORTS
 from torchquorum.errors import ConfigError
@@ -50,6 +50,7 @@ COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 @option("--secret-file", metavar="FILE", help="encrypt connections with the secret in this file")
 @option("--link", metavar="RATE", help="each worker behind a line, e.g. 20mbit (root)")
 @option("--max-restarts", default=3, metavar="N", help="restarts of each task that a signal ended")
+@option("--events/--no-events", default=True, help="write TensorBoard events, where a script does not")
 @option("--view", is_flag=True, help="show a live table of the workers below the output")
 @option("--dashboard", is_flag=True, help="serve a live page of the run for a browser")
 @option("--quiet", is_flag=True, help="do not print the tasks' output")
@@ -88,14 +89,14 @@ def run(
     console = Console(highlight=False)
     if on == "ray":
         given["report"] = str(Path(given["report"]).absolute()) if given["report"] else None
-        return _run(console, on, given, script, arguments, Shown(quiet, view, dashboard))
+        return _run(console, on, given, script, arguments, RunDisplay(quiet, view, dashboard))
     with report_of_run(given["report"]) as report:
         given["report"] = str(report.path)
-        return _run(console, on, given, script, arguments, Shown(quiet, view, dashboard, report))
+        return _run(console, on, given, script, arguments, RunDisplay(quiet, view, dashboard, report))
 
 
 @dataclass(frozen=True)
-class Shown:
+class RunDisplay:
     """What of a run is shown: the tasks' lines, a live table, a page, and what ps task 0 reports at the end."""
 
     quiet: bool
@@ -105,7 +106,7 @@ class Shown:
 
 
 def _run(
-    console: Console, on: str, given: dict[str, Any], script: str, arguments: tuple[str, ...], shown: Shown
+    console: Console, on: str, given: dict[str, Any], script: str, arguments: tuple[str, ...], shown: RunDisplay
 ) -> int:
     def output(task: TaskId, line: str) -> None:
         if not shown.quiet:
@@ -113,7 +114,7 @@ def _run(
             console.print(Text.assemble((f"[{task.job} {task.index}]", colour), " ", line), soft_wrap=True)
 
     place = {name: given.pop(key) for key, name in PLACE.items()}
-    options = LaunchOptions(command=python_command(script, arguments), **given)
+    options = LaunchOptions(command=python_command(script, arguments), typed=typed_command(), **given)
     cluster = _cluster(on, place, options, output, lambda line: console.print(f"torchquorum: {line}", soft_wrap=True))
     try:
         code = _watch(console, cluster, shown)
@@ -126,7 +127,7 @@ def _run(
     return code
 
 
-def _watch(console: Console, cluster: LaunchedCluster, shown: Shown) -> int:
+def _watch(console: Console, cluster: LaunchedCluster, shown: RunDisplay) -> int:
     if not shown.view:
         cluster.start()
         with dashboard_beside(shown.dashboard, cluster, console.print):

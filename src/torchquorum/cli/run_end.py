@@ -138,6 +138,11 @@ def program() -> str:
     return os.path.relpath(called)
 
 
+def typed_command() -> str:
+    """Returns the command line as it was typed."""
+    return shlex.join(["torchquorum", *sys.argv[1:]])
+
+
 def _short(folder: str) -> str:
     """Returns a folder as seen from here, where that is shorter."""
     if "://" in folder:

@@ -14,7 +14,7 @@ from torchquorum.cli.before_training import check_device, check_optimizer, check
 from torchquorum.cli.command import Checked, ClusterCommand, Named, Workers, durable_option, option
 from torchquorum.cli.dashboard import dashboard_beside
 from torchquorum.cli.live_view import View
-from torchquorum.cli.run_end import program, report_of_run, show_end
+from torchquorum.cli.run_end import program, report_of_run, show_end, typed_command
 from torchquorum.cli.run_folder import new_run_folder
 from torchquorum.cluster import TaskId, WorkerRange
 from torchquorum.cluster.flags import TRANSPORTS
@@ -164,7 +164,7 @@ def train(**given: Any) -> int:
         options.logdir = new_run_folder("mnist")
         again = f"the same command with --logdir {options.logdir} goes on"
     cluster = LaunchOptions(command=[], ps=ps, workers=workers, transport=transport, secret_file=secret_file, link=link)
-    cluster.record = options.record
+    cluster.record, cluster.typed = options.record, typed_command()
     return _cluster(options, cluster, report, again, quiet=quiet, dashboard=dashboard)
 
 

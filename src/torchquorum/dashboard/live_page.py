@@ -143,7 +143,7 @@ def _tiles(shown: RunOnPage) -> list[tuple[str, str]]:
         (number(status["refused"]), "gradients refused"),
     ]
     if status["accuracy"] is not None:
-        found.insert(3, (f"{100 * status['accuracy']:.2f} %", "accuracy, last measured"))
+        found.insert(3, (f"{100 * status['accuracy']:.2f} %", "final accuracy"))
     if status.get("memory_bytes"):
         found.append((_bytes(status["memory_bytes"]), "memory of ps task 0"))
     if status.get("moved_bytes"):

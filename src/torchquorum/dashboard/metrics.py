@@ -14,7 +14,7 @@ _OF_RUN = (
     ("batches_total", "counter", "Gradients that arrived.", "batches"),
     ("refused_total", "counter", "Gradients that were refused.", "refused"),
     ("loss", "gauge", "Loss of the newest gradient.", "loss"),
-    ("accuracy", "gauge", "Accuracy that was measured last.", "accuracy"),
+    ("accuracy", "gauge", "Accuracy that the chief recorded at the end.", "accuracy"),
     ("staleness_mean", "gauge", "Mean staleness of used gradients, in versions.", "staleness_mean"),
     ("saved_step", "gauge", "Global step of the newest checkpoint.", "saved_step"),
     ("workers", "gauge", "Workers that the cluster has places for.", "workers"),

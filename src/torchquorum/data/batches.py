@@ -88,6 +88,11 @@ class Batches:
         self._ids_of, self._next = prefetch, None
         self.prefetch_to: Callable[[Any], None] | None = None
 
+    @property
+    def batch_size(self) -> int:
+        """Returns how many rows this worker takes per step."""
+        return self._batch_size
+
     def __iter__(self) -> "Batches":
         return self
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from torchquorum.errors import DataError
+from torchquorum.lines import counted
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _UINT8 = 0x08
@@ -76,13 +77,13 @@ def _parse_header(path: Path, content: bytes, ndim: int | None) -> tuple[int, ..
     found_ndim = content[3]
     if ndim is not None and found_ndim != ndim:
         raise DataError(
-            f"{path}: an idx file with {found_ndim} dimension(s), expected {ndim}. Images have 3 and labels 1: "
+            f"{path}: an idx file with {counted(found_ndim, 'dimension')}, expected {ndim}. Images have 3 and labels 1: "
             "were two files swapped?"
         )
     if len(content) < 4 + 4 * found_ndim:
         raise DataError(
             f"{path}: {len(content)} bytes (uncompressed), expected {4 + 4 * found_ndim} or more for the header of "
-            f"{found_ndim} dimension(s). The file is cut off; download it again"
+            f"{counted(found_ndim, 'dimension')}. The file is cut off; download it again"
         )
     return struct.unpack_from(f">{found_ndim}I", content, 4)
 

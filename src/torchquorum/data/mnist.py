@@ -11,6 +11,7 @@ import torch
 
 from torchquorum.data.idx import read_idx
 from torchquorum.errors import DataError
+from torchquorum.lines import counted
 
 PACKAGED_FILES = Path(__file__).parent / "files"
 
@@ -77,7 +78,9 @@ def load_mnist(data_dir: str | Path | None = None) -> Mnist:
     training = _load_part(folder, "train")
     test = _load_part(folder, "t10k")
     if len(training) < 2:
-        raise DataError(f"{folder}: {len(training)} training image(s), expected 2 or more: one is for validation")
+        raise DataError(
+            f"{folder}: {counted(len(training), 'training image')}, expected 2 or more: one is for validation"
+        )
     if len(test) == 0:
         raise DataError(f"{folder}: no test images, expected 1 or more")
     divide = _VALIDATION_ROWS if len(training) > _SMALL_SET_ROWS else max(1, len(training) // 10)

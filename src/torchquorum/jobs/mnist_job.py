@@ -195,7 +195,7 @@ def train(options: MnistOptions, argv: list[str] | None = None, report: str | No
         log_device_placement=options.log_device_placement,
         allow_soft_placement=options.allow_soft_placement,
         gpu_memory_fraction=options.gpu_memory_fraction,
-        hooks=[Slowed(slowness), Measuring(data.validation)],
+        hooks=[Slowed(slowness), Measuring(data.validation), tq.SummaryHook(batch_size=options.batch_size)],
     ) as session:
         source = batches or session.share(data.train, options.batch_size, epochs=options.epochs, seed=options.seed)
         for x, y in source:

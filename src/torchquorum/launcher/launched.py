@@ -63,8 +63,10 @@ class LaunchOptions:
         durable: How updates are journalled: write or fsync; None leaves it to the program.
         start_afresh: Whether a run that cannot be restored begins again at step 0.
         accept_loss: Whether a durable run goes on without updates that are lost.
+        typed: How the launcher was called, which is noted in the run's folder.
         link: The rate of each worker's line, such as 20mbit: then every worker is on a host of its own on this machine.
         record: Whether the run is recorded, so that it can be replayed.
+        events: Whether sessions that have a folder, and no SummaryHook, write TensorBoard's event files.
         range: `workers`, parsed.
     """
 
@@ -81,6 +83,8 @@ class LaunchOptions:
     start_afresh: bool = False
     accept_loss: bool = False
     record: bool = False
+    events: bool = False
+    typed: str | None = None
     link: str | None = None
     range: WorkerRange = field(init=False)
 
@@ -93,8 +97,10 @@ class LaunchOptions:
     def for_sessions(self) -> dict[str, str]:
         """Returns the variables of the environment by which sessions get what the launcher was asked for."""
         chosen = {env.START_AFRESH: self.start_afresh, env.ACCEPT_LOSS: self.accept_loss, env.RECORD: self.record}
+        chosen[env.EVENTS] = self.events
         return {
             **({env.DURABLE: self.durable} if self.durable else {}),
+            **({env.COMMAND: self.typed} if self.typed else {}),
             **(env.to_repeat() if self.record else {}),
             **{name: "1" for name, asked in chosen.items() if asked},
         }

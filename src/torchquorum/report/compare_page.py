@@ -28,7 +28,17 @@ GREY = "line"  # waste and waiting, in every chart; a run's colour stands for us
 def compare_page(runs: Sequence[ComparedRun], title: str, below: str) -> str:
     """Returns the page of a comparison."""
     colours = [r.colour for r in runs]
-    head = ["rule", "accuracy", "updates", "updates/s", "batches/s", "waiting", "mean staleness", "refused", "wasted"]
+    head = [
+        "rule",
+        "final accuracy",
+        "updates",
+        "updates/s",
+        "batches/s",
+        "waiting",
+        "mean staleness",
+        "refused",
+        "wasted",
+    ]
     missing = [f"{r.name}: {line}" for r in runs for line in r.history.missing]
     body = [
         p.heading(title, below),
@@ -69,10 +79,18 @@ def charts(runs: Sequence[ComparedRun]) -> list[Scene]:
     none = "no accuracy measured: use tq.EvaluateHook or session.measure(accuracy=...)"
     no_loss = "no loss recorded: call optimizer.step(loss=loss)"
     return [
-        line_chart("Accuracy by the clock", [_accuracy(r, by_time=True) for r in runs], SECONDS, accuracy, empty=none),
+        line_chart(
+            "Validation accuracy by the clock",
+            [_accuracy(r, by_time=True) for r in runs],
+            SECONDS,
+            accuracy,
+            empty=none,
+        ),
         line_chart("Loss by the clock", [_loss(r, by_time=True) for r in runs], SECONDS, loss, empty=no_loss),
         _speed(runs),
-        line_chart("Accuracy by updates", [_accuracy(r, by_time=False) for r in runs], UPDATES, accuracy, empty=none),
+        line_chart(
+            "Validation accuracy by updates", [_accuracy(r, by_time=False) for r in runs], UPDATES, accuracy, empty=none
+        ),
         line_chart("Loss by updates", [_loss(r, by_time=False) for r in runs], UPDATES, loss, empty=no_loss),
         _fate(runs),
         _time(runs),

@@ -100,16 +100,16 @@ def _best(runs: Sequence[ComparedRun]) -> str:
     best, first = known[0]
     near = [r.name for a, r in known[1:] if best - a <= CLOSE]
     last, worst = known[-1]
-    said = f"At the end {first.name} was most accurate, {100 * best:.2f} %"
+    said = f"By final accuracy {first.name} was best, {100 * best:.2f} %"
     if len(near) == len(known) - 1:
         return f"{said}; the others came within {100 * CLOSE:.1f} points, which may be chance."
     if near:
         said += f"; {_words(near)} came within {100 * CLOSE:.1f} points, which may be chance"
-    return f"{said}; {worst.name} was least accurate, {100 * last:.2f} %."
+    return f"{said}; {worst.name} was worst, {100 * last:.2f} %."
 
 
 def _race(runs: Sequence[ComparedRun]) -> str:
-    """The time each run took to the highest accuracy that all of them reached."""
+    """When each run was first seen at the highest validation accuracy that all of them reached."""
     curves = {r.name: r.history.measured("accuracy")[1:] for r in runs}
     curves = {n: c for n, c in curves.items() if len(c[1]) > 1}
     for level in LEVELS:
@@ -117,7 +117,7 @@ def _race(runs: Sequence[ComparedRun]) -> str:
         if len(curves) >= 2 and len(reached) == len(curves):
             order = sorted(reached, key=lambda n: reached[n])
             shown = ", ".join(f"{n} {number(reached[n])} s" for n in order)
-            return f"Time to {100 * level:g} % validation accuracy, which all reached: {shown}."
+            return f"{100 * level:g} % validation accuracy, which all reached, was first seen at: {shown}."
     return ""
 
 

@@ -25,6 +25,7 @@ from torchquorum.formats.measures import Measure, read_measures
 from torchquorum.formats.storage import Location, RemotePath, is_there
 
 REPORT = "report.json"
+START = "start.json"
 PAUSE_S = 30.0  # in an old ledger without events, a longer gap separates two starts of the run
 FRESH_S = 20.0  # a ledger that was written to so recently belongs to a running run
 _EVENT_FILES = "*.tfevents.*"
@@ -62,6 +63,7 @@ class History:
         events: The other records of the ledger.
         measures: What the run measured.
         report: The report at the end of the run, if there is one.
+        start: How the run was started, if that was noted.
         checkpoints: The saved checkpoints.
         missing: What could not be read, in words.
         is_running: Whether the run seems to be running now.
@@ -86,6 +88,7 @@ class History:
     report: dict[str, Any]
     checkpoints: list[CheckpointInfo]
     missing: list[str]
+    start: dict[str, Any] = field(default_factory=dict)
     seen_names: dict[int, str] = field(default_factory=dict)
     is_running: bool = field(init=False, default=False)
     _attempts: list[Attempt] = field(init=False)
@@ -169,8 +172,19 @@ class History:
         return int(met.min()) if len(met) else 0
 
     @property
+    def last_step(self) -> int | None:
+        """Returns the global step at which the run was to end, if there was one."""
+        asked = self.config.get("last_step") or self.report.get("last_step")
+        return int(asked) if asked else None
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether the run has stopped before its last step."""
+        return not self.is_running and self.last_step is not None and self.last_version < self.last_step
+
+    @property
     def accuracy(self) -> float | None:
-        """Returns the accuracy that the chief measured at the end, if it did."""
+        """Returns the accuracy that the chief recorded at the end, of its test set, if it did."""
         for event in reversed(self.events):
             if event.event == "left" and event.worker == 0 and "accuracy" in event.values:
                 return float(event.values["accuracy"])
@@ -242,7 +256,7 @@ def _read_local(folder: Path, run: Location, clock: Clock) -> History:
     """Reads the files in `folder`, and the checkpoints of `run`, which is the same folder unless it is remote."""
     missing: list[str] = []
     columns, events, names = _read_ledger(folder, missing)
-    report = _read_report(folder, missing)
+    report, start = _read_json(folder, REPORT, missing), _read_json(folder, START, missing)
     measures = read_measures(folder)
     if not any(m.name == "accuracy" for m in measures):
         measures += _read_scalars(folder, missing)
@@ -265,6 +279,7 @@ def _read_local(folder: Path, run: Location, clock: Clock) -> History:
         report=report,
         checkpoints=checkpoints,
         missing=missing,
+        start=start,
         seen_names=names,
         **columns,
     )
@@ -374,13 +389,13 @@ def _read_ledger(folder: Path, missing: list[str]) -> tuple[dict[str, np.ndarray
     return {n: np.array(v, dtype=k) for n, v, k in zip(names, values, kinds, strict=True)}, events, optimizers
 
 
-def _read_report(folder: Path, missing: list[str]) -> dict[str, Any]:
+def _read_json(folder: Path, name: str, missing: list[str]) -> dict[str, Any]:
     try:
-        found = json.loads((folder / REPORT).read_text())
+        found = json.loads((folder / name).read_text())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError):
-        missing.append(f"{REPORT} cannot be read.")
+        missing.append(f"{name} cannot be read.")
         return {}
     return found if isinstance(found, dict) else {}
 

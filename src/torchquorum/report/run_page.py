@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from torchquorum.lines import counted
 from torchquorum.report import html_page as p
 from torchquorum.report.charts import (
     Axis,
@@ -85,16 +86,18 @@ def _below(history: History, figures: Figures) -> str:
     if len(history.at):
         words.append("began " + time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(history.at.min())))
     words.append("still running" if history.is_running else f"{number(history.seconds)} s of training")
+    if history.is_interrupted:
+        words.append("interrupted")
     return ", ".join(words)
 
 
 def _tiles(history: History, figures: Figures) -> list[tuple[str, str]]:
-    shown = [("global step", number(history.last_version))]
+    shown = [(_step_words(history), number(history.last_version))]
     _, _, measured = history.measured("accuracy")
     if history.accuracy is not None:
-        shown.append(("accuracy at the end", f"{100 * history.accuracy:.2f} %"))
+        shown.append(("final accuracy", f"{100 * history.accuracy:.2f} %"))
     elif len(measured):
-        shown.append(("accuracy, last measured", f"{100 * measured[-1]:.2f} %"))
+        shown.append(("validation accuracy, last measured", f"{100 * measured[-1]:.2f} %"))
     shown += [(f"updates of {of.name}", number(of.updates)) for of in figures.optimizers[1:]]
     if figures.batches:
         shown += [
@@ -105,6 +108,11 @@ def _tiles(history: History, figures: Figures) -> list[tuple[str, str]]:
             ("of worker time spent waiting", f"{100 * figures.waiting_share:.0f} %"),
         ]
     return shown
+
+
+def _step_words(history: History) -> str:
+    of = f" of {number(history.last_step)}" if history.last_step is not None else ""
+    return f"global step{of}{', interrupted' if history.is_interrupted else ''}"
 
 
 def describe(history: History, figures: Figures) -> list[str]:
@@ -137,15 +145,17 @@ def describe(history: History, figures: Figures) -> list[str]:
     died = [e for e in history.events if e.event == "died"]
     back = [e for e in history.events if e.event == "came back"]
     if died:
-        lines.append(f"Workers died {len(died)} time(s) and came back {len(back)} time(s).")
+        lines.append(f"{counted(len(died), 'worker')} died, {len(back)} came back.")
     chosen = [int(e.values["aggregate"]) for e in history.events if e.event == "chose"]
     if chosen:
         lines.append(
-            f"The rule chose {len(chosen)} time(s) how many gradients make an update: {min(chosen)} at least, "
+            f"The rule chose {counted(len(chosen), 'time')} how many gradients make an update: {min(chosen)} at least, "
             f"{max(chosen)} at most, {chosen[-1]} at the end."
         )
     if history.restarts:
-        lines.append(f"The run was started again {history.restarts} time(s); the time axis skips the time in between.")
+        lines.append(
+            f"The run was started again {counted(history.restarts, 'time')}; the time axis skips the time in between."
+        )
     lost = int((history.accepted & ~history.kept).sum())
     if lost:
         lines.append(f"{number(lost)} gradients were computed again after a restore: their updates had not been saved.")
@@ -219,7 +229,10 @@ def accuracy_charts(history: History) -> list[Scene]:
     axis = accuracy_axis([float(v) for v in values])
     empty = "no accuracy measured: use tq.EvaluateHook or session.measure(accuracy=...)"
     found = []
-    for title, x, at in (("Accuracy over time", SECONDS, clock), ("Accuracy over steps", STEPS, steps)):
+    for title, x, at in (
+        ("Validation accuracy over time", SECONDS, clock),
+        ("Validation accuracy over steps", STEPS, steps),
+    ):
         line = Series(
             name="", x=[float(v) for v in at], y=[float(v) for v in values], colour="c2", dots=len(values) < 40
         )
@@ -442,4 +455,17 @@ def configuration(history: History) -> list[tuple[str, str]]:
         rows.append(("placement", str(config["placement"])))
     if config:
         rows.append(("last step", number(config["last_step"]) if config.get("last_step") else "none"))
-    return [*rows, ("folder", str(history.folder))]
+    return [*rows, *_of_start(history.start), ("folder", str(history.folder))]
+
+
+def _of_start(start: dict[str, Any]) -> list[tuple[str, str]]:
+    """Returns what is needed to repeat the run."""
+    rows = [("command", start.get("command")), ("in folder", start.get("working_folder"))]
+    rows += [("batch", start.get("batch_size")), ("seed", start.get("seed"))]
+    rows += [
+        ("host", start.get("host")),
+        ("cores", start.get("cpus")),
+        ("devices", ", ".join(start.get("devices") or [])),
+    ]
+    rows.append(("versions", ", ".join(f"{name} {v}" for name, v in (start.get("versions") or {}).items())))
+    return [(name, str(value)) for name, value in rows if value not in (None, "")]

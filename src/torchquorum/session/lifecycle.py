@@ -33,6 +33,7 @@ from torchquorum.session.presence import Presence
 from torchquorum.session.recording import Determinism
 from torchquorum.session.run_state import RunState
 from torchquorum.session.share import Share
+from torchquorum.session.start_note import note_start
 from torchquorum.session.states import SessionState, StateMachine
 from torchquorum.session.stop_condition import StopCondition
 from torchquorum.session.stop_requests import StopRequests
@@ -131,6 +132,7 @@ class Lifecycle:
         self._attachment.initializer.survive_by(self.surviving)
         self.signals.install()
         self._stop.start_clock()
+        note_start(self._setup)
         self.states.go(SessionState.RUNNING)
         try:
             self._hooks.after_create_session()

@@ -34,6 +34,7 @@ from torchquorum.session.folder import check_folder
 from torchquorum.session.hooks.checkpoint_hook import CheckpointHook
 from torchquorum.session.hooks.device_hook import SessionDevices
 from torchquorum.session.hooks.hook import Hook, HookCalls
+from torchquorum.session.hooks.summaries import asked_hooks
 from torchquorum.session.join import Task, say
 from torchquorum.session.lifecycle import Lifecycle
 from torchquorum.session.models_and_optimizers import Given, read_model, read_optimizers
@@ -176,7 +177,7 @@ class Session:
             gpu_memory_fraction=gpu_memory_fraction,
         )
         self.task, self.model, self.optimizer, self.optimizers = task, module, first, [first, *more]
-        self.logdir, self.patience, self.hooks = folder, setup.patience, list(hooks)
+        self.logdir, self.patience, self.hooks = folder, setup.patience, [*hooks, *asked_hooks(task, folder, hooks)]
         self._stop = StopCondition(setup.stop, setup.clock)
         self._results = Results(setup, self.hooks)
         self._part = self._choose_part(setup, SessionDevices(device_options, module, placement))

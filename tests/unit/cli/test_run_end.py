@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from tests.unit.cli.test_status_table import status
-from torchquorum.cli.run_end import RunReport, show_end, where_it_stopped
+from torchquorum.cli.run_end import RunReport, show_end, typed_command, where_it_stopped
 
 
 class Ended:
@@ -78,6 +78,11 @@ def test_a_run_that_ended_well_has_its_figures_and_a_row_per_worker_whose_speeds
     speeds = [float(line.split()[3]) for line in lines[3:6]]
     assert sum(speeds) == pytest.approx(90.0)
     assert not any("torchquorum: " in line for line in lines)
+
+
+def test_the_command_is_noted_as_it_was_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["/usr/bin/torchquorum", "run", "my script.py"])
+    assert typed_command() == "torchquorum run 'my script.py'"
 
 
 def test_a_report_of_an_earlier_run_is_not_taken_for_this_one(tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ def test_another_value_type_is_named(tmp_path: Path, value_type: int, name: str)
 
 
 def test_another_number_of_dimensions_hints_at_swapped_files(tmp_path: Path, whole: bytes) -> None:
-    with pytest.raises(DataError, match=r"3 dimension\(s\), expected 1.*swapped"):
+    with pytest.raises(DataError, match=r"3 dimensions, expected 1.*swapped"):
         read_idx(write(tmp_path, whole), ndim=1)
 
 

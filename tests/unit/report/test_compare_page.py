@@ -13,6 +13,8 @@ def test_the_page_of_a_comparison_has_all_charts_and_its_json_all_figures(tmp_pa
     write_async(tmp_path / "async", gradients=120)
     runs = compare_runs([(n, read_history(tmp_path / n)) for n in ("sync", "async")])
     text = compare_page(runs, "sync and async", "below")
-    assert "Accuracy by the clock" in text and "What became of the batches" in text and text.count("<svg") == 9
+    assert (
+        "Validation accuracy by the clock" in text and "What became of the batches" in text and text.count("<svg") == 9
+    )
     figures = as_json(runs)
     assert figures[0]["updates"] == 60 and figures[1]["wasted"] == 0 and figures[0]["waiting_share"] > 0.3

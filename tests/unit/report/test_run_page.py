@@ -17,7 +17,12 @@ def test_a_page_fetches_nothing_and_holds_the_run(tmp_path: Path) -> None:
     text = run_page(read_history(tmp_path / "run"))
     assert not re.search(r"(?:src|href)=\"(?!data:)", text) and "@import" not in text and "url(" not in text
     assert text.count("<svg") >= 10
-    for words in ("Loss over time", "Accuracy over steps", "Staleness of used gradients", "Computing and waiting"):
+    for words in (
+        "Loss over time",
+        "Validation accuracy over steps",
+        "Staleness of used gradients",
+        "Computing and waiting",
+    ):
         assert words in text
     assert "Worker 1 is the straggler: a batch takes it 3.0 times as long" in text
     assert "Sync()" in text and "model.ckpt-40" in text
@@ -38,7 +43,7 @@ def test_the_numbers_that_auto_chose_are_drawn(tmp_path: Path) -> None:
     writer.close()
     text = run_page(read_history(tmp_path))
     assert "Gradients waited for" in text
-    assert "The rule chose 2 time(s) how many gradients make an update: 2 at least, 3 at most, 3 at the end." in text
+    assert "The rule chose 2 times how many gradients make an update: 2 at least, 3 at most, 3 at the end." in text
 
 
 def test_several_optimizers_are_told_apart(tmp_path: Path) -> None:

@@ -8,19 +8,22 @@ writer is behind, histograms are left out first, then whole moments.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from torchquorum import env
 from torchquorum.clock import SYSTEM, Clock
 from torchquorum.errors import ConfigError
 from torchquorum.session.hooks.hook import Hook, HookSession, Ran
+from torchquorum.session.hooks.seen_input import SeenInput
 from torchquorum.session.hooks.standard import check_every
 from torchquorum.session.hooks.summary_asks import Asks, OverLink
-from torchquorum.session.hooks.summary_writer import Rewind, RunHead, StepValues, SummaryThread
-from torchquorum.session.join import say
+from torchquorum.session.hooks.summary_writer import ModelGraph, Rewind, RunHead, StepValues, SummaryThread
+from torchquorum.session.join import Task, say
 from torchquorum.session.states import SessionState
 from torchquorum.worker.optimizer import Optimizer
 
@@ -28,27 +31,30 @@ SAMPLED = 2_000_000  # elements per histogram pass; larger models are sampled ev
 LEAST_SAMPLED = 10_000  # of each variable
 HISTOGRAM_SHARE = 0.02  # of the writer's time, so that `every_steps=1` does not become a histogram per step
 MOST_BEHIND = 8
+FIRST_STEPS = (1, 2, 5, 10, 20, 50, 100)
 STATUS_EVERY_S = 0.5  # ps task 0 is not asked more often than this
 
 
 class SummaryHook(Hook):
     """Writes TensorBoard event files into the run's folder in the background, from the chief or the worker that stands in for it.
 
-    Scalars: the loss given to `optimizer.step(loss=...)`, accuracy (evaluated or recorded), learning rate per parameter
-    group, global steps and examples per second; and, as ps task 0 counts them, staleness and refused gradients since the
-    run's start, and per worker batches per second and the share of its time spent waiting for the quorum. Of several optimizers
-    `loss/NAME`, `learning_rate/NAME`, `updates/NAME`, `updates_per_s/NAME`, `staleness/NAME` and `refused/NAME` are each one's. Histograms:
-    `variables/<name>`, and `gradients/<name>`, the mean gradients that became updates, which only the ps tasks
-    have. Then the model's graph, if an example is given, and the configuration as text.
+    Scalars: the loss given to `optimizer.step(loss=...)`, what hooks measure, such as the validation accuracy, and at the end what is
+    recorded (`final/accuracy`); learning rate per parameter group, global steps and examples per second; and, as ps task 0 counts
+    them, staleness and refused gradients since the run's start, and per worker batches per second and the share of its time spent
+    waiting for the quorum. Of several optimizers `loss/NAME`, `learning_rate/NAME`, `updates/NAME`, `updates_per_s/NAME`,
+    `staleness/NAME` and `refused/NAME` are each one's. Histograms: `variables/<name>`, and `gradients/<name>`, the mean gradients that
+    became updates, which only the ps tasks have. Then the model's graph, drawn from the input of the first step if no example is given,
+    and the configuration as text.
 
     Put it after the hooks whose numbers it takes, such as `tq.EvaluateHook`.
 
     Args:
-        every_s: Seconds between two moments; 10 by default.
+        every_s: Seconds between two moments; 10 by default. The first moments come by steps: 1, 2, 5, 10, 20, 50 and 100 after the start.
         every_steps: Global steps between two moments, instead of seconds.
         logdir: Where the files go; the session's folder by default.
         batch_size: Examples per batch, for examples_per_s; by default the example's first dimension, if there is one.
-        example: An input of the model, or a tuple of inputs, from which its graph is drawn.
+        example: An input of the model, or a tuple of inputs, from which its graph is drawn; by default that of the first step, where
+            the program calls the model with tensors alone.
         histograms: Whether to write histograms. They take at most 2 % of the writer's time.
     """
 
@@ -80,6 +86,8 @@ class SummaryHook(Hook):
         self._histograms_at = self._asked_at = 0.0
         self._losses: dict[str, float] = {}  # by optimizer
         self._told_no_folder = False
+        self._seen: SeenInput | None = None
+        self._early: list[int] = []  # global steps of the first moments
 
     def after_create_session(self, session: HookSession) -> None:
         """Starts the writer; after a recovery, only notes the run's step."""
@@ -111,6 +119,10 @@ class SummaryHook(Hook):
         # The graph is traced from a copy: tracing switches modes and must not run beside a training step.
         model = copy.deepcopy(session.model) if self._example is not None else None
         self._thread.put(RunHead(describe_run(session), model, self._example))
+        if self._example is None:
+            self._seen = SeenInput(session.model)
+        if self._every_steps is None:
+            self._early = [session.global_step + step for step in FIRST_STEPS]
 
     def after_run(self, session: HookSession, ran: Ran) -> None:
         """Notes the numbers of this step, if one is due."""
@@ -118,6 +130,8 @@ class SummaryHook(Hook):
             self._stand_in(session)
         if self._thread is None or self._thread.failed:
             return
+        if self._seen is not None:
+            self._draw_graph(self._seen)
         if ran.loss is not None:
             self._losses[ran.step.optimizer] = ran.loss
         if ran.step.optimizer != session.optimizer.called:
@@ -126,9 +140,17 @@ class SummaryHook(Hook):
             due = ran.step.version - self.noted[1] >= self._every_steps
         else:
             assert self._every_s is not None
-            due = session.task.clock.now() - self.noted[0] >= self._every_s
+            early = bool(self._early) and ran.step.version >= self._early[0]
+            due = early or session.task.clock.now() - self.noted[0] >= self._every_s
+            self._early = [step for step in self._early if step > ran.step.version]
         if due and self._thread.behind < MOST_BEHIND:
             self._note(session, ran.step.version, histograms=self._thread.behind == 0)
+
+    def _draw_graph(self, seen: SeenInput) -> None:
+        """The first step has been made: its input is an example."""
+        self._seen = None
+        if (found := seen.take()) is not None and self._thread is not None:
+            self._thread.put(ModelGraph(*found))
 
     def _stand_in(self, session: HookSession) -> None:
         """The chief has died: this worker writes in its place, until the chief is back."""
@@ -147,7 +169,7 @@ class SummaryHook(Hook):
             return
         self._note(session, session.global_step, histograms=True, last=True)
         for name, value in session.results.items():
-            self.scalar(name if name == "accuracy" else f"final/{name}", value, session.global_step)
+            self.scalar(f"final/{name}", value, session.global_step)
         self.close()
 
     def close(self, session: HookSession | None = None) -> None:
@@ -197,6 +219,14 @@ class SummaryHook(Hook):
         if name:
             found[f"updates{of}"] = optimizer.version
         return found
+
+
+def asked_hooks(task: Task, folder: str | None, hooks: Sequence[Hook]) -> list[Hook]:
+    """Returns a SummaryHook where `torchquorum run` asks for TensorBoard's events and the program has none of its own."""
+    asked = env.events() and not env.record() and task.replay is None
+    if not asked or folder is None or task.job != "worker" or any(isinstance(hook, SummaryHook) for hook in hooks):
+        return []
+    return [SummaryHook()]
 
 
 def take_variables(model: torch.nn.Module) -> dict[str, np.ndarray]:

@@ -53,6 +53,14 @@ class RunHead:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelGraph:
+    """The model as the program called it in its first step: a copy, with an input."""
+
+    model: Any
+    example: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Rewind:
     """The run went back to an earlier step: what was written beyond it is void."""
 
@@ -86,7 +94,7 @@ class SummaryThread:
         self._folder, self._first_step, self._asks = folder, first_step, asks
         self._spool = Spool(locate(folder), clock)
         self._say, self._clock = say, clock
-        self._queue: queue.SimpleQueue[StepValues | RunHead | Rewind | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[StepValues | RunHead | ModelGraph | Rewind | None] = queue.SimpleQueue()
         self._rates = StatusRates(batch_size)
         self._over, self._loop = over, threading.current_thread()
         self.histogram_s = 0.0
@@ -95,7 +103,7 @@ class SummaryThread:
         self.thread = threading.Thread(target=self._run, name="torchquorum-summaries", daemon=True)
         self.thread.start()
 
-    def put(self, item: StepValues | RunHead | Rewind) -> None:
+    def put(self, item: StepValues | RunHead | ModelGraph | Rewind) -> None:
         """Queues something, without waiting."""
         if not self.failed:
             self._queue.put(item)
@@ -147,6 +155,8 @@ class SummaryThread:
                         self._write_values(writer, item)
                     case RunHead():
                         self._write_opening(writer, item)
+                    case ModelGraph():
+                        self._write_graph(writer, item.model, item.example)
                     case Rewind():
                         writer.close()
                         writer = self._open(item.global_step)
@@ -165,7 +175,7 @@ class SummaryThread:
         self._opened = int(self._clock.wall())
         return SummaryWriter(str(self._spool.local), purge_step=first_step or None)
 
-    def _next(self) -> StepValues | RunHead | Rewind | None:
+    def _next(self) -> StepValues | RunHead | ModelGraph | Rewind | None:
         while True:
             try:
                 return self._queue.get(timeout=POLL_S)
@@ -195,12 +205,14 @@ class SummaryThread:
 
     def _write_opening(self, writer: Any, opening: RunHead) -> None:
         writer.add_text("configuration", opening.config, 0)
-        if opening.example is None:
-            return
+        if opening.example is not None:
+            self._write_graph(writer, opening.model, opening.example)
+
+    def _write_graph(self, writer: Any, model: Any, example: Any) -> None:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                writer.add_graph(opening.model, opening.example)
+                writer.add_graph(model, example)
         except Exception as error:  # a model that cannot be traced is still trained
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             self._say(f"summaries: no graph of the model: {reason}")

@@ -68,6 +68,12 @@ def test_a_run_leaves_scalars_histograms_graph_and_configuration(tmp_path: Path)
     assert "| fc.weight | [2, 3] | float32 | 0 |" in config and "localhost:2001" in config
 
 
+def test_the_first_moments_come_by_steps_and_the_graph_is_that_of_the_programs_own_input(tmp_path: Path) -> None:
+    train(lambda _: [tq.SummaryHook(every_s=3600, logdir=tmp_path)], last_step=12)
+    assert [step for step, _ in points(tmp_path, "loss")] == [1, 2, 5, 10, 12]
+    assert read(tmp_path).Tags()["graph"]
+
+
 def test_only_the_chief_writes(tmp_path: Path) -> None:
     train(lambda task: [tq.SummaryHook(logdir=tmp_path / str(task.index))], workers=2, last_step=3)
     assert [folder.name for folder in tmp_path.iterdir()] == ["0"]
@@ -83,7 +89,7 @@ def test_recorded_accuracy_and_a_hooks_own_numbers_are_written(tmp_path: Path) -
     counter = tq.hooks.StepCounterHook(every=2, quiet=True)
     train(lambda _: [Mine(), counter, summary], last_step=4, at_end=lambda s: s.record(accuracy=0.9, loss=0.3))
     assert points(tmp_path, "mine/half") == [(1, 0.5), (2, 1.0), (3, 1.5), (4, 2.0)]
-    assert points(tmp_path, "accuracy") == [(4, pytest.approx(0.9))]
+    assert points(tmp_path, "final/accuracy") == [(4, pytest.approx(0.9))]
     assert points(tmp_path, "final/loss") == [(4, pytest.approx(0.3))]
     assert [step for step, _ in points(tmp_path, "step_counter/local_steps_per_s")] == [2, 4]
 

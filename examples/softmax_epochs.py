@@ -64,7 +64,7 @@ def main() -> None:
             optimizer.step(loss=loss)
             epoch_is_over = batches.step_in_epoch == 0
             if epoch_is_over and batches.epoch % flags.n_epochs_print == 0:
-                line = "worker={},epoch={},global_step={},local_step={},loss={}"
+                line = "worker={},epoch={},global_step={}, local_step={}, loss = {}"
                 counts = batches.epoch - 1, session.global_step, session.local_step
                 print(line.format(task.index, *counts, loss.item()), flush=True)
 

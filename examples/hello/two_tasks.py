@@ -6,6 +6,7 @@
 What either of them defines is run by the first task, unless it asks for another one with `on`. Ctrl-C ends a task.
 """
 
+import math
 import sys
 
 import torch
@@ -26,7 +27,9 @@ def join(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 server = tq.graph.Server({"local": addresses}, job_name="local", task_index=task_index)
-with tq.graph.connect(server.target, log_device_placement=True) as client:
+with tq.graph.connect(
+    server.target, log_device_placement=True, wait_s=math.inf
+) as client:  # however long the other takes
     greeting = client.run(join, letters("Hello from "), letters(f"server{task_index + 1}!"))
     print(bytes(greeting.tolist()).decode(), flush=True)
     if task_index == 0:

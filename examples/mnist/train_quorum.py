@@ -25,13 +25,16 @@ def main() -> None:
     loss_fn = torch.nn.CrossEntropyLoss()
     optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=args.lr), rule=tq.Sync())
 
-    with tq.Session(task, model, optimizer, logdir=args.logdir, last_step=args.steps, data=batches) as session:
+    hooks = [tq.SummaryHook()]  # what TensorBoard shows
+    with tq.Session(
+        task, model, optimizer, logdir=args.logdir, last_step=args.steps, data=batches, hooks=hooks
+    ) as session:
         while not session.should_stop():
             x, y = next(batches)
             loss = loss_fn(model(x), y)
             optimizer.zero_grad()
             loss.backward()
-            optimizer.step()  # push the gradients, pull the variables
+            optimizer.step(loss=loss)  # push the gradients, pull the variables
             if batches.step_in_epoch % 100 == 0:
                 print(f"worker {task.index}  step {session.global_step:5d}  loss {loss.item():.4f}", flush=True)
 

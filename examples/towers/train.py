@@ -5,14 +5,18 @@ examples/towers/train.py` it is a worker with towers.
 """
 
 import argparse
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.functional import cross_entropy
 
 import torchquorum as tq
-from torchquorum.jobs.models import MLP
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import mnist_inference  # the network of the tutorials, one folder up
 
 
 def get_input(task: tq.Task, args: argparse.Namespace) -> tuple[tq.data.TFRecordDataset | tq.Batches, Iterator[Any]]:
@@ -60,12 +64,14 @@ def main() -> None:
     parser.add_argument("--moving_average_decay", type=float, default=0.99, help="default: %(default)s")
     parser.add_argument("--model_save_path", default="logs_and_models", help="default: %(default)s")
     parser.add_argument(
-        "--data_path", metavar="DIR", help="folder with MNIST idx files (default: those in torchquorum)"
+        "--data_path",
+        metavar="FILE",
+        help="TFRecords, such as the output.tfrecords of `torchquorum data tfrecord` (default: the MNIST in torchquorum)",
     )
     args = parser.parse_args()
 
     data, batches = get_input(task, args)
-    model = MLP()
+    model = mnist_inference.Inference()
     towers = tq.Towers(model, num_towers=args.n_gpu)  # on the GPUs that there are, or on the CPU
     optimizer = tq.Optimizer(
         torch.optim.SGD(model.parameters(), lr=args.learning_rate_base),
@@ -75,7 +81,14 @@ def main() -> None:
     regularizer = tq.tensorflow.l2_regularizer(args.regularization_rate)
     hooks = [
         tq.hooks.TowerLogHook(towers, every=10),
-        tq.SummaryHook(every_steps=10, batch_size=args.batch_size * args.n_gpu),
+        # Histograms at each of these steps, under the tutorial's names.
+        tq.SummaryHook(
+            every_steps=10,
+            batch_size=args.batch_size * args.n_gpu,
+            histograms="always",
+            variable_tag="{}",
+            gradient_tag="gradients_on_average/{}",
+        ),
     ]
 
     with tq.Session(
@@ -87,7 +100,11 @@ def main() -> None:
         save_every_steps=1000,
         data=data,
         hooks=hooks,
+        log_device_placement=True,
+        allow_soft_placement=True,
     ) as session:
+        if task.is_chief and session.global_step == 0:
+            session.save()  # the tutorial's program saves at step 0 too
         while not session.should_stop():
             optimizer.zero_grad()
             try:

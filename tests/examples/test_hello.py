@@ -53,11 +53,9 @@ def test_torchquorum_hello_shows_both_and_leaves_nothing_behind() -> None:
     assert ran.returncode == 0, ran.stderr
     for line in (
         "  Hello, distributed torchquorum!",
-        "cat: (aten.cat.default): /job:local/task:0/device:CPU:0",
-        "cat: (aten.cat.default): /job:local/task:1/device:CPU:0",
-        "  /job:local/task:0 got: Hello from server 1!",
-        "  /job:local/task:0 got: Hello from server 2!",
-        "  /job:local/task:1 got: Hello from server 1!",
+        "  /job:local/task:0 got: Hello from server 1! (computed by /job:local/task:0)",
+        "  /job:local/task:0 got: Hello from server 2! (computed by /job:local/task:1)",
+        "  /job:local/task:1 got: Hello from server 1! (computed by /job:local/task:0)",
     ):
         assert line in ran.stdout.splitlines(), ran.stdout
     assert "/job:local/task:0: waiting for /job:local/task:1" in ran.stderr

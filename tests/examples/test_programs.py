@@ -147,7 +147,7 @@ def test_sync_with_a_stop_hook_a_lone_worker_makes_half_the_steps_and_stale_grad
 
 
 def test_softmax_by_epochs_gives_the_accuracy_of_each_of_three_workers() -> None:
-    epoch = r"worker=(\d),epoch=(\d+),global_step=(\d+),local_step=(\d+),loss=\d+\.\d+"
+    epoch = r"worker=(\d),epoch=(\d+),global_step=(\d+), local_step=(\d+), loss = \d+\.\d+"
     final = r"worker=(\d), final accuracy = (0\.\d+)"
     accuracies = []
     with launched("softmax_epochs.py", "--n_epochs=1", "--n_epochs_print=1", workers=3) as lines:

@@ -19,7 +19,8 @@ def status(ps: Ps) -> dict:
 
 
 def test_the_status_at_each_stage(ps: Ps) -> None:
-    assert status(ps) == {"task": "/job:ps/task:0", "ready": False, "ps": 1, "workers": 2, "turned_away": {}}
+    known = {"task": "/job:ps/task:0", "ready": False, "ps": 1, "workers": 2, "turned_away": {}}
+    assert status(ps) == {**known, "leader": "localhost:1000"}
     ps.create(last_step=2)
     assert status(ps)["ready"] and status(ps)["global_step"] == 0 and status(ps)["live"] == []
     ps.join(0)

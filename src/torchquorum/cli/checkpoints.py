@@ -43,7 +43,7 @@ def checkpoints(run: str, verify: bool) -> int:
         bad += problem is not None
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(info.created_at)) if info.created_at else ""
         strange = f"NaN or infinity in {first_of(info.nonfinite)}" if info.nonfinite else ""
-        state = problem or ", ".join(filter(None, ["good" if verify else "", strange, _changes(info.path)]))
+        state = problem or ", ".join(filter(None, ["good" if verify else "complete", strange, _changes(info.path)]))
         table.add_row(info.path.name, str(info.step), when, f"{info.size_bytes / 1e6:.1f} MB", state)
     console.print(table)
     return 1 if bad else 0

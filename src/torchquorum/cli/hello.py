@@ -163,7 +163,7 @@ def _run_task(cluster: dict[str, list[str]], index: int, begin: Any, waits: Any,
     try:
         with tq.graph.Server(cluster, job_name="local", task_index=index) as server:
             click.echo(f"  {server.task} serves on {server.target}")
-            with tq.graph.connect(server.target, log_device_placement=True, wait_s=DEADLINE_S / 2) as client:
+            with tq.graph.connect(server.target, wait_s=DEADLINE_S / 2) as client:
                 _greet(client, index)
             done.wait(DEADLINE_S / 2)  # the other task may still need this one
     except TorchQuorumError as error:
@@ -175,4 +175,5 @@ def _greet(client: Any, index: int) -> None:
     """The first task runs its graph on itself and then on the second; the second runs its own on the first."""
     for place in [0, 1] if index == 0 else [None]:
         greeting = client.run(join_letters, letters("Hello from server "), letters(f"{(place or 0) + 1}!"), on=place)
-        click.echo(f"  /job:local/task:{index} got: {bytes(greeting.tolist()).decode()}")
+        words = bytes(greeting.tolist()).decode()
+        click.echo(f"  /job:local/task:{index} got: {words} (computed by {client.tasks[place or 0]})")

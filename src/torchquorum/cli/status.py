@@ -25,7 +25,7 @@ from torchquorum.cli.status_table import (
 from torchquorum.cluster.secret import read_access
 from torchquorum.cluster.spec import parse_address
 from torchquorum.errors import ConfigError
-from torchquorum.launcher.watch import Watcher
+from torchquorum.launcher.watch import LEADER, Watcher
 
 
 @click.command(cls=Command)
@@ -55,6 +55,12 @@ def status(
     watcher = Watcher(where, every_s=every if watch else 0.5, access=read_access(secret_file))
     try:
         body = watcher.ask(timeout)
+        leader = body.get("leader")
+        if "per_worker" not in body and body.get("task") != LEADER and leader:
+            click.echo(f"{body['task']} holds a shard only; asking {LEADER} ({leader})", err=as_json)
+            watcher.close()
+            watcher = Watcher(leader, every_s=every if watch else 0.5, access=read_access(secret_file))
+            body = watcher.ask(timeout)
         if watch:
             return _watch(watcher, timeout, as_json=as_json)
     finally:
@@ -72,12 +78,7 @@ def _is_ready(body: dict[str, Any]) -> bool:
 
 def _show(console: Console, body: dict[str, Any]) -> None:
     if not _is_ready(body):
-        if body.get("ready"):
-            console.print(
-                f"{body['task']} holds a shard; only /job:ps/task:0 knows the status of the run: give its address"
-            )
-        else:
-            console.print(f"{body['task']}: waiting for the chief to create the variables")
+        console.print(f"{body['task']}: waiting for the chief to create the variables")
         if away := refused_connections(body):
             console.print(Text(away, "dim"))
         return

@@ -34,7 +34,7 @@ from torchquorum.wire.rpc import Asker, Patience
 SCHEME = "tq://"
 WAIT_S = 60.0
 RUN_S = 600.0
-GREETING = Patience(probe_s=0.25, say_s=1.0)
+GREETING = Patience(probe_s=0.25, say_s=10.0)
 RUNNING = Patience(probe_s=0.25, silence_s=10.0, say_s=10.0)
 
 

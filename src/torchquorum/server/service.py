@@ -379,6 +379,7 @@ class Service:
             "ps": me.cluster.num_tasks("ps"),
             "workers": me.cluster.num_tasks("worker"),
             "turned_away": self.turned_away(),
+            "leader": me.cluster.address(TaskId("ps", 0)),
         }
         return {**body, **self.run.status()} if isinstance(self.run, Leading) else body
 

@@ -30,7 +30,8 @@ from torchquorum.worker.optimizer import Optimizer
 SAMPLED = 2_000_000  # elements per histogram pass; larger models are sampled evenly
 LEAST_SAMPLED = 10_000  # of each variable
 HISTOGRAM_SHARE = 0.02  # of the writer's time, so that `every_steps=1` does not become a histogram per step
-MOST_BEHIND = 8
+MOST_BEHIND, MOST_BEHIND_ALWAYS = 8, 200
+ALWAYS = "always"
 FIRST_STEPS = (1, 2, 5, 10, 20, 50, 100)
 STATUS_EVERY_S = 0.5  # ps task 0 is not asked more often than this
 
@@ -55,7 +56,9 @@ class SummaryHook(Hook):
         batch_size: Examples per batch, for examples_per_s; by default the example's first dimension, if there is one.
         example: An input of the model, or a tuple of inputs, from which its graph is drawn; by default that of the first step, where
             the program calls the model with tensors alone.
-        histograms: Whether to write histograms. They take at most 2 % of the writer's time.
+        histograms: Whether to write histograms. They take at most 2 % of the writer's time, unless this is "always".
+        variable_tag: The name of a variable's histogram, with {} for the variable's name.
+        gradient_tag: The same for its mean gradient.
     """
 
     every_optimizer = True
@@ -68,7 +71,9 @@ class SummaryHook(Hook):
         logdir: str | Path | None = None,
         batch_size: int | None = None,
         example: Any = None,
-        histograms: bool = True,
+        histograms: bool | str = True,
+        variable_tag: str = "variables/{}",
+        gradient_tag: str = "gradients/{}",
     ) -> None:
         if every_s is not None and every_steps is not None:
             raise ConfigError(f"SummaryHook(every_s={every_s}, every_steps={every_steps}): give one of the two")
@@ -78,7 +83,13 @@ class SummaryHook(Hook):
         self._every_s = every_s if every_s is not None or every_steps is not None else 10.0
         self._every_steps = every_steps
         self._logdir = logdir
+        if histograms not in (True, False, ALWAYS):
+            raise ConfigError(f"SummaryHook(histograms={histograms!r}): must be True, False or {ALWAYS!r}")
+        for name, tag in (("variable_tag", variable_tag), ("gradient_tag", gradient_tag)):
+            if tag.count("{}") != 1:
+                raise ConfigError(f"SummaryHook({name}={tag!r}): must have {{}} once, for the variable's name")
         self._example, self._histograms = example, histograms
+        self._variable_tag, self._gradient_tag = variable_tag, gradient_tag
         self._batch_size = batch_size if batch_size is not None else _first_dimension(example)
         self._thread: SummaryThread | None = None
         self._clock: Clock = SYSTEM
@@ -113,6 +124,7 @@ class SummaryHook(Hook):
             Asks(OverLink(lambda: session.optimizer.link), session.task.num_ps, self._clock),
             over=lambda: session.state in (SessionState.CLOSED, SessionState.FAILED),
             batch_size=self._batch_size,
+            gradient_tag=self._gradient_tag,
             say=say,
             clock=self._clock,
         )
@@ -143,7 +155,8 @@ class SummaryHook(Hook):
             early = bool(self._early) and ran.step.version >= self._early[0]
             due = early or session.task.clock.now() - self.noted[0] >= self._every_s
             self._early = [step for step in self._early if step > ran.step.version]
-        if due and self._thread.behind < MOST_BEHIND:
+        most = MOST_BEHIND_ALWAYS if self._histograms == ALWAYS else MOST_BEHIND
+        if due and self._thread.behind < most:
             self._note(session, ran.step.version, histograms=self._thread.behind == 0)
 
     def _draw_graph(self, seen: SeenInput) -> None:
@@ -200,9 +213,9 @@ class SummaryHook(Hook):
             scalars |= self._of(optimizer)
         arrays: dict[str, np.ndarray] = {}
         rested = now - self._histograms_at >= self._thread.histogram_s / HISTOGRAM_SHARE
-        if self._histograms and histograms and (rested or last):
+        if self._histograms and (self._histograms == ALWAYS or (histograms and (rested or last))):
             self._histograms_at = now
-            arrays = take_variables(session.model)
+            arrays = take_variables(session.model, self._variable_tag)
         ask = last or now - self._asked_at >= STATUS_EVERY_S
         self._asked_at = now if ask else self._asked_at
         self._thread.put(StepValues(version, self._clock.wall(), scalars, arrays, with_status=ask, last=last))
@@ -229,7 +242,7 @@ def asked_hooks(task: Task, folder: str | None, hooks: Sequence[Hook]) -> list[H
     return [SummaryHook()]
 
 
-def take_variables(model: torch.nn.Module) -> dict[str, np.ndarray]:
+def take_variables(model: torch.nn.Module, tag: str = "variables/{}") -> dict[str, np.ndarray]:
     """Returns copies of a model's variables, of large models an even sample of each."""
     named = [(name, p) for name, p in model.named_parameters() if p.dtype.is_floating_point]
     most = max(LEAST_SAMPLED, SAMPLED // max(1, len(named)))
@@ -237,7 +250,7 @@ def take_variables(model: torch.nn.Module) -> dict[str, np.ndarray]:
     for name, parameter in named:
         flat = parameter.detach().reshape(-1)
         sample = flat[:: -(-flat.numel() // most)] if flat.numel() > most else flat
-        found[f"variables/{name}"] = sample.to("cpu", torch.float32, copy=True).numpy()
+        found[tag.format(name)] = sample.to("cpu", torch.float32, copy=True).numpy()
     return found
 
 

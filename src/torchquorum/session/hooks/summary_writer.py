@@ -76,6 +76,7 @@ class SummaryThread:
         asks: Questions to the ps tasks; owned by the thread from now on.
         over: Whether the run is over, asked from the thread now and then.
         batch_size: Examples per batch, if known.
+        gradient_tag: The name of a gradient's histogram, with {} for the variable's name.
         say: Prints a line for people.
         clock: Tells the time.
     """
@@ -88,6 +89,7 @@ class SummaryThread:
         *,
         over: Callable[[], bool],
         batch_size: int | None,
+        gradient_tag: str = "gradients/{}",
         say: Callable[[str], None],
         clock: Clock = SYSTEM,
     ) -> None:
@@ -95,7 +97,7 @@ class SummaryThread:
         self._spool = Spool(locate(folder), clock)
         self._say, self._clock = say, clock
         self._queue: queue.SimpleQueue[StepValues | RunHead | ModelGraph | Rewind | None] = queue.SimpleQueue()
-        self._rates = StatusRates(batch_size)
+        self._rates, self._gradient_tag = StatusRates(batch_size), gradient_tag
         self._over, self._loop = over, threading.current_thread()
         self.histogram_s = 0.0
         self._opened = 0
@@ -193,7 +195,7 @@ class SummaryThread:
         self._write_histograms(writer, moment.histograms, moment.global_step, moment.wall)
         if moment.histograms:
             version, mean = self._asks.mean_gradient(0.0 if moment.last else MEAN_S)
-            gradients = {f"gradients/{name}": values for name, values in mean.items()}
+            gradients = {self._gradient_tag.format(name): values for name, values in mean.items()}
             self._write_histograms(writer, gradients, version, self._clock.wall())
             self.histogram_s = self._clock.now() - started
 

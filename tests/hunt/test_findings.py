@@ -39,3 +39,9 @@ def test_a_batch_whose_rows_are_not_on_all_ps_tasks() -> None:
     result = play(Schedule(config=Config(seed=3, ps=3, rule="sync", rows=True, steps=20), faults=()))
     assert result.broken is None, tell(result)
     assert result.checks["rows are of one version"] >= 20
+
+
+def test_a_batch_whose_rows_are_not_on_all_ps_tasks_of_its_host() -> None:
+    config = Config(seed=3, ps=3, rule="sync", rows=True, steps=20, transport="shm")
+    result = play(Schedule(config=config, faults=()))
+    assert result.broken is None, tell(result)

@@ -60,3 +60,11 @@ def test_rows_lie_behind_their_keys() -> None:
     assert rows_behind(128, 0, 64) == (128, 0)
     assert rows_behind(128, 1, 64) == (192, 64)
     assert rows_behind(0, 9, 20) == (128, 180)
+
+
+def test_a_piece_of_which_nothing_is_lent_is_given_back_at_once() -> None:
+    pool = SharedPool("tq-test", 4096)
+    at = pool.take(64)
+    assert at is not None and pool.lend(at, at + 64, 0).view(torch.float64).shape == (0,)
+    assert pool.take(4096) == at, "all of it is free again"
+    pool.close()

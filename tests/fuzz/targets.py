@@ -40,7 +40,8 @@ from torchquorum.formats.checkpoint_manifest import MANIFEST, CheckpointError
 from torchquorum.formats.compression import parse_compression
 from torchquorum.formats.crc32c import crc32c, crc32c_loop, crc32c_numpy
 from torchquorum.formats.example import Example
-from torchquorum.formats.journal import Head, JournalError, JournalWriter, Record, find_common, replay_lineage
+from torchquorum.formats.journal import Head, JournalError, Record, find_common, replay_lineage
+from torchquorum.formats.journal_write import JournalWriter
 from torchquorum.formats.ledger import Entry, Event, encode_line, read_records, told_in_ledger
 from torchquorum.formats.ledger_write import LedgerWriter, gap_event
 from torchquorum.formats.measures import read_measures

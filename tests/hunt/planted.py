@@ -87,7 +87,7 @@ def answer_before_its_record() -> Iterator[None]:
 @contextmanager
 def record_after_its_version() -> Iterator[None]:
     """The journal gets an update only with the next one: the version is given to workers before its record is there."""
-    from torchquorum.formats.journal import JournalWriter
+    from torchquorum.formats.journal_write import JournalWriter
 
     append = JournalWriter.append
     late: dict[int, tuple[Any, bytes]] = {}

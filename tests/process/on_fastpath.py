@@ -1,7 +1,9 @@
 """Counts as program.py does, and sends itself a signal at a chosen moment of its step on the fast path.
 
 Moments: `turn` (it has its turn and writes), `lock` (it holds the page's lock), `round` (it is going to give its gradient to the
-round), `given` (it has given it), `part` (it writes its part of the next version).
+round), `given` (it has given it), `part` (it writes its part of the next version); in a durable run also `record` (it is going to write
+its record to the journal), `torn` (it has written half of it), `written` (it has written all, and not published the version), `counted`
+(others see the version, and it has not been told of it).
 """
 
 import argparse
@@ -14,11 +16,14 @@ import torch
 from torch import nn
 
 import torchquorum as tq
+from torchquorum.fastpath import update_journal
 from torchquorum.fastpath.page import FastPage
 from torchquorum.fastpath.participant import Participant
 from torchquorum.fastpath.rounds import CpuRound, RoundSteps
 from torchquorum.fastpath.steps import FastPathSteps
 from torchquorum.fastpath.turns import CpuTurn
+from torchquorum.fastpath.update_journal import UpdateJournal
+from torchquorum.formats.journal_write import frame_of
 from torchquorum.rules import parse_rule
 from torchquorum.wire.rpc import Patience
 
@@ -37,6 +42,9 @@ parser.add_argument("--moment", default="")
 parser.add_argument("--signal", default="SIGKILL")
 parser.add_argument("--at", type=int, default=100)
 parser.add_argument("--optimizer", choices=OPTIMIZERS, default="sgd")
+parser.add_argument("--logdir")
+parser.add_argument("--durable", default="")
+parser.add_argument("--tell", action="store_true")
 args = parser.parse_args()
 made, hit = 0, False
 
@@ -74,6 +82,21 @@ before(CpuTurn, "write", "turn")
 before(RoundSteps, "step", "round")
 before(Participant, "until", "given")
 before(CpuRound, "write", "part")
+before(UpdateJournal, "append", "record")
+before(UpdateJournal, "survives", "counted")
+
+
+def written_in_halves(fd: int, at: int, packed: bytes, pieces: Any, checksum: int) -> int:
+    if args.moment == "torn" and made >= args.at and not hit:
+        half = b"".join([frame_of(packed, sum(map(len, pieces)), checksum), packed, *map(bytes, pieces)])
+        os.pwrite(fd, half[: len(half) // 2], at)
+        now("torn")
+    end = _write_record(fd, at, packed, pieces, checksum)
+    now("written")
+    return end
+
+
+_write_record, update_journal.write_record = update_journal.write_record, written_in_halves
 _locked = FastPage.locked
 
 
@@ -106,12 +129,16 @@ def value_at(version: int) -> float:
 
 patience = Patience(start_s=60.0, round_s=60.0, silence_s=20.0, probe_s=0.2, say_s=5.0)
 options = {"last_step": args.steps, "liveness_s": 1.5, "patience": patience, "wait_for_workers": task.num_workers}
+if args.durable:
+    options |= {"logdir": args.logdir, "durable": args.durable}
 with tq.Session(task, model, optimizer, **options) as session:
-    print("started", flush=True)
+    print(f"started at {session.global_step}", flush=True)
     while not session.should_stop():
         optimizer.step()
         result = optimizer.last
         assert set(model.weight.detach().flatten().tolist()) == {value_at(result.version)}, result
+        if args.tell:
+            print(f"told {result.version}", flush=True)
         if not result.accepted:
             print(f"refused {result.reason}", flush=True)
 print(f"done at {session.global_step}, {made} on the fast path", flush=True)

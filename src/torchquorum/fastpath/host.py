@@ -89,7 +89,7 @@ class _Shard(Protocol):
 class _Leader(Protocol):
     """The leader. `refuses_next`: the next gradient of a live worker will be refused, which only the ps can do.
 
-    `changes_settings`: the next update has other settings, which it cannot get on the fast path.
+    `changes_settings`: the next update has other settings, which it cannot get on the fast path. `shares_data`: it hands batches out.
     """
 
     @property
@@ -98,9 +98,23 @@ class _Leader(Protocol):
     def lead(self) -> int: ...
     @property
     def awaits_assignment(self) -> bool: ...
+    @property
+    def shares_data(self) -> bool: ...
     def changes_settings(self, track: int, /) -> bool: ...
     def refuses_next(self, worker: int, /) -> bool: ...
     def arrived_by_fastpath(self, record: GradientRecord, track: int, /) -> None: ...
+
+
+class Journal(Protocol):
+    """The journal of the shard."""
+
+    @property
+    def number(self) -> int: ...  # noqa: D102
+    @property
+    def synced(self) -> bool: ...  # noqa: D102
+    def lend(self) -> tuple[int, int]: ...  # noqa: D102
+    def note_foreign(self) -> None: ...  # noqa: D102
+    def take_back(self, end: int, version: int, /, *, settled: bool) -> None: ...  # noqa: D102
 
 
 class _Joined(Protocol):
@@ -128,11 +142,20 @@ class FastPathHost:
         leader: Decides about gradients.
         saves: Says whether a checkpoint is being made.
         track: Which optimizer's page it is.
+        journal: The journal, in a durable run: lent to the workers while the page is open.
     """
 
     def __init__(
-        self, page: FastPage, shard: _Shard, leader: _Leader, saves: Callable[[], bool], *, track: int = 0
+        self,
+        page: FastPage,
+        shard: _Shard,
+        leader: _Leader,
+        saves: Callable[[], bool],
+        *,
+        track: int = 0,
+        journal: Journal | None = None,
     ) -> None:
+        self._journal, self._made, self._settled = journal, 0, True
         self._page, self._shard, self._leader, self._saves, self.track = page, shard, leader, saves, track
         self._rounds = mode_of(shard.plan) == "rounds"
         last = shard.plan.last_step
@@ -151,6 +174,8 @@ class FastPathHost:
             return False
         if track.round or track.held or shard.busy or self._saves() or self._leader.awaits_assignment:
             return False
+        if self._journal is not None and self._leader.shares_data:
+            return False  # a record has the batches of shared data, which only the ps knows
         if self._leader.changes_settings(self.track) or shard.variables.update.steps_by_group is None:
             return False
         if self._rounds and quorum.live < shard.plan.num_workers:
@@ -170,6 +195,9 @@ class FastPathHost:
                 return
             # First the id: a worker that waits without the lock must not take a version of this opening for its own.
             words.opening_id += 1
+            if self._journal is not None:
+                fd, end = self._journal.lend()
+                page.journal.lend(self._journal.number, fd, end, waits=self._journal.synced)
             page.publish(shard.version, variables.versions.current, variables.update.state.current)
             for group, steps in enumerate(variables.update.steps_by_group or ()):
                 page.steps[group] = steps - shard.version
@@ -206,6 +234,8 @@ class FastPathHost:
         # Without the lock: workers append behind `added` meanwhile, and never overwrite what was not drained.
         found = [] if added is None else records.drain(added)
         self._publish_rates()
+        if found and self._journal is not None:
+            self._journal.note_foreign()
         return found
 
     def close(self) -> tuple[list[GradientRecord], list[GradientRecord]]:
@@ -227,10 +257,21 @@ class FastPathHost:
             full = self._rounds and words.full == page.version + 1
             unfinished = page.records.given() if full else []
             self._shard.variables.update.state.current = self._state_after(found)
+            self._made = max([page.version, *(record.version for record in found)])
+            self._settled = not full if self._rounds else words.writer == NOBODY
             words.writer = NOBODY
             page.news.announce()
         page.news.wake()
         return found, unfinished
+
+    def take_journal(self) -> None:
+        """Has the journal back after `close`, once what was made is followed.
+
+        Raises:
+            JournalError: It cannot go on.
+        """
+        if self._journal is not None:
+            self._journal.take_back(self._page.journal.words.end, self._made, settled=self._settled)
 
     def _state_after(self, records: list[GradientRecord]) -> int:
         """Returns the slot of the optimizer's state that belongs to the last version that counts; before the turn is taken away.

@@ -18,6 +18,7 @@ import ctypes
 from collections.abc import Callable
 
 from torchquorum.clock import SYSTEM, Clock
+from torchquorum.fastpath.journal_tail import JournalTail
 from torchquorum.fastpath.page_tables import RateTable, WorkerColumns
 from torchquorum.fastpath.records import RecordRing
 from torchquorum.fastpath.stages import Sleep, Stage, Stages, run
@@ -83,6 +84,7 @@ class FastPage:
         workers: What belongs to each worker.
         rates: The learning rates of the next updates.
         records: The gradients that were applied.
+        journal: Where the journal ends, in a durable run.
         steps: Of each parameter group, how many updates its state had seen at version 0, below 0 if it began later.
         news: Changes with every version, round and opening.
         queue: Changes when a seat is free.
@@ -101,6 +103,7 @@ class FastPage:
         self.words = PageWords.from_buffer(parts[0])
         self.workers, self.rates = WorkerColumns(parts[1], num_workers), RateTable(parts[2], num_groups)
         self.steps = parts[4].cast("q")
+        self.journal = JournalTail(parts[5], create=create)
         self.records = RecordRing(parts[3], num_workers, clock, self.rates)
         if create:
             self.words.writer = NOBODY
@@ -257,4 +260,5 @@ def _sizes(num_workers: int, num_groups: int) -> tuple[int, ...]:
         RateTable.size_bytes(num_groups),
         RecordRing.size_bytes(),
         8 * num_groups,
+        JournalTail.size_bytes(),
     )

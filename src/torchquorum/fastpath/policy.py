@@ -6,6 +6,8 @@ is said by `torchquorum.update.kernels`.
 
 from __future__ import annotations
 
+import os
+
 from torchquorum.memory.lock import supported
 from torchquorum.update.constraints import constrained
 from torchquorum.update.kernels import SLICED_IN, Kernel, kernels_for
@@ -18,10 +20,10 @@ def may_have_fastpath(plan: Plan) -> bool:
         return False  # what is given is made from a residual that is the worker's alone
     if plan.tables:
         return False  # rows are where only the ps reaches them
-    if plan.record and plan.name:
+    if (plan.record or plan.durable) and plan.name:
         return False  # of several optimizers each has a page of its own: what a worker did on one is not ordered with the others
-    if plan.durable:
-        return False  # the ps writes each update to disk before any worker has it, so it makes the update itself
+    if plan.durable and not hasattr(os, "pidfd_open"):
+        return False  # a worker cannot see whether the ps is alive
     if not supported() or plan.num_shards > 1 or plan.average is not None:
         return False
     return mode_of(plan) is not None and fastpath_kernels(plan) is not None

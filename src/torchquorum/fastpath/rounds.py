@@ -16,8 +16,9 @@ from torchquorum.errors import SegmentError
 from torchquorum.fastpath.participant import MadeVersion, Participant, UpdateSlots
 from torchquorum.fastpath.records import GradientId
 from torchquorum.fastpath.stages import Stage, Stages
+from torchquorum.fastpath.update_journal import Giver, JournaledMean, RegionBytes, UpdateJournal
 from torchquorum.memory.slots import DTYPES, Sections, Slots
-from torchquorum.placement.layout import Layout, Region
+from torchquorum.placement.layout import ITEM_BYTES, Layout, Region
 from torchquorum.update.kernels import Kernel, Moment, mean
 
 CHUNK = 1 << 16
@@ -99,12 +100,14 @@ class RoundGradients:
 
     Attributes:
         sections: Of every worker, the sections of its gradient; another list whenever a worker has changed.
+        means: In a durable run, of every worker the sections in which it leaves its part of the mean gradient.
     """
 
     def __init__(self, user: Participant, region: Region, own: Slots) -> None:
         self._table, self._worker, self._region, self._own = user.page.workers, user.worker, region, own
         self._others: dict[int, tuple[int, Slots]] = {}
         self.sections: list[Sections] = []
+        self.means: list[Sections] = []
 
     def follow(self, reach: Callable[[Slots], None]) -> bool:
         """Opens the memory of workers that are new; False if one has gone, and its memory with it."""
@@ -123,6 +126,7 @@ class RoundGradients:
         if not self.sections:
             slots = [self._own if w == self._worker else self._others[w][1] for w in range(len(tokens))]
             self.sections = [s.sections[0] for s in slots]
+            self.means = [s.sections[-1] for s in slots]
         return True
 
 
@@ -133,12 +137,19 @@ class RoundSteps:
         user: This worker.
         gradients: The gradients of all workers.
         writers: What writes this worker's part: the first that is ready.
+        journal: Where updates are written before they are published, in a durable run.
     """
 
     direct = False  # the gradient is copied to shared memory before a step, for the other workers to read
 
-    def __init__(self, user: Participant, gradients: RoundGradients, writers: Sequence[RoundWriter]) -> None:
-        self._user, self._gradients, self._writers = user, gradients, writers
+    def __init__(
+        self,
+        user: Participant,
+        gradients: RoundGradients,
+        writers: Sequence[RoundWriter],
+        journal: RoundJournal | None = None,
+    ) -> None:
+        self._user, self._gradients, self._writers, self._journal = user, gradients, writers, journal
 
     def arrive(self) -> None:
         """The worker has a gradient."""
@@ -178,6 +189,8 @@ class RoundSteps:
             return self._abandon()
         if not (yield from user.until(lambda: page.version >= version, opening_id)):
             return self._abandon()
+        if self._journal is not None and not self._journal.survives(version):
+            return self._abandon()  # the ps that is restored says what became of the gradient
         # The version is published, and `target` stays in use by us until it has been copied.
         writer.finish(target)
         after, loads = page.rates.of(version), writer.loads
@@ -222,18 +235,34 @@ class RoundSteps:
                 return False
             page.workers.written[user.worker] = version
             last = page.workers.all_written(version)
-            if last:
-                user.versions.mark(target, version)
-                page.rates.use(version - 1)
-                for worker in range(page.num_workers):
-                    page.records.add_given(worker, target)
-                    yield Stage.LOCKED
-                page.publish(version, target, page.words.state_target)
-                page.news.announce()
+            if last and self._journal is None:
+                yield from self._publish(version, target)
+        if last and self._journal is not None:
+            # Lock free: all have written, and wait for the version; nobody else writes to the journal.
+            if not self._journal.append(opening_id, version, self._gradients.means):
+                return False
+            yield Stage.WRITTEN
+            yield Stage.LOCK
+            with page.locked() as held:
+                if not held or not user.still_in(opening_id):
+                    return False
+                self._journal.count()
+                yield from self._publish(version, target)
         if last:
             yield Stage.FREE
             page.news.wake()
         return True
+
+    def _publish(self, version: int, target: int) -> Stages[None]:
+        """Lock held, everything is written: mark, record, then the one word that makes it the current version."""
+        user, page = self._user, self._user.page
+        user.versions.mark(target, version)
+        page.rates.use(version - 1)
+        for worker in range(page.num_workers):
+            page.records.add_given(worker, target)
+            yield Stage.LOCKED
+        page.publish(version, target, page.words.state_target)
+        page.news.announce()
 
     def _abandon(self) -> None:
         """The round is not ours any more: the slot may be used by others."""
@@ -242,6 +271,45 @@ class RoundSteps:
     def _reach(self, slots: Slots) -> None:
         for writer in self._writers:
             writer.reach(slots)
+
+
+class RoundJournal:
+    """What the last worker of a round writes to the journal: the parts of the mean gradient, where all workers have left theirs.
+
+    Args:
+        user: This worker.
+        layout: Where the variables lie, all of them on the one ps.
+        journal: The journal.
+    """
+
+    def __init__(self, user: Participant, layout: Layout, journal: UpdateJournal) -> None:
+        self._user, self._journal, region = user, journal, layout.trained[0]
+        self._parts = [
+            (worker, part)
+            for worker in range(user.page.num_workers)
+            for part in parts_of(layout, worker, user.page.num_workers)
+        ]
+        places: list[tuple[int, int]] = []
+        for _, part in self._parts:
+            section = region.sections[part.section]
+            size_bytes = ITEM_BYTES[section.dtype]
+            places.append((section.start_byte + part.start * size_bytes, (part.stop - part.start) * size_bytes))
+        self._bytes = RegionBytes(region, places)
+        self.count, self.survives = journal.count, journal.survives
+
+    def append(self, opening_id: int, version: int, means: Sequence[Sections]) -> bool:
+        """Writes the record of the round that makes `version`; False if that is impossible, or not this worker's to do any more."""
+        page = self._user.page
+        parts = [means[worker][part.section][part.start : part.stop] for worker, part in self._parts]
+        given = page.records.given()
+        if any(record.version != version for record in given):
+            return False  # the page was closed and opened again meanwhile
+        givers = [
+            Giver(r.worker, GradientId(r.incarnation, r.local_step, r.request, r.computed_at, r.norm, r.sample), r.loss)
+            for r in given
+        ]
+        mean = JournaledMean.of(self._bytes.pieces(parts))
+        return self._journal.append(opening_id, version, givers, page.rates.of(version - 1), mean)
 
 
 class _RoundViews(NamedTuple):
@@ -263,6 +331,7 @@ class CpuRound:
         versions: The ps's slots.
         kernels: Make the updates, one for each parameter group.
         states: The ps's slots of optimizer state, by name.
+        means: Where the parts of the mean gradient stay, in a durable run.
     """
 
     loads = False
@@ -274,8 +343,10 @@ class CpuRound:
         versions: Slots,
         kernels: Sequence[Kernel],
         states: Mapping[str, Slots],
+        means: Sections | None = None,
     ) -> None:
         self._parts, self._versions, self._kernels, self._states = parts, versions, kernels, states
+        self._means = means
         self._room = [torch.empty(CHUNK, dtype=DTYPES[section.dtype]) for section in region.sections]
         self._gradients: list[Sections] = []
         self._views: dict[UpdateSlots, list[_RoundViews]] = {}
@@ -307,7 +378,7 @@ class CpuRound:
         names = self._kernels[part.group].state
         return _RoundViews(
             part.group,
-            self._room[part.section][: part.stop - part.start],
+            cut(self._means) if self._means is not None else self._room[part.section][: part.stop - part.start],
             [cut(sections) for sections in self._gradients],
             cut(self._versions.sections[slots.current]),
             cut(self._versions.sections[slots.target]),

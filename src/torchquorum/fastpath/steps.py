@@ -19,9 +19,10 @@ from torchquorum.fastpath.admission import Admission
 from torchquorum.fastpath.page import OPEN, FastPage
 from torchquorum.fastpath.participant import MadeVersion, Participant
 from torchquorum.fastpath.records import GradientId
-from torchquorum.fastpath.rounds import CHUNK, CpuRound, RoundGradients, RoundSteps, RoundWriter, parts_of
+from torchquorum.fastpath.rounds import CHUNK, CpuRound, RoundGradients, RoundJournal, RoundSteps, RoundWriter, parts_of
 from torchquorum.fastpath.stages import Stages, run
 from torchquorum.fastpath.turns import CpuTurn, TurnSteps, TurnWriter
+from torchquorum.fastpath.update_journal import UpdateJournal
 from torchquorum.memory.slots import Slots
 from torchquorum.placement.layout import Layout
 from torchquorum.update.kernels import Kernel
@@ -40,6 +41,7 @@ class WorkerMemory:
         own: The worker's gradient memory.
         kernels: Make the updates, one for each parameter group.
         states: The ps's slots of optimizer state, by name.
+        journal: The journal of a durable run.
     """
 
     layout: Layout
@@ -48,6 +50,7 @@ class WorkerMemory:
     own: Slots
     kernels: Sequence[Kernel]
     states: Mapping[str, Slots]
+    journal: UpdateJournal | None = None
 
 
 class FastPathSteps:
@@ -56,6 +59,7 @@ class FastPathSteps:
     Args:
         page: The ps's page.
         kind: How an update is made.
+        journal: The journal of a durable run.
 
     Attributes:
         direct: A step takes the gradients from the parameters; else they must be in the worker's gradient memory before.
@@ -63,8 +67,8 @@ class FastPathSteps:
         missed: How many gradients had to be pushed by message.
     """
 
-    def __init__(self, page: FastPage, kind: TurnSteps | RoundSteps) -> None:
-        self._page, self._kind = page, kind
+    def __init__(self, page: FastPage, kind: TurnSteps | RoundSteps, journal: UpdateJournal | None = None) -> None:
+        self._page, self._kind, self._journal = page, kind, journal
         self.direct = kind.direct
         self.made = self.missed = 0
 
@@ -103,21 +107,36 @@ class FastPathSteps:
         """The version that was made has been copied."""
         self._kind.done()
 
+    def close(self) -> None:
+        """Closes the journal."""
+        if self._journal is not None:
+            self._journal.close()
+
 
 def turn_steps(
     user: Participant, memory: WorkerMemory, device: TurnWriter | None = None, clock: Clock = SYSTEM
 ) -> FastPathSteps:
     """Returns the steps of a worker that takes turns; `device` makes updates on the one GPU of the parameters, if they are on one."""
+    journal = memory.journal
     writer = device or CpuTurn(
-        memory.layout, memory.parameters, memory.versions, memory.own, memory.kernels, memory.states
+        memory.layout,
+        memory.parameters,
+        memory.versions,
+        memory.own,
+        memory.kernels,
+        memory.states,
+        journaled=journal is not None,
     )
-    return FastPathSteps(user.page, TurnSteps(user, writer, Admission(user, clock=clock), clock))
+    return FastPathSteps(user.page, TurnSteps(user, writer, Admission(user, clock=clock), clock, journal), journal)
 
 
 def round_steps(user: Participant, memory: WorkerMemory, device: RoundWriter | None = None) -> FastPathSteps:
     """Returns the steps of a worker in rounds; `device` writes its part on a GPU whenever it is ready to."""
     region = memory.layout.trained[0]
     parts = parts_of(memory.layout, user.worker, user.page.num_workers, CHUNK)
-    on_cpu = CpuRound(parts, region, memory.versions, memory.kernels, memory.states)
+    journal = RoundJournal(user, memory.layout, memory.journal) if memory.journal is not None else None
+    means = memory.own.sections[-1] if journal is not None else None
+    on_cpu = CpuRound(parts, region, memory.versions, memory.kernels, memory.states, means)
     writers = [on_cpu] if device is None else [device, on_cpu]
-    return FastPathSteps(user.page, RoundSteps(user, RoundGradients(user, region, memory.own), writers))
+    gradients = RoundGradients(user, region, memory.own)
+    return FastPathSteps(user.page, RoundSteps(user, gradients, writers, journal), memory.journal)

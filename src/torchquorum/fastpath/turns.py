@@ -19,6 +19,7 @@ from torchquorum.fastpath.page import NOBODY
 from torchquorum.fastpath.participant import MadeVersion, Participant, UpdateSlots
 from torchquorum.fastpath.records import GradientId
 from torchquorum.fastpath.stages import Sleep, Stage, Stages
+from torchquorum.fastpath.update_journal import Giver, JournaledMean, RegionBytes, UpdateJournal, as_bytes
 from torchquorum.memory.slots import Slots
 from torchquorum.placement.layout import Layout
 from torchquorum.update.gradient_norm import norm_of
@@ -34,9 +35,11 @@ class TurnWriter(Protocol):
         direct: It takes the gradients from the parameters, which need not be copied to shared memory before.
         loads: The parameters hold the version that it has made.
         norm: The norm of the gradients that it took from the parameters; None if they were looked at when they were copied.
+        mean: The gradient that it took, as the journal has it; None where there is no journal.
     """
 
     norm: float | None
+    mean: JournaledMean | None
 
     @property
     def direct(self) -> bool: ...  # noqa: D102
@@ -66,10 +69,26 @@ class _Turn(NamedTuple):
 
 
 class TurnSteps:
-    """The turns of one worker."""
+    """The turns of one worker.
 
-    def __init__(self, user: Participant, writer: TurnWriter, admission: Admission, clock: Clock = SYSTEM) -> None:
+    Args:
+        user: This worker.
+        writer: Makes versions.
+        admission: This worker's seat.
+        clock: Tells the time.
+        journal: Where updates are written before they are published, in a durable run.
+    """
+
+    def __init__(
+        self,
+        user: Participant,
+        writer: TurnWriter,
+        admission: Admission,
+        clock: Clock = SYSTEM,
+        journal: UpdateJournal | None = None,
+    ) -> None:
         self._user, self._writer, self._admission, self._clock = user, writer, admission, clock
+        self._journal = journal
 
     @property
     def direct(self) -> bool:
@@ -139,20 +158,34 @@ class TurnSteps:
 
     def _make(self, turn: _Turn, gradient: GradientId, loss: Callable[[], float | None]) -> Stages[MadeVersion | None]:
         """Writes and publishes; the turn is ours, so no other worker changes the current version meanwhile."""
-        written = False
+        written, user = False, self._user
         try:
-            self._user.versions.mark(turn.slots.target, -1)
+            user.versions.mark(turn.slots.target, -1)
             held = gradient.computed_at == turn.version
             yield Stage.WRITE
-            written = self._writer.write(turn.slots, self._user.moments(turn.version, turn.rates), held=held)
+            written = self._writer.write(turn.slots, user.moments(turn.version, turn.rates), held=held)
             yield Stage.WRITTEN
+            seen = gradient if self._writer.norm is None else gradient._replace(norm=self._writer.norm)
+            value = loss()
+            if written and self._journal is not None and self._writer.mean is not None:
+                giver = Giver(user.worker, seen, value)
+                written = self._journal.append(
+                    turn.opening_id, turn.version + 1, [giver], turn.rates, self._writer.mean
+                )
+                yield Stage.WRITTEN
+        except BaseException:
+            written = False
+            raise
         finally:
             if not written:
                 self._give_turn_back(turn)
         if not written:
             return None
-        seen = gradient if self._writer.norm is None else gradient._replace(norm=self._writer.norm)
-        return (yield from self._publish(turn, seen, loss()))
+        made = yield from self._publish(turn, seen, value)
+        if made is not None and self._journal is not None and not self._journal.survives(made.version):
+            self.done()  # the ps that is restored says what became of the gradient
+            return None
+        return made
 
     def _publish(self, turn: _Turn, gradient: GradientId, loss: float | None) -> Stages[MadeVersion | None]:
         user, page, made = self._user, self._user.page, None
@@ -163,6 +196,8 @@ class TurnSteps:
                 version, target = turn.version + 1, turn.slots.target
                 user.versions.mark(target, version)
                 page.rates.use(turn.version, turn.rates)
+                if self._journal is not None:
+                    self._journal.count()
                 page.records.add(user.worker, gradient, loss, version, target)
                 yield Stage.LOCKED
                 page.publish(version, target, turn.slots.state_target)
@@ -181,6 +216,8 @@ class TurnSteps:
     def _give_turn_back(self, turn: _Turn) -> None:
         """Lets others have the turn; without stages, as an exception may be on its way."""
         user, page = self._user, self._user.page
+        if self._journal is not None:
+            self._journal.undo()
         with page.locked() as held:
             if held and page.words.opening_id == turn.opening_id and page.words.writer == user.worker:
                 page.words.writer = NOBODY
@@ -199,6 +236,7 @@ class CpuTurn:
         own: The worker's gradient memory, for gradients that do not lie on the CPU.
         kernels: Make the updates, one for each parameter group.
         states: The ps's slots of optimizer state, by name.
+        journaled: Whether the journal gets the gradient.
     """
 
     loads = False
@@ -211,14 +249,19 @@ class CpuTurn:
         own: Slots,
         kernels: Sequence[Kernel],
         states: Mapping[str, Slots],
+        *,
+        journaled: bool = False,
     ) -> None:
         self.norm: float | None = None
+        self.mean: JournaledMean | None = None
         self._region, self._versions, self._own = layout.trained[0], versions, own
         self._kernels, self._states = kernels, states
         pieces = [piece for section in self._region.sections for piece in section.pieces]
+        self._variables = [piece.variable for piece in pieces]
         self._entries = [(parameters[p.variable], layout.variables[p.variable].group) for p in pieces]
         self.direct = all(p.device.type == "cpu" for p, _ in self._entries)
         self._views: dict[tuple[str, int], list[torch.Tensor]] = {}
+        self._bytes = RegionBytes.of_pieces(self._region) if journaled else None
 
     def ready(self) -> bool:
         """Whether the gradients hold neither NaN nor infinity; those that were copied have been checked then.
@@ -228,9 +271,22 @@ class CpuTurn:
         if self._states and any(p.grad is None for p, _ in self._entries):
             return False
         if not self.direct:
+            if self._bytes is not None:
+                self.mean = JournaledMean.of([as_bytes(self._own.bytes[0])])
             return True
         self.norm = norm_of([p.grad for p, _ in self._entries if p.grad is not None])
-        return math.isfinite(self.norm)
+        if not math.isfinite(self.norm):
+            return False
+        if self._bytes is not None:  # before the turn, so that no other worker waits for the checksum
+            self.mean = self._mean(self._bytes)
+        return True
+
+    def _mean(self, region: RegionBytes) -> JournaledMean:
+        """Returns the gradients as the journal has them."""
+        gradients = [p.grad for p, _ in self._entries]
+        dense = [g if g is None or g.layout == torch.strided else g.to_dense() for g in gradients]
+        absent = sorted({piece for piece, g in zip(self._variables, gradients, strict=True) if g is None})
+        return JournaledMean.of(region.pieces(dense), absent)
 
     def write(self, slots: UpdateSlots, moments: Sequence[Moment], *, held: bool) -> bool:
         """Writes the next version from the current one; variables without a gradient stay as they are."""

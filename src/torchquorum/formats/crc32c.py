@@ -8,7 +8,7 @@ What always holds: both give the same numbers.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 
 import numpy as np
@@ -44,6 +44,18 @@ def implementation() -> str:
 def crc32c(data: bytes) -> int:
     """Returns the CRC-32C of some bytes."""
     return crc32c_numpy(data) if library is None else library(data)
+
+
+def crc32c_pieces(pieces: Iterable[bytes | npt.NDArray[np.uint8]]) -> int:
+    """Returns the CRC-32C of bytes that lie in pieces."""
+    if library is None:
+        return crc32c_numpy(b"".join(map(bytes, pieces)))
+    import google_crc32c
+
+    crc = 0
+    for piece in pieces:
+        crc = google_crc32c.extend(crc, piece)
+    return crc
 
 
 def masked_crc32c(data: bytes) -> int:

@@ -1,19 +1,20 @@
 """The journal: every update of a shard since the last checkpoint, so that a killed ps loses none.
 
-A ps task appends a record before it reports the update to any worker; the chief and the ps tasks read the records when the
-variables are restored. A file begins with a `Head`; a record is a `Record` and the bytes of the mean gradient, after a frame with
+Who makes an update appends its record before any worker is told of it: the ps task, or on the fast path a worker
+(`torchquorum.formats.journal_write`). The chief and the ps tasks read the records when the variables are restored. A file begins
+with a `Head`; a record is a `Record` and the bytes of the mean gradient, after a frame with
 their sizes and checksum and a checksum of its own. What always holds: a record is used only if its checksum is right and it
 follows the one before; a file changes only at its end; a record that a kill left unfinished is told from a damaged one, by a
 frame that is right and bytes that are missing at the end of the file.
 
 A file belongs to one generation, one creation of the variables. A generation that continues another names it (`after`): a
 checkpoint of that one is followed by its records up to the start of the new generation, then by the new one's. Records of a
-generation that is not in this line are never replayed.
+generation that is not in this line are never replayed. A file begins with all updates up to its start: what the one before it has beyond
+that was never published, such as the record of a worker that was frozen in its turn.
 """
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
@@ -27,29 +28,19 @@ from typing import IO, Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from torchquorum.errors import TorchQuorumError
 from torchquorum.formats.crc32c import crc32c
-from torchquorum.formats.storage import sync_path
 
-Payload = bytes | npt.NDArray[np.uint8]  # arrays must be read-only
 MODES = ("write", "fsync")
 SUFFIX = ".journal"
 NAMED = re.compile(r"shard-([0-9]{5,10})-of-([0-9]{5,10})-([0-9a-f]{16})-([0-9]{1,18})\.journal")
 MAGIC = b"tqjournal2\n"
-_FRAME = struct.Struct("<IQI")  # size of the struct, size of the payload, checksum of both
-_CHECK = struct.Struct("<I")  # checksum of the frame itself
-_FRAME_BYTES = _FRAME.size + _CHECK.size
+FRAME = struct.Struct("<IQI")  # size of the struct, size of the payload, checksum of both
+CHECK = struct.Struct("<I")  # checksum of the frame itself
+_FRAME_BYTES = FRAME.size + CHECK.size
 _SEARCHED_BYTES = 1 << 20
 MAX_HEADER_BYTES = 16 << 20
-_ADVICE = {
-    errno.ENOSPC: "the disk is full: free some space there",
-    errno.EDQUOT: "the quota is used up: free some space there",
-    errno.EROFS: "the file system is read-only: make it writable",
-    errno.EACCES: "this user may not write there: change the permissions",
-    errno.ENOENT: "it does not exist: was it removed, and do all ps tasks see the same folder?",
-}
 
 
 class JournalError(TorchQuorumError):
@@ -80,6 +71,16 @@ class Head(msgspec.Struct, array_like=True):
     synced: bool = False
 
 
+class GradientNote(msgspec.Struct, array_like=True):
+    """What the ledger has of a gradient in an update: the version it was computed at, its loss, when it came, its norm, the rates."""
+
+    computed_at: int
+    loss: float | None
+    wall: float
+    norm: float | None
+    rates: list[float] = []
+
+
 class Record(msgspec.Struct, array_like=True):
     """One update; the mean gradient of the shard follows as bytes.
 
@@ -96,6 +97,7 @@ class Record(msgspec.Struct, array_like=True):
         evicted_at: The time at which rows went after it, if some could.
         track: Which optimizer's it is.
         place: How many updates there were of all optimizers, where there are several.
+        given: Of each of `keys`, what the ledger has of it, where a worker made the update: the ps hears of that later.
 
     Where there are several optimizers, `told`, and every version of a file, a lineage or a replay here, counts the updates of all.
     """
@@ -112,6 +114,7 @@ class Record(msgspec.Struct, array_like=True):
     evicted_at: float = 0.0
     track: int = 0
     place: int = 0
+    given: list[GradientNote] = []
 
     @property
     def number(self) -> int:
@@ -119,129 +122,13 @@ class Record(msgspec.Struct, array_like=True):
         return self.place or self.version
 
 
-_encoder = msgspec.msgpack.Encoder()
 _head_decoder = msgspec.msgpack.Decoder(Head)
 _record_decoder = msgspec.msgpack.Decoder(Record)
 
 
-class JournalWriter:
-    """Appends the updates of one shard. Owned by the ps thread.
-
-    With `write` a record is in the page cache when `append` returns, so it survives the death of the process; with `fsync`,
-    `commit` waits until it is on disk, so it survives a power loss too.
-
-    Args:
-        folder: The run's folder.
-        head: The header of the first file.
-        mode: write or fsync.
-
-    Attributes:
-        path: The file that is written now.
-        uncommitted: Whether `commit` has something to wait for.
-    """
-
-    def __init__(self, folder: Path, head: Head, mode: str) -> None:
-        assert mode in MODES, mode
-        self._folder, self._sync = folder, mode == "fsync"
-        self._head = msgspec.structs.replace(head, synced=self._sync)
-        self.uncommitted = False
-        self._fd, self.path, self._size = -1, folder, 0
-        self._open(head.start)
-
-    def append(self, record: Record, payload: Payload) -> None:
-        """Writes an update.
-
-        Raises:
-            JournalError: It cannot be written; the file ends with the record before.
-        """
-        try:
-            self._write(_encoder.encode(record), payload)
-        except OSError as error:
-            raise self._failed(error) from error
-        self.uncommitted = self._sync
-
-    def commit(self) -> None:
-        """Waits until the appended records are on disk, in mode fsync."""
-        if self.uncommitted:
-            try:
-                os.fdatasync(self._fd)
-            except OSError as error:
-                raise self._failed(error) from error
-            self.uncommitted = False
-
-    @property
-    def removed(self) -> bool:
-        """Whether the file has lost its name: what is written to it cannot be found again."""
-        return self._fd >= 0 and os.fstat(self._fd).st_nlink == 0
-
-    def rotate(self, version: int) -> None:
-        """Begins a new file: once the checkpoint of this version is complete, the earlier files are not needed."""
-        self.commit()
-        os.close(self._fd)
-        self._fd = -1
-        self._open(version)
-
-    def close(self) -> None:
-        """Commits and closes."""
-        if self._fd >= 0:
-            with suppress(JournalError):
-                self.commit()
-            os.close(self._fd)
-            self._fd = -1
-
-    def _open(self, version: int) -> None:
-        head = msgspec.structs.replace(self._head, start=version)
-        self.path = self._folder / journal_name(head)
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            # Readable by the owner only: with a worker's incarnation one could impersonate it at a ps without a secret.
-            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-            self._size = 0
-            os.write(self._fd, MAGIC)
-            self._size = len(MAGIC)
-            self._write(_encoder.encode(head), b"")
-            if self._sync:
-                os.fdatasync(self._fd)
-                sync_path(self._folder)
-        except OSError as error:
-            failed = self._failed(error)
-            self.close()
-            raise failed from error
-
-    def _write(self, packed: bytes, payload: Payload) -> None:
-        pieces = [frame_header(packed, payload), packed, payload]
-        wanted = sum(len(piece) for piece in pieces)
-        written = os.writev(self._fd, pieces)
-        if written < wanted:  # a full disk writes a part; the next write reports the error
-            rest = b"".join(pieces)[written:]
-            while rest:
-                rest = rest[os.write(self._fd, rest) :]
-        self._size += wanted
-
-    def _failed(self, error: OSError) -> JournalError:
-        if self._fd >= 0:
-            with suppress(OSError):  # removes the unfinished record
-                os.ftruncate(self._fd, self._size)
-        advice = _ADVICE.get(error.errno or 0, "check that folder")
-        return JournalError(
-            f"the journal {self.path} cannot be written ({error.strerror}); {advice}, then start the tasks again: every "
-            "update that was reported to a worker is saved. Without --durable a run continues when its folder is full."
-        )
-
-
-def journal_name(head: Head) -> str:
-    """Returns the name of a file."""
-    return f"shard-{head.shard:05d}-of-{head.num_shards:05d}-{head.generation:016x}-{head.start}{SUFFIX}"
-
-
-def frame_header(packed: bytes, payload: Payload) -> bytes:
-    """Returns the bytes before a record: the sizes of its two parts, and their checksum."""
-    frame = _FRAME.pack(len(packed), len(payload), _checksum(packed, payload))
-    return frame + _CHECK.pack(crc32c(frame))
-
-
-def _checksum(packed: bytes, payload: Payload) -> int:
-    return crc32c(packed + crc32c(payload).to_bytes(4, "little"))  # pyright: ignore[reportArgumentType]
+def checksum_of(packed: bytes, payload_checksum: int) -> int:
+    """Returns the checksum of a record: of its struct, and of the checksum of its payload."""
+    return crc32c(packed + payload_checksum.to_bytes(4, "little"))
 
 
 def read_head(path: Path) -> Head | None:
@@ -298,15 +185,15 @@ def _take_frame(file: IO[bytes]) -> tuple[bytes, bytes] | Bad:
     start = file.read(_FRAME_BYTES)
     if len(start) < _FRAME_BYTES:
         return Bad.TORN if start else Bad.END
-    frame, (check,) = start[: _FRAME.size], _CHECK.unpack(start[_FRAME.size :])
-    header_bytes, payload_bytes, checksum = _FRAME.unpack(frame)
+    frame, (check,) = start[: FRAME.size], CHECK.unpack(start[FRAME.size :])
+    header_bytes, payload_bytes, checksum = FRAME.unpack(frame)
     if crc32c(frame) != check or header_bytes > MAX_HEADER_BYTES:
         return Bad.LOST
     left = os.fstat(file.fileno()).st_size - file.tell()
     if header_bytes + payload_bytes > left:
         return Bad.TORN
     packed, payload = file.read(header_bytes), file.read(payload_bytes)
-    return (packed, payload) if _checksum(packed, payload) == checksum else Bad.DAMAGED
+    return (packed, payload) if checksum_of(packed, crc32c(payload)) == checksum else Bad.DAMAGED
 
 
 def _find_frame(file: IO[bytes]) -> bool:
@@ -322,8 +209,8 @@ def _find_frame(file: IO[bytes]) -> bool:
         small = (values[2:-17] == 0) & (values[3:-16] == 0) & ((values[:-19] != 0) | (values[1:-18] != 0))
         small &= (values[8:-11] == 0) & (values[9:-10] == 0) & (values[10:-9] == 0) & (values[11:-8] == 0)
         for place in np.flatnonzero(small):
-            frame = block[place : place + _FRAME.size]
-            if crc32c(frame) == _CHECK.unpack_from(block, int(place) + _FRAME.size)[0]:
+            frame = block[place : place + FRAME.size]
+            if crc32c(frame) == CHECK.unpack_from(block, int(place) + FRAME.size)[0]:
                 file.seek(at + int(place))
                 return True
         at += len(block) - _FRAME_BYTES + 1
@@ -424,12 +311,13 @@ class Lineage:
             self.seen, self.told = max(self.seen, contents.seen), max(self.told, contents.told, head.start)
             return
         if head.generation not in self.generations:
-            # It began with all updates up to its start: what the generation before wrote beyond that does not count.
             self.generations.append(head.generation)
             self.starts.append(head.start)
-            self.files = [(before, min(upto, head.start)) for before, upto in self.files]
-            self.version = self.seen = self.told = max(step, min(self.version, head.start))
-            self.damage.clear()
+            self.told = max(step, min(self.version, head.start))
+        # It began with all updates up to its start: what the file before has beyond that does not count.
+        self.files = [(before, min(upto, head.start)) for before, upto in self.files]
+        self.version = self.seen = max(step, min(self.version, head.start))
+        self.damage.clear()
         if contents.last > self.version:
             self.files.append((path, contents.last))
             self.version, self.plan = contents.last, head.plan

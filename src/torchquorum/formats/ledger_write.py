@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -189,6 +189,20 @@ class LedgerWriter:
         self._version = self._version if version is None else version
         if len(self._lines) >= KEPT_BYTES and not self._trouble.lasts:
             self.flush()
+
+    @property
+    def known(self) -> int:
+        """Returns the version up to which the ledger has the updates of the run before this one."""
+        return 0 if self._known is None else self._known
+
+    def restore(self, entries: Sequence[Entry]) -> None:
+        """Appends the lines of the update that follows the last known one; before the run's own begin. Of what does not follow, nothing."""
+        assert self._began is None, "the run has begun"
+        version = version_after(entries[-1])
+        if self._file is not None and version == self.known + 1:
+            self._known = version
+            for entry in entries:
+                self._lines += encode_line(entry)
 
     def flush(self) -> None:
         """Passes what was written to the operating system, and now and then looks whether the file is still there."""

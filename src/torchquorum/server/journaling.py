@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 
 from torchquorum.errors import RefusedError
-from torchquorum.formats.journal import Head, JournalError, JournalWriter, Record, find_lineage, replay_lineage
+from torchquorum.formats.journal import Head, JournalError, Record, find_lineage, replay_lineage
+from torchquorum.formats.journal_write import JournalWriter
 from torchquorum.server.shard import Shard
 from torchquorum.wire.messages import Create, Plan
 

@@ -114,6 +114,11 @@ class Leader:
         """Whether a worker waits for an assignment."""
         return self.assigning.is_awaited
 
+    @property
+    def shares_data(self) -> bool:
+        """Whether batches of data are handed out."""
+        return bool(self.data)
+
     def arrived(
         self, shard: int, key: Key, request: int, now: float, wall: float, *, push: Arrival | None = None
     ) -> None:

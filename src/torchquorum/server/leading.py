@@ -73,7 +73,7 @@ class Leading(Run):
         requests = LeadingRequests(life, shard, self.leader, self.checkpoints, buffers)
         super().__init__(life, shard, requests, LeadingReads(shard, self.leader, buffers))
         self.fastpaths = [
-            FastPathHost(track.page, track, self.leader, self._has_to_decide, track=track.index)
+            FastPathHost(track.page, track, self.leader, self._has_to_decide, track=track.index, journal=shard.journal)
             for track in shard.tracks
             if track.page is not None
         ]
@@ -156,7 +156,8 @@ class Leading(Run):
     def take_batches(self, got: Incoming[m.TakeBatches]) -> list[Reply]:
         """A joined worker asks for its share of the data."""
         take, known = got.message, self.leader.quorum.workers[got.message.worker]
-        replies = self.look_at_fastpath(close=take.void > known.local_step)  # its next gradient will be refused
+        void = take.void > known.local_step  # its next gradient will be refused
+        replies = self.look_at_fastpath(close=void or bool(self.plan.durable))
         answer = self.leader.take_batches(take, got.now, got.wall)
         if take.idle and not (answer.numbers or answer.over or answer.void):
             replies += self.look_at_fastpath(close=True)
@@ -199,6 +200,8 @@ class Leading(Run):
                 made, unfinished = fastpath.close() if closes else (fastpath.look(), [])
                 fastpath.take_up(made, made=True)
                 replies += self._follow_log(silent=True) if made else []
+                if closes:
+                    fastpath.take_journal()
                 # A round that was full and not published: the ps makes the update. What closed the fast path is still to come.
                 fastpath.take_up(unfinished, made=False)
                 replies += self._follow_log() if unfinished else []

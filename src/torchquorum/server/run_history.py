@@ -58,10 +58,18 @@ class RunHistory:
             self._ledger.flush()
 
     def restore(self, replayed: list[Record]) -> None:
-        """The journal's updates were made again: their gradients count as accepted for those who ask."""
+        """The journal's updates were made again: their gradients count as accepted for those who ask.
+
+        The ledger gets those that it does not have: of what workers wrote to the journal the ps heard later, or never.
+        """
         for record in replayed[-REMEMBERED_FATES:]:
             for key in record.keys:
                 self._keep_fate(Fate(*key, "accepted", Reason.WITHIN_BOUND.value, record.version - 1))
+        if self._ledger is None:
+            return
+        for record in replayed:
+            if record.given:
+                self._ledger.restore([_entry_of(record, k) for k in range(len(record.keys))])
 
     def decided(
         self,
@@ -166,6 +174,26 @@ class RunHistory:
         """Closes the ledger."""
         if self._ledger is not None:
             self._ledger.close()
+
+
+def _entry_of(record: Record, k: int) -> Entry:
+    """Returns what the ledger has of a gradient that a record of the journal tells of."""
+    (worker, incarnation, local_step), given, met = record.keys[k], record.given[k], record.version - 1
+    fresh = given.computed_at == met
+    return Entry(
+        worker=worker,
+        incarnation=name_life(incarnation),
+        local_step=local_step,
+        version=given.computed_at,
+        met=met,
+        staleness=met - given.computed_at,
+        accepted=True,
+        reason=(Reason.FRESH if fresh else Reason.WITHIN_BOUND).value,
+        arrived_at=given.wall,
+        loss=given.loss,
+        lr=given.rates or msgspec.UNSET,
+        norm=msgspec.UNSET if given.norm is None else float(f"{given.norm:.6g}"),
+    )
 
 
 def _configuration_of(plan: OptimizerPlan) -> dict[str, Any]:

@@ -14,7 +14,8 @@ from torchquorum.errors import UpdateError
 from torchquorum.fastpath.page import FastPage
 from torchquorum.formats.checkpoint import CheckpointReader, load_manifest
 from torchquorum.formats.checkpoint_manifest import Manifest
-from torchquorum.formats.journal import JournalError, JournalWriter, Payload, Record
+from torchquorum.formats.journal import JournalError, Record
+from torchquorum.formats.journal_write import JournalWriter, Payload
 from torchquorum.formats.storage import Location
 from torchquorum.formats.stored_tensors import StoredTensors
 from torchquorum.lines import text_of
@@ -301,11 +302,11 @@ class Shard:
 
     def close(self) -> None:
         """Releases the memory and closes the journal."""
+        for track in self.tracks:  # first: who looks for the journal of a page that is open finds it
+            track.close()
         if self.journal is not None:
             self.journal.close()
             self.journal = None
-        for track in self.tracks:
-            track.close()
 
 
 def has_rows(plan: Plan) -> bool:

@@ -13,7 +13,8 @@ import torch
 
 from torchquorum.fastpath.page import FastPage, states_in_reach
 from torchquorum.fastpath.policy import may_have_fastpath
-from torchquorum.formats.journal import Payload, Record
+from torchquorum.formats.journal import Record
+from torchquorum.formats.journal_write import Payload
 from torchquorum.memory.slots import region_bytes, section_views
 from torchquorum.rules.quorum import Key
 from torchquorum.server.answers import Answers

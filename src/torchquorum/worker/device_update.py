@@ -17,6 +17,7 @@ import torch
 
 from torchquorum.fastpath.participant import UpdateSlots
 from torchquorum.fastpath.rounds import RoundPart, parts_of
+from torchquorum.fastpath.update_journal import JournaledMean
 from torchquorum.memory.slots import Sections, Slots
 from torchquorum.placement.layout import CONSTANT, Region
 from torchquorum.update.gradient_norm import norms_of
@@ -38,6 +39,7 @@ class DeviceTurn:
 
     direct = loads = True
     norm: float | None = None
+    mean: JournaledMean | None = None  # a durable run makes updates where the ps would make them again
 
     def __init__(
         self,

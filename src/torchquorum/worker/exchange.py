@@ -40,12 +40,13 @@ class Exchange:
         flat: The worker's parameters.
         shared: Of each ps task, whether it is on this host and memory is shared with it.
         in_place: Whether gradients may be sent from where they were computed: the next are computed after the answer.
+        slots: How many slots shared gradient memory has; the gradient lies in the first.
 
     Raises:
         SegmentError: No shared memory can be had.
     """
 
-    def __init__(self, flat: FlatParameters, shared: Sequence[bool], *, in_place: bool = False) -> None:
+    def __init__(self, flat: FlatParameters, shared: Sequence[bool], *, in_place: bool = False, slots: int = 1) -> None:
         self._flat = flat
         self._gradients: list[Slots | None] = []
         self._buffers: list[torch.Tensor | None] = []
@@ -60,7 +61,7 @@ class Exchange:
         self._pinned = Pinned(self.device) if self.device is not None else None
         try:
             for k, region in enumerate(flat.layout.trained):
-                self._add(Slots.create("gradients", region, 1) if shared[k] else None, k)
+                self._add(Slots.create("gradients", region, slots) if shared[k] else None, k)
         except BaseException:
             self.close()
             raise

@@ -14,6 +14,7 @@ from torchquorum.fastpath.page import FastPage
 from torchquorum.fastpath.participant import Participant
 from torchquorum.fastpath.policy import fastpath_kernels, mode_of
 from torchquorum.fastpath.steps import FastPathSteps, WorkerMemory, round_steps, turn_steps
+from torchquorum.fastpath.update_journal import UpdateJournal
 from torchquorum.memory.lock import supported
 from torchquorum.memory.slots import Slots
 from torchquorum.update.kernels import states_of
@@ -26,8 +27,8 @@ from torchquorum.worker.flat import FlatParameters
 def can_use_fastpath(plan: Plan, *, on_gpu: bool) -> bool:
     """Whether a worker can make updates by itself: on a GPU only those of one operation, else the ps makes them."""
     kernels = fastpath_kernels(plan) or []
-    if plan.record and on_gpu:
-        return False  # a replay makes the updates where the ps makes them
+    if (plan.record or plan.durable) and on_gpu:
+        return False  # a replay, as one from the journal, makes the updates where the ps makes them
     return supported() and (not on_gpu or all(kernel.plain for kernel in kernels))
 
 
@@ -62,7 +63,13 @@ def open_fastpath(
     page = FastPage.open(answer.fastpath, plan.num_workers, len(plan.optimizer.groups), clock)
     worker, user = who[0], Participant(page, *who, versions, clock=clock)
     memory = WorkerMemory(
-        layout=flat.layout, parameters=flat.parameters, versions=versions, own=own, kernels=kernels, states=states
+        layout=flat.layout,
+        parameters=flat.parameters,
+        versions=versions,
+        own=own,
+        kernels=kernels,
+        states=states,
+        journal=UpdateJournal(page, clock) if plan.durable else None,
     )
     on_gpu = exchange.device is not None
     if mode_of(plan) == "rounds":

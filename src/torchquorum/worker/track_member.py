@@ -15,6 +15,7 @@ import msgspec
 import torch
 
 import torchquorum.wire.messages as m
+from torchquorum.fastpath.policy import may_have_fastpath
 from torchquorum.fastpath.records import GradientId
 from torchquorum.fastpath.steps import FastPathSteps
 from torchquorum.memory.slots import Slots
@@ -98,7 +99,10 @@ class TrackMember:
         positions: Positions,
     ) -> None:
         self.index, self.plan, self.flat, self.residuals = own.index, own.plan, own.flat, own.residuals
-        self.exchange = Exchange(own.flat, shared, in_place=not own.plan.rule.pipeline and own.residuals is None)
+        in_place = not own.plan.rule.pipeline and own.residuals is None
+        # In a durable run's rounds each worker leaves its part of the mean gradient beside its gradient.
+        slots = 2 if own.plan.durable and may_have_fastpath(own.plan) else 1
+        self.exchange = Exchange(own.flat, shared, in_place=in_place, slots=slots)
         self.fastpath: FastPathSteps | None = None
         self._rows: RowExchange | None = None
         if own.flat.tables:
@@ -150,6 +154,8 @@ class TrackMember:
         self.exchange.close()
         if self._rows is not None:
             self._rows.close()
+        if self.fastpath is not None:
+            self.fastpath.close()
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -307,6 +313,8 @@ class TrackMember:
 
     def _open_fastpath(self, answer: m.Variables, versions: Slots) -> None:
         if answer.fastpath is not None:
+            if self.fastpath is not None:
+                self.fastpath.close()
             self.fastpath = open_fastpath(
                 answer, self._who, self.plan, self.flat, self.exchange, versions, self._clock, self.watch.confirm
             )

@@ -45,7 +45,7 @@ def test_the_rule_says_whether_workers_take_turns_or_make_rounds(rule: Any, work
 @pytest.mark.parametrize(
     "options",
     [
-        {"durable": "process"},
+        {"durable": "write", "name": "generator"},  # one of several optimizers
         {"num_shards": 2},
         {"average": AverageSpec(0.9, False)},
         {"optimizer": OptimizerSpec("SGD", [{"lr": 0.1, "foreach": True}])},

@@ -14,7 +14,6 @@ from torchquorum.formats.journal import (
     SUFFIX,
     Head,
     JournalError,
-    JournalWriter,
     Record,
     clear,
     find_common,
@@ -24,6 +23,7 @@ from torchquorum.formats.journal import (
     read_head,
     replay_lineage,
 )
+from torchquorum.formats.journal_write import JournalWriter, frame_header
 
 PLAN = {"optimizer": "SGD"}
 
@@ -165,7 +165,7 @@ def test_a_file_that_is_no_journal_has_no_head_and_no_records(tmp_path: Path) ->
 
 
 def framed(packed: bytes) -> bytes:
-    return journal.frame_header(packed, b"") + packed
+    return frame_header(packed, b"") + packed
 
 
 def test_whole_frames_that_hold_something_else_end_the_file(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from torchquorum.formats.journal import Head, JournalError, JournalWriter
+from torchquorum.formats.journal import Head, JournalError
+from torchquorum.formats.journal_write import JournalWriter
 from torchquorum.server.folder_watch import REMOVED_S, FolderWatch
 
 

@@ -8,7 +8,7 @@ import pytest
 
 import torchquorum as tq
 from tests.protocol.by_hand import make_plan
-from torchquorum.formats.journal import Record
+from torchquorum.formats.journal import GradientNote, Record
 from torchquorum.formats.ledger import NAME, Entry, decode_line, encode_line, read_ledger
 from torchquorum.formats.ledger_write import open_ledger
 from torchquorum.rules.quorum import Accepted, Key, Quorum, Reason, Refused
@@ -98,3 +98,31 @@ def test_several_optimizers_are_counted_each_and_their_norms_are_not_compared(tm
     }  # fmt: skip
     entries = list(read_ledger(tmp_path / NAME))
     assert {(e.optimizer, e.track) for e in entries} == {("G", msgspec.UNSET), ("D", 1)}
+
+
+def test_what_workers_wrote_to_the_journal_and_the_ps_did_not_hear_of_is_in_the_ledger_of_the_run_that_goes_on(
+    tmp_path: Path,
+) -> None:
+    before = history(tmp_path)
+    before.begin(make_plan())
+    before.decided(Accepted(Key(0, 7, 1), 0, 0, Reason.FRESH, 8.0), 0.5, 9.0, {})
+    before.close()
+    kept = history(tmp_path)
+    records = [
+        Record(1, [], [(0, 7, 1)], given=[GradientNote(0, 0.5, 9.0, 1.0, [0.1])]),
+        Record(
+            2,
+            [],
+            [(0, 7, 2), (1, 8, 1)],
+            given=[GradientNote(1, 0.25, 9.5, 1.0, [0.1]), GradientNote(0, None, 9.6, None)],
+        ),
+        Record(4, [], [(0, 7, 4)], given=[GradientNote(3, 0.1, 9.9, 1.0)]),  # does not follow
+    ]
+    kept.restore(records)
+    kept.close()
+    found = [(e.worker, e.local_step, e.version, e.met, e.reason, e.loss) for e in read_ledger(tmp_path / NAME)]
+    assert found == [
+        (0, 1, 0, 0, "fresh", 0.5),
+        (0, 2, 1, 1, "fresh", 0.25),
+        (1, 1, 0, 1, "within bound", None),
+    ]

@@ -9,7 +9,8 @@ from tests.unit.formats.checkpoints import flip, found_step, save
 from tests.unit.formats.test_ledger import entry
 from torchquorum.errors import ConfigError
 from torchquorum.formats.checkpoint import CheckpointError, newest_good
-from torchquorum.formats.journal import SUFFIX, Head, JournalError, JournalWriter, Record
+from torchquorum.formats.journal import SUFFIX, Head, JournalError, Record
+from torchquorum.formats.journal_write import JournalWriter
 from torchquorum.formats.ledger import Event
 from torchquorum.formats.ledger_write import LedgerWriter
 from torchquorum.formats.storage import RemotePath, locate

@@ -58,7 +58,7 @@ class ScriptedChannel:
     def may_wait_s(self) -> float:
         return 0.0 if self.arrived else FOREVER_S
 
-    def receive_into(self, choose: Choose) -> None:
+    def receive_into(self, choose: Choose, *, several: bool = False) -> None:
         pass
 
     def settled(self) -> ScriptedChannel:

@@ -323,3 +323,42 @@ def test_a_durable_run_loses_no_update_of_any_of_them_when_a_ps_is_lost(
     for a, b, c in zip(one, two, plain(critics, 40), strict=True):
         assert torch.equal(a, b)
         torch.testing.assert_close(a, c)
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_large_variables_of_several_optimizers_come_over_a_socket(contiguous: bool):
+    def layers() -> nn.Sequential:
+        with SEEDED:
+            torch.manual_seed(0)
+            made = nn.Sequential(*(nn.Linear(240, 240) for _ in range(5)))
+        for layer in made if not contiguous else ():
+            layer.weight = nn.Parameter(
+                layer.weight.detach().t().contiguous().t()
+            )  # its memory is in an order of its own
+        return made
+
+    def steps(model: nn.Sequential, optimizers: list[Any]) -> list[torch.Tensor]:
+        for step in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            model(torch.full((2, 240), 0.1 * step)).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    def work(task: Task) -> list[torch.Tensor]:
+        model = layers()
+        own = [tq.Optimizer(torch.optim.SGD(layer.parameters(), lr=0.1)) for layer in model]
+        with tq.Session(task, model, own, last_step=3, patience=PATIENCE) as session:
+            steps(model, own)
+            session.pull()
+        return [p.detach().clone() for p in model.parameters()]
+
+    cluster = Cluster(workers=1, transport="tcp", sockets=True)
+    try:
+        (found,) = cluster.run(work)
+    finally:
+        cluster.stop()
+    model = layers()
+    expected = steps(model, [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model])
+    assert [float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)] == [0.0] * len(expected)

@@ -197,7 +197,7 @@ class SimChannel:
             world.wait(min(timeout_s, CLOSED_NAP_S))
         return None
 
-    def receive_into(self, choose: Choose) -> None:
+    def receive_into(self, choose: Choose, *, several: bool = False) -> None:
         pass
 
     def settled(self) -> SimChannel:
@@ -263,6 +263,9 @@ class SimListener:
             channel.reader = world.fiber
         world.wait(timeout_s, lambda: self.inbox or self._woken or any(c.inbox for c in channels))
         self._woken = False
+
+    def expect(self, answers: int) -> None:
+        pass
 
     def send(self, peer: Peer, frames: Sequence[Frame]) -> SimSent | None:
         self.process.effect("sending an answer")

@@ -37,6 +37,7 @@ class Row:
     refused: int
     waits: float | None
     waits_for: str
+    inner_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ _COLUMNS: tuple[Column, ...] = (
     ("state", lambda r: r.state, 5),
     ("local step", lambda r: f"{r.local_step:,}", 1),
     ("batches/s", lambda r: f"{r.batches_per_s:.0f}" if r.batches_per_s >= 10 else f"{r.batches_per_s:.1f}", 2),
+    ("inner step", lambda r: "" if r.inner_step is None else f"{r.inner_step:,}", 3),
     ("loss", lambda r: "" if r.loss is None else f"{r.loss:.4f}", 3),
     ("staleness", lambda r: f"{r.staleness:.2f}", 6),
     ("refused", lambda r: f"{r.refused:,}", 7),
@@ -91,6 +93,7 @@ def rows_of(status: Mapping[str, Any], speeds: Speeds | None = None) -> list[Row
                 refused=w["refused"],
                 waits=speed.waits,
                 waits_for=names,
+                inner_step=w.get("inner_step"),
             )
         )
     return rows

@@ -39,6 +39,10 @@ class Entry(msgspec.Struct, frozen=True):
         lr: If it made a round full: the learning rate of each parameter group in that update.
         optimizer: Whose gradient it is, where there are several optimizers; versions are that one's.
         track: Which of these that is, from 1; not set for the first, whose versions are the global steps.
+        weight: How much it counts in the mean of its round, where its worker says so.
+        inner_step: Under local steps, how many its worker had made. A refused one is carried over: it is part of the next that is given.
+        steps: How many of these it has.
+        carries: How many refused ones before it are part of it.
         norm: Its norm (L2, over all variables); None if it is not finite, not set if it is not known.
     """
 
@@ -58,6 +62,10 @@ class Entry(msgspec.Struct, frozen=True):
     norm: float | msgspec.UnsetType | None = msgspec.UNSET
     optimizer: str | msgspec.UnsetType = msgspec.UNSET
     track: int | msgspec.UnsetType = msgspec.UNSET
+    weight: float | msgspec.UnsetType = msgspec.UNSET
+    inner_step: int | msgspec.UnsetType = msgspec.UNSET
+    steps: int | msgspec.UnsetType = msgspec.UNSET
+    carries: int | msgspec.UnsetType = msgspec.UNSET
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from torchquorum.rules.quorum import Key
 from torchquorum.wire.settings import Settings
+from torchquorum.wire.worker_messages import Contribution
 
 REMEMBERED_ARRIVALS = 4096
 
@@ -25,6 +26,7 @@ class Arrival:
     norm: float | None = None
     track: int = 0
     sample: int = 0
+    of: Contribution | None = None
     shards: set[int] = field(default_factory=set)
 
 
@@ -44,7 +46,7 @@ class Arrivals:
         if push is not None:
             arrival.version, arrival.loss, arrival.finite = push.version, push.loss, push.finite
             arrival.settings, arrival.norm, arrival.track = push.settings, push.norm, push.track
-            arrival.sample = push.sample
+            arrival.sample, arrival.of = push.sample, push.of
         while len(self._open) > REMEMBERED_ARRIVALS:
             self._open.popitem(last=False)
         if len(arrival.shards) < self._num_shards or arrival.version is None:

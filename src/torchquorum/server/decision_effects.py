@@ -166,7 +166,7 @@ class DecisionEffects:
         self.barriers.decided(key, accepted=accepted)
         if accepted and self.plans[push.track].rule.once_per_round:
             self._equal.given(key, push.sample, push.norm)
-        self.history.decided(action, push.loss, wall, batches, rates, norm=push.norm, track=push.track)
+        self.history.decided(action, push, wall, batches, rates)
         if self.recorder is not None:
             self.recorder.decided(action, push.loss)
         if action.reason is quorum.Reason.NOT_FINITE:
@@ -205,7 +205,8 @@ class DecisionEffects:
         if self.recorder is not None:
             self.recorder.gone(worker, incarnation, DIED, why)
         self.history.wall = wall
-        self.history.note("died", worker, why)
+        carried = self.history.tally.worker(worker).carried
+        self.history.note("died", worker, why, {"lost": carried} if carried else None)
         chief = " (ps task 0 saves in its place)" if worker == 0 and self.plan.logdir else ""
         self.notes.append(f"/job:worker/task:{worker} counts as dead ({why}); the run goes on without it{chief}")
         self.note(self.membership.changed())

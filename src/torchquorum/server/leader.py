@@ -88,7 +88,8 @@ class Leader:
             how = "joined" if known is None else "came back"
             self.notes.append(f"/job:worker/task:{worker} {how}")
             self.history.wall = wall
-            self.history.note(how, worker)
+            lost = counts.begin_anew()
+            self.history.note(how, worker, values={"lost": lost} if lost else None)
             self.assigning.forget(worker)
             if known is not None:
                 self._drop_incomplete(Key(worker, known.incarnation, known.local_step + 1))

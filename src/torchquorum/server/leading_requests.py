@@ -67,7 +67,9 @@ class LeadingRequests(WorkerRequests):
 
     def _arrived(self, got: Incoming[m.Push], key: Key) -> list[Reply]:
         push = got.message
-        arrival = Arrival(push.version, push.loss, push.finite, push.settings, push.norm, push.track, push.sample)
+        arrival = Arrival(
+            push.version, push.loss, push.finite, push.settings, push.norm, push.track, push.sample, push.of
+        )
         self._leader.arrived(0, key, push.request, got.now, got.wall, push=arrival)
         return []
 
@@ -142,6 +144,7 @@ class LeadingRequests(WorkerRequests):
         for reply in replies:
             if isinstance(answer := reply.message, m.Variables):
                 answer.save = self._checkpoints.wants_position(worker)
+                answer.pace_s = self._leader.history.pace_s(self._leader.quorum.alive, answer.track)
                 if self.shard.workers.is_join(worker, answer.request):
                     answer.position, answer.kept = self._checkpoints.positions.restored(worker), self.kept
                     if (recorder := self._leader.effects.recorder) is not None and answer.position is not None:

@@ -30,6 +30,7 @@ class Outbox:
         self._owner = threading.get_ident()
         self._uncommitted: list[Reply] = []
         self._for_leader: deque[list[Frame]] = deque()
+        self._answers = 1
 
     def begin(self) -> None:
         """The calling thread is the ps thread."""
@@ -70,6 +71,9 @@ class Outbox:
                 if threading.get_ident() == self._owner:
                     self.send_to_leader()
                 continue
+            if reply.track >= self._answers:
+                self._answers = reply.track + 1
+                self._listener.expect(self._answers)
             sent = self._listener.send(reply.peer, frames)
             if reply.delivery is not None:
                 reply.delivery.waits, reply.delivery.sent = False, sent

@@ -7,7 +7,7 @@ worker may write again is copied before the worker goes on.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,6 +19,8 @@ from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import frame_tensor
 from torchquorum.wire.messages import Push
 from torchquorum.wire.stream import Room
+
+MOST_WEIGHT = 1e12
 
 
 @dataclass(slots=True)
@@ -33,6 +35,7 @@ class Gradient:
     absent: frozenset[int]
     borrowed: bool
     version: int = 0
+    weight: float = 0.0
 
 
 class PendingGradients:
@@ -69,7 +72,11 @@ class PendingGradients:
                 raise ValueError(f"{len(frames)} tensor frames, expected 1")
             sections = self._cut(frames[0]) if self._compressor is None else self._decode(frames[0])
         borrowed = push.slot >= 0 or self._compressor is None
-        self._gradients[key] = Gradient(sections, frozenset(push.absent), borrowed=borrowed, version=push.version)
+        weight = push.of.weight if push.of is not None else 0.0
+        if not 0 <= weight < MOST_WEIGHT:
+            raise ValueError(f"a gradient counts as {weight}: must be 0 or more, and below {MOST_WEIGHT:g}")
+        found = Gradient(sections, frozenset(push.absent), borrowed=borrowed, version=push.version, weight=weight)
+        self._gradients[key] = found
 
     def store_shared(self, key: Key, memory: Slots) -> None:
         """Keeps a gradient of the fast path, which lies in the first slot of its worker's memory."""
@@ -125,9 +132,7 @@ class PendingGradients:
     def copy_of(self, key: Key) -> Gradient:
         """Returns a copy of a gradient that is here and undecided."""
         found = self._gradients[key]
-        return Gradient(
-            [section.clone() for section in found.sections], found.absent, borrowed=False, version=found.version
-        )
+        return replace(found, sections=[section.clone() for section in found.sections], borrowed=False)
 
     def take(self, keys: Sequence[Key]) -> list[Gradient]:
         """Removes and returns gradients that make an update."""

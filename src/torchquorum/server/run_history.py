@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -18,8 +18,9 @@ from torchquorum.formats.ledger import Entry, Event, name_life
 from torchquorum.formats.ledger_write import LedgerWriter
 from torchquorum.rules.latest_norms import LatestNorms
 from torchquorum.rules.quorum import Accepted, Key, Quorum, Reason, Refused
+from torchquorum.server.arrivals import Arrival
 from torchquorum.server.tally import Tally
-from torchquorum.wire.messages import Fate, Plan
+from torchquorum.wire.messages import Contribution, Fate, Plan
 from torchquorum.wire.plan import OptimizerPlan
 
 REMEMBERED_FATES = 4096
@@ -74,23 +75,19 @@ class RunHistory:
     def decided(
         self,
         action: Accepted | Refused,
-        loss: float | None,
+        push: Arrival,
         wall: float,
         batches: dict[str, list[int]],
         rates: Sequence[float] = (),
-        *,
-        norm: float | None = None,
-        track: int = 0,
     ) -> None:
-        """A gradient was accepted or refused; `batches` are those it was computed from, `rates` those of an update that it made full.
-
-        `track` is the optimizer whose it is.
-        """
+        """A gradient was accepted or refused; `batches` are those it was computed from, `rates` those of an update that it made full."""
+        loss, norm, track, of_local = push.loss, push.norm, push.track, push.of
         optimizer = self._names[track]
         accepted = isinstance(action, Accepted)
         key, reason, staleness = action.key, action.reason.value, action.met - action.version
         counts = self.tally.worker(key.worker)
         counts.decided(accepted=accepted, reason=reason, staleness=staleness, loss=loss, at=wall)
+        carries = counts.gave(track, of_local, accepted=accepted, kept=action.reason is not Reason.NOT_FINITE)
         if optimizer:
             of = self.tally.optimizer(optimizer)
             of.count(accepted=accepted, reason=reason, staleness=staleness, loss=loss)
@@ -117,9 +114,15 @@ class RunHistory:
                 lr=list(rates) or msgspec.UNSET,
                 optimizer=optimizer or msgspec.UNSET,
                 track=track or msgspec.UNSET,
+                **_made_of(of_local, carries),
                 norm=msgspec.UNSET if norm is None else float(f"{norm:.6g}") if finite else None,
             )
         )
+
+    def pace_s(self, alive: Iterable[int], track: int) -> float:
+        """Returns how long the fastest live worker takes for a local step; 0 if that is not known."""
+        paces = [self.tally.worker(worker).paces.get(track, 0.0) for worker in alive]
+        return min((pace for pace in paces if pace > 0), default=0.0)
 
     def largest(self) -> str | None:
         """Returns a line about the latest accepted gradient that was far larger than the others of its optimizer, if there is one; once."""
@@ -194,6 +197,16 @@ def _entry_of(record: Record, k: int) -> Entry:
         lr=given.rates or msgspec.UNSET,
         norm=msgspec.UNSET if given.norm is None else float(f"{given.norm:.6g}"),
     )
+
+
+def _made_of(of: Contribution | None, carries: int) -> dict[str, Any]:
+    """Returns what the ledger has of what a gradient was made of."""
+    if of is None:
+        return {}
+    found: dict[str, Any] = {"weight": of.weight} if of.weight else {}
+    if of.inner_step >= 0:
+        found |= {"inner_step": of.inner_step, "steps": of.steps}
+    return found | ({"carries": carries} if carries else {})
 
 
 def _configuration_of(plan: OptimizerPlan) -> dict[str, Any]:

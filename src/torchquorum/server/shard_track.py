@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 import torch
 
+from torchquorum.errors import UpdateError
 from torchquorum.fastpath.page import FastPage, states_in_reach
 from torchquorum.fastpath.policy import may_have_fastpath
 from torchquorum.formats.journal import Record
@@ -151,7 +152,8 @@ class ShardTrack:
         parts = self.gradients.take(keys)
         absent = frozenset.intersection(*(p.absent for p in parts))
         updates = self.tables.mean(keys)
-        mean, slot = self.variables.make([p.sections for p in parts], absent, version)
+        weights = self._weights([p.weight for p in parts])
+        mean, slot = self.variables.make([p.sections for p in parts], absent, version, weights)
         self._apply_rows(updates, version, entry.evicted_at)
         if keep is not None:
             self.told = max(self.told, *(p.version for p in parts))
@@ -160,6 +162,19 @@ class ShardTrack:
             keep(record, with_rows(region_bytes(self.region, mean), updates))
         self.variables.publish(slot, version)
         self.images.changed(version, () if self.plan.after_update else absent)
+
+    def _weights(self, given: list[float]) -> list[float]:
+        """Returns how much each gradient of a round counts; empty where all count alike.
+
+        Raises:
+            UpdateError: Some workers say how much theirs count, and others do not.
+        """
+        if any(given) and not all(given):
+            raise UpdateError(
+                f"{sum(map(bool, given))} of {len(given)} gradients of a round say of how many examples they are, and the others do not: "
+                "give optimizer.step(examples=...) on all workers, or on none"
+            )
+        return given if len(set(given)) > 1 else []
 
     def _apply_rows(self, updates: Sequence[RowUpdate], version: int, evicted_at: float) -> None:
         if self.tables:

@@ -119,12 +119,21 @@ class ShardVariables:
         self.update.load(state, state.ref.scalars)
 
     def make(
-        self, gradients: Sequence[Sequence[torch.Tensor]], absent: frozenset[int], version: int
+        self,
+        gradients: Sequence[Sequence[torch.Tensor]],
+        absent: frozenset[int],
+        version: int,
+        weights: Sequence[float] = (),
     ) -> tuple[Sequence[torch.Tensor], int]:
-        """Makes a version from the mean of gradients. Returns the mean, and the slot with the version, to be published."""
+        """Makes a version from the mean of gradients, weighted where there are weights.
+
+        Returns the mean, and the slot with the version, to be published.
+        """
         slots = self.versions.slots
         slot = self.versions.next_slot()
-        mean = self.update.apply(slots.sections[self.versions.current], slots.sections[slot], gradients, absent)
+        mean = self.update.apply(
+            slots.sections[self.versions.current], slots.sections[slot], gradients, absent, weights
+        )
         self._constraints.apply(slots.sections[slot])
         if self.mean.wanted:
             self.mean.keep(version, mean, absent)

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchquorum.wire.worker_messages import Contribution
+
 
 @dataclass(slots=True)
 class GradientTally:
@@ -58,6 +60,42 @@ class WorkerTally(GradientTally):
     released_at: float | None = None
     state: str = "unknown"
     waits_for: dict[str, Any] | None = None
+    inner_step: int = -1
+    carried_over: int = 0
+    lost: int = 0
+    paces: dict[int, float] = field(default_factory=dict)
+    _carried: dict[int, int] = field(default_factory=dict)
+
+    def gave(self, track: int, of: Contribution | None, *, accepted: bool, kept: bool) -> int:
+        """It has given what its local steps have changed; returns how many refused ones that holds, if it is accepted.
+
+        A refused one is part of the next that it gives, of the same optimizer, unless it is not `kept`.
+        """
+        if of is None or of.inner_step < 0:
+            return 0
+        self.inner_step = max(of.inner_step, self.inner_step)
+        if 0 < of.pace_s < float("inf"):
+            self.paces[track] = of.pace_s
+        if accepted:
+            return self._carried.pop(track, 0)
+        if kept:
+            self.carried_over += 1
+            self._carried[track] = self._carried.get(track, 0) + 1
+        return 0
+
+    @property
+    def carried(self) -> int:
+        """Returns how many refused ones it has still to give."""
+        return sum(self._carried.values())
+
+    def begin_anew(self) -> int:
+        """Another process is this worker now: what the one before had still to give is lost; returns how many."""
+        lost = self.carried
+        self.lost += lost
+        self._carried.clear()
+        self.paces.clear()
+        self.inner_step = -1
+        return lost
 
     def decided(self, *, accepted: bool, reason: str, staleness: int, loss: float | None, at: float) -> None:
         """Counts one gradient that was decided on at this time."""
@@ -92,6 +130,18 @@ class WorkerTally(GradientTally):
             "accuracy": self.accuracy,
             "waited_s": round(self.waited_s, 3),
             "start_up_s": None,
+            **self._local(),
+        }
+
+    def _local(self) -> dict[str, Any]:
+        if self.inner_step < 0:
+            return {}
+        gone = self.carried if self.state == "dead" else 0
+        return {
+            "inner_step": self.inner_step,
+            "carried_over": self.carried_over,
+            "to_give": self.carried - gone,
+            "lost": self.lost + gone,
         }
 
 

@@ -24,15 +24,23 @@ _OTHER_WAYS = ("fused", "foreach", "differentiable", "capturable")
 Tensors = Sequence[torch.Tensor]
 
 
-def mean(gradients: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+def mean(gradients: Sequence[torch.Tensor], out: torch.Tensor, weights: Sequence[float] = ()) -> torch.Tensor:
     """Returns the mean of gradients: their sum in order, then one division, in their own precision (ADR 0008).
+
+    With weights it is sum(w * g) / sum(w), in the same order.
 
     Args:
         gradients: The gradients, in order of worker and local step.
         out: Where the mean of several is written; a single gradient is returned as it is.
+        weights: How much each counts; empty where all count alike.
     """
     if len(gradients) == 1:
         return gradients[0]
+    if weights:
+        torch.mul(gradients[0], weights[0], out=out)
+        for gradient, weight in zip(gradients[1:], weights[1:], strict=True):
+            out.add_(gradient, alpha=weight)
+        return out.div_(sum(weights))
     torch.add(gradients[0], gradients[1], out=out)
     for more in gradients[2:]:
         out.add_(more)

@@ -186,6 +186,7 @@ class Updater:
         new: Sequence[torch.Tensor],
         gradients: Sequence[Sequence[torch.Tensor]],
         absent: frozenset[int],
+        weights: Sequence[float] = (),
     ) -> Sequence[torch.Tensor]:
         """Writes the next version into `new`.
 
@@ -194,6 +195,7 @@ class Updater:
             new: The sections of the next one, to be written in full.
             gradients: The sections of each gradient, in order of worker and local step; absent variables are zero.
             absent: Variables (by index) that have no gradient in any of them.
+            weights: How much each gradient counts; empty where all count alike.
 
         Returns:
             The sections of the mean gradient, until the next update.
@@ -201,7 +203,7 @@ class Updater:
         step = gradients[0]
         if len(gradients) > 1:
             sections = zip(*gradients, strict=True)
-            step = [mean(section, out) for section, out in zip(sections, self._scratch, strict=True)]
+            step = [mean(section, out, weights) for section, out in zip(sections, self._scratch, strict=True)]
         if absent:
             self._cut(lambda piece: piece.variable in absent)
         if self._kernels is not None:

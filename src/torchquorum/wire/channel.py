@@ -165,8 +165,11 @@ class Channel(Pollable, Protocol):
         """Returns the next message, or None when none came in time."""
         ...
 
-    def receive_into(self, choose: Choose) -> None:
-        """Lets the receiver choose, by header and sizes of a message, where its second frame goes. A hint: it may be ignored."""
+    def receive_into(self, choose: Choose, *, several: bool = False) -> None:
+        """Lets the receiver choose, by header and sizes of a message, where its second frame goes. A hint: it may be ignored.
+
+        With `several` the large frames of one message are still used when others have come: each has memory of its own.
+        """
         ...
 
     def settled(self) -> Channel:
@@ -205,6 +208,10 @@ class Receiver(Pollable, Protocol):
             A handle to ask when the frames are free again, and of a large message whether it is on its way; None if there is nothing
             to ask.
         """
+        ...
+
+    def expect(self, answers: int) -> None:
+        """From now on a peer may be sent so many large messages for one that it asks: one for each optimizer of the run."""
         ...
 
     def moved_bytes(self, peer: Peer) -> int:

@@ -84,6 +84,11 @@ class CombinedListener:
         """Ends the wait of the thread that receives; may be called on any thread."""
         os.eventfd_write(self._woken, 1)
 
+    def expect(self, answers: int) -> None:
+        """From now on a peer may be sent so many large messages for one that it asks: one for each optimizer of the run."""
+        for part in self._parts:
+            part.expect(answers)
+
     def send(self, peer: Peer, frames: Sequence[Frame]) -> Sent | None:
         """Sends a message by the transport that its receiver uses; may be called on any thread."""
         part = self._part_of(peer)

@@ -95,7 +95,7 @@ class EntryChannel:
         """Whether there is a connection now, on which the other side has let us in."""
         return self._channel is not None
 
-    def receive_into(self, choose: Choose) -> None:
+    def receive_into(self, choose: Choose, *, several: bool = False) -> None:
         """Does nothing: what comes here stays as it is, as long as somebody uses it."""
 
     def send(self, frames: Sequence[Frame | Pieces]) -> None:

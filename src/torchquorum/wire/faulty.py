@@ -76,7 +76,7 @@ class FaultyChannel:
         """Returns nothing: what is late or lost here the channel inside does not know of."""
         return UNKNOWN
 
-    def receive_into(self, choose: Choose) -> None:
+    def receive_into(self, choose: Choose, *, several: bool = False) -> None:
         """Does nothing: a message that comes twice or late must not write into memory that is used by then."""
 
     def settled(self) -> FaultyChannel:

@@ -102,6 +102,9 @@ class InProcessListener:
         """Sends a message."""
         self._network.outbox(self._address, peer).put([bytes(f) for f in frames])
 
+    def expect(self, answers: int) -> None:
+        """Does nothing: nothing is lost here."""
+
     def wake(self) -> None:
         """Ends a wait in `receive`; may be called on any thread."""
         self._inbox.wake()
@@ -151,7 +154,7 @@ class InProcessChannel:
         """Returns nothing: messages come whole."""
         return UNKNOWN
 
-    def receive_into(self, choose: Choose) -> None:
+    def receive_into(self, choose: Choose, *, several: bool = False) -> None:
         """Does nothing: what was sent lies in memory of its own already."""
 
     def settled(self) -> InProcessChannel:

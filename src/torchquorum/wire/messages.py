@@ -98,6 +98,7 @@ from torchquorum.wire.worker_messages import (
     AtBarrier,
     Beat,
     Buffers,
+    Contribution,
     Create,
     FateOf,
     Hello,

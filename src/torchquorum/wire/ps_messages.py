@@ -57,7 +57,7 @@ class Variables(Message):
     rates of the next update, `used` those of the last one; `settings` are the run's, with the number of their changes, where the
     worker does not know them. `fastpath` is the page on which workers make updates, `states` the memory of the optimizer's state, by
     the kernels' names in their order. All of it is of one `track`: where every
-    track is asked for there is an answer for each.
+    track is asked for there is an answer for each. `pace_s` is how long the fastest worker takes for a local step, from shard 0.
     """
 
     request: int
@@ -78,6 +78,7 @@ class Variables(Message):
     optimizer: StateRef | None = None
     kept: list[tuple[int, int]] = []
     track: int = 0
+    pace_s: float = 0.0
 
 
 class Rows(Message):

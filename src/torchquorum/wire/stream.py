@@ -265,8 +265,8 @@ class StreamReader:
         """Returns memory for a frame; large ones take turns in what is kept."""
         if size < LARGE_BYTES:
             return memoryview(bytearray(size))
-        if not self.reuse:
-            return memoryview(Room(size))
+        if not self.reuse or sum(each >= LARGE_BYTES for each in self._sizes) > 1:
+            return memoryview(Room(size))  # all frames of a message are there at a time
         kept = self._kept.popleft() if len(self._kept) >= 2 else None
         if kept is None or len(kept) != size:
             self._give_back(kept)

@@ -60,9 +60,11 @@ class StreamChannel:
         """Returns 0.0 if bytes are here that have not been looked at, which the descriptor need not show."""
         return 0.0 if self._reader.more else FOREVER_S
 
-    def receive_into(self, choose: Choose) -> None:
-        """Lets the receiver choose, by header and sizes of a message, where its second frame goes."""
+    def receive_into(self, choose: Choose, *, several: bool = False) -> None:
+        """Lets the receiver choose, by header and sizes of a message, where its second frame goes; see the protocol for `several`."""
         self._reader.choose = choose
+        if several:
+            self._reader.reuse = False
 
     def send(self, frames: Sequence[Frame | Pieces]) -> None:
         """Sends a message as far as it fits; the rest leaves while this channel is flushed or received from."""

@@ -110,7 +110,7 @@ class StreamListener:
         self._threads: list[StreamThread] = []
         self._received: deque[tuple[Peer, list[Frame]]] = deque()
         self._unread: list[StreamConnection] = []  # with bytes that polling does not show
-        self._admitted = 0
+        self._admitted, self._large_ahead = 0, LARGE_AHEAD
         self.refusals = Refusals(options.say, clock=clock)
         self._epoll = select.epoll()
         try:
@@ -146,6 +146,10 @@ class StreamListener:
             self._collect(timeout_s)
         return self._received.popleft() if self._received else None
 
+    def expect(self, answers: int) -> None:
+        """From now on a peer may be sent so many large messages for one that it asks: one for each optimizer of the run."""
+        self._large_ahead = LARGE_AHEAD * answers
+
     def send(self, peer: Peer, frames: Sequence[Frame]) -> Sent | None:
         """Sends a message; a peer that is gone is no error, and one that does not read loses what does not fit."""
         connection = self._peers.get(peer)
@@ -154,7 +158,7 @@ class StreamListener:
         writer = connection.writer
         if writer.waiting:
             large = any(len(f) >= LARGE_BYTES for f in frames)
-            if writer.large_waiting >= LARGE_AHEAD if large else writer.waiting >= SMALL_AHEAD:
+            if writer.large_waiting >= self._large_ahead if large else writer.waiting >= SMALL_AHEAD:
                 return None  # it has not taken what it asked for before; it will ask again
         if connection.thread is not None:
             outgoing = writer.put(frames)

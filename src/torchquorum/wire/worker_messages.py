@@ -72,6 +72,22 @@ class RowPart(msgspec.Struct, array_like=True):
     count: int
 
 
+class Contribution(msgspec.Struct, array_like=True):
+    """What a gradient is made of, where a worker says so.
+
+    Attributes:
+        weight: How much it counts in the mean of a round, such as a number of examples; 0 for as much as every other.
+        inner_step: How many steps the worker's own optimizer has made; -1 where it has none.
+        steps: How many of these came since the gradient before.
+        pace_s: How many seconds the worker takes for one of them; 0 if it does not know.
+    """
+
+    weight: float = 0.0
+    inner_step: int = -1
+    steps: int = 0
+    pace_s: float = 0.0
+
+
 class Push(Message):
     """One gradient; in frame 0, or in the worker's shared memory at `slot`; rows of tables follow in one more. Answered by Variables.
 
@@ -79,7 +95,7 @@ class Push(Message):
 
     `finite` is False if it holds NaN or infinity: it will be refused. `settings` are those of the program, from the worker that leads and
     only to shard 0, where they differ from the run's as the worker knows them, at `revision`. `norm` is that of the whole gradient,
-    `sample` a checksum of some of its elements, or 0. `track` is the optimizer whose it is.
+    `sample` a checksum of some of its elements, or 0. `track` is the optimizer whose it is, `of` what it is made of.
     """
 
     worker: int
@@ -98,6 +114,7 @@ class Push(Message):
     track: int = 0
     sample: int = 0
     rows_at: int = -1
+    of: Contribution | None = None
 
 
 class PullRows(Message):

@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from torchquorum.errors import LostPlaceError, TaskLostError
+from torchquorum.wire.messages import Contribution
 from torchquorum.wire.settings import RATE, Settings, changed, changes, describe, encode
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.link import Link
@@ -115,30 +116,34 @@ class AttachedOptimizer:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def local_step(self, local: LocalSteps, closure: Callable[[], Any] | None, loss: Any) -> Any:
+    def local_step(
+        self, local: LocalSteps, closure: Callable[[], Any] | None, loss: Any, examples: float | None = None
+    ) -> Any:
         """Makes an inner step, and the outer one if it is due; observers follow the outer ones."""
         self.link.positions.before_push()  # the program has asked its schedulers, and no step has been made of this version
         found = local.step(
-            closure, float(loss.detach() if isinstance(loss, torch.Tensor) else loss) if loss is not None else None
+            closure,
+            float(loss.detach() if isinstance(loss, torch.Tensor) else loss) if loss is not None else None,
+            examples,
         )
         if local.is_due:
-            local.push(lambda: self.push(local.loss))
+            local.push(lambda: self.push(local.loss, local.contribution))
         else:
             if self.observer is not None:
                 self.observer.before_run()
             self.last = self._step(None, "inner")
         return found
 
-    def push(self, loss: float | LaterLoss | None) -> Step:
+    def push(self, loss: float | LaterLoss | None, of: Contribution | None = None) -> Step:
         """Pushes the gradients and pulls the variables; a ps task that is lost meanwhile is found again."""
         if self.observer is not None:
             self.observer.before_run()
-        return self._surviving(lambda: self._pushed(loss), loss)
+        return self._surviving(lambda: self._pushed(loss, of), loss)
 
-    def send(self, loss: float | None) -> None:
+    def send(self, loss: float | None, of: Contribution) -> None:
         """Pushes the gradients and does not wait; `receive` takes the answer."""
         link = self.link
-        link.push(loss, None, allow_nonfinite=self.options.allow_nonfinite, track=self.track, later=True)
+        link.push(loss, None, allow_nonfinite=self.options.allow_nonfinite, track=self.track, later=True, of=of)
 
     def receive(self, loss: float | None) -> Step:
         """Takes the answer to what was sent; a ps task that is lost meanwhile is found again."""
@@ -169,13 +174,13 @@ class AttachedOptimizer:
         view, link = self.view, self.link
         return Step(view.version, link.local_step, accepted, reason, 0, view.lr[0], link.stopped, self.called)
 
-    def _pushed(self, loss: float | LaterLoss | None) -> Step:
+    def _pushed(self, loss: float | LaterLoss | None, of: Contribution | None) -> Step:
         """Pushes the gradients, with the settings of the program if this worker leads."""
         link, program = self.link, self.program
         own = program.look_at_push() if program is not None else None
         leads = link.leads()
         step = self.last = link.push(
-            loss, own if leads else None, allow_nonfinite=self.options.allow_nonfinite, track=self.track
+            loss, own if leads else None, allow_nonfinite=self.options.allow_nonfinite, track=self.track, of=of
         )
         self.inner._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]  # for scheduler objects of the one that is wrapped
         self._nonfinite.follow(step, link, self.track)

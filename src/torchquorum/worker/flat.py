@@ -206,6 +206,8 @@ class FlatParameters:
             if section.start_byte != at:
                 return None
             for ours, theirs in self.runs(one, [values]):
+                if theirs.dim() != 1:
+                    return None  # a parameter with a memory format of its own
                 begin = section.start_byte + int(theirs[0]) * ours.element_size()
                 if begin != at or ours.device.type != "cpu" or not ours.is_contiguous() or not ours.numel():
                     return None

@@ -61,7 +61,7 @@ class Fragments:
         assert part.attached is not None and part.local is not None
         return part.attached, part.local
 
-    def step(self, closure: Callable[[], Any] | None, loss: float | None) -> Any:
+    def step(self, closure: Callable[[], Any] | None, loss: float | None, examples: float | None = None) -> Any:
         """Makes an inner step; takes what has come, and pushes what is due."""
         first, counts = self._of(0)
         link = first.link
@@ -70,7 +70,7 @@ class Fragments:
             first.observer.before_run()
         found = step_without_hooks(self._inner, *([closure] if closure is not None else []))
         for k in range(len(self.parts)):
-            self._of(k)[1].count(found if closure is not None else loss)
+            self._of(k)[1].count(found if closure is not None else loss, examples)
         view, n = first.view, counts.inner_step
         self.last = Step(view.version, link.local_step, None, "inner", 0, view.lr[0], link.stopped, first.called)
         due = self._due(n)
@@ -91,10 +91,10 @@ class Fragments:
         attached, local = self._of(fragment)
         loss = local.loss
         if self._overlap:
-            local.send(lambda: attached.send(loss))
+            local.send(lambda: attached.send(loss, local.contribution))
             self._sent = _OnItsWay(fragment, n, loss)
         else:
-            self.last = local.push(lambda: attached.push(loss))
+            self.last = local.push(lambda: attached.push(loss, local.contribution))
 
     def _receive(self) -> None:
         assert self._sent is not None

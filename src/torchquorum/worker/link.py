@@ -150,7 +150,8 @@ class Link(RunView):
         joined.on_stop = self._buffers.send_final if self._buffers is not None else joined.on_stop
         for k in range(len(self.end.ps)):
             choosers = [track.exchange.chooser(k, self.requests.awaited, track.index) for track in joined.tracks]
-            self.channels.asker(k).channel.receive_into(choosers[0] if len(choosers) == 1 else first_of(choosers))
+            chooser = choosers[0] if len(choosers) == 1 else first_of(choosers)
+            self.channels.asker(k).channel.receive_into(chooser, several=len(choosers) > 1)
         joined.join(self.life, self.lost)
 
     def stay(self) -> None:
@@ -188,14 +189,15 @@ class Link(RunView):
         allow_nonfinite: bool = False,
         track: int = 0,
         later: bool = False,
+        of: m.Contribution | None = None,
     ) -> Step:
         """Sends the gradients; waits until they count and takes the version that follows (pipelined: the one before).
 
         A loss that a GPU still computes is a function, which is called when the gradients are there. `settings` are those of the program,
         if they count. `allow_nonfinite` pushes gradients with NaN or infinity as if they were whole. `track` is whose optimizer's they are.
-        With `later` nothing is waited for: `receive` takes the answer.
+        With `later` nothing is waited for: `receive` takes the answer. `of` is what the gradients are made of.
         """
-        return self.member.push(loss, settings, allow_nonfinite=allow_nonfinite, track=track, later=later)
+        return self.member.push(loss, settings, allow_nonfinite=allow_nonfinite, track=track, later=later, of=of)
 
     def receive(self, track: int) -> Step:
         """Takes the answer to what was pushed of an optimizer with `later`."""
@@ -245,7 +247,7 @@ class Link(RunView):
         if (residuals := self.residuals_of(push.track)) is not None:
             residuals.undo()
         try:
-            return self.push(push.loss, push.settings, allow_nonfinite=push.finite, track=push.track)
+            return self.push(push.loss, push.settings, allow_nonfinite=push.finite, track=push.track, of=push.of)
         finally:
             view.version = max(version, view.version)
 

@@ -23,12 +23,14 @@ from torchquorum.errors import ConfigError
 from torchquorum.placement.layout import CONSTANT
 from torchquorum.rules import Rule
 from torchquorum.update.optimizers import build, step_without_hooks
-from torchquorum.wire.messages import OptimizerSpec
+from torchquorum.wire.messages import Contribution, OptimizerSpec
 from torchquorum.wire.settings import encode
 from torchquorum.worker.flat import FlatParameters
 from torchquorum.worker.link import Link
 from torchquorum.worker.local_state import LocalState, LocalStates, read_restored
 from torchquorum.worker.residuals import Residuals
+
+SHORTER = 8  # with equal time, the first round has this part of the steps: then workers know how fast they are
 
 
 @dataclass(frozen=True)
@@ -45,15 +47,19 @@ class LocalSteps:
         inner: The optimizer that makes them.
         h: How many of them are one outer step.
         mix: How much of its own the worker keeps when a version comes that it went on meanwhile.
+        equal_time: Whether a slower worker makes fewer steps than `h`, in the time of the fastest.
 
     Attributes:
         inner_step: How many inner steps this worker has made.
         on_its_way: Whether what was pushed last has not been answered.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, h: int, mix: float = 0.0) -> None:
-        self.inner, self.h, self._mix = inner, h, mix
+    def __init__(self, inner: torch.optim.Optimizer, h: int, mix: float = 0.0, *, equal_time: bool = False) -> None:
+        self.inner, self.h, self._mix, self._equal_time = inner, h, mix, equal_time
         self.inner_step = self._since = 0
+        self._given, self._began_at = 0, 0.0
+        self._examples, self._pace_s = 0.0, 0.0
+        self._steps = max(1, h // SHORTER) if equal_time else h
         self.on_its_way = False
         self._own: list[
             torch.Tensor
@@ -144,6 +150,7 @@ class LocalSteps:
                 for name, value in self._values().items() if found.since else ():
                     if name in found.own:
                         value.copy_(found.own[name])
+            self._given = found.inner_step - found.since
             self._since, self._losses = found.since, [found.losses] if found.since else []
         if (kept := self._link.residuals_of(self._track)) is not None:
             kept.load(found.residuals if found is not None else {})
@@ -166,12 +173,23 @@ class LocalSteps:
         """The parameters hold a version; what was worked on while it was on its way is mixed in."""
         self._since = 1 if self._own else 0
         self._losses = []
+        self._set_pace()
         with torch.no_grad():
             for memory, anchor, _ in self._areas:
                 anchor.copy_(memory)
             for (memory, _, _), own in zip(self._areas, self._own, strict=False):
                 memory.lerp_(own, self._mix)
         self._own, self.on_its_way = [], False
+
+    def _set_pace(self) -> None:
+        """A round begins: this worker makes as many steps as it can while the fastest makes all of them."""
+        link = self._link
+        if link is None:
+            return
+        self._began_at = link.end.clock.now()
+        fastest = link.tracks[self._track].pace_s if self._track < len(link.tracks) else 0.0
+        if self._equal_time and fastest > 0 and self._pace_s > 0:
+            self._steps = min(self.h, max(1, round(self.h * fastest / self._pace_s)))
 
     def before_take(self) -> None:
         """A version is waited for, which may be written into the parameters while it comes: what they hold is kept."""
@@ -194,14 +212,15 @@ class LocalSteps:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None, loss: float | None) -> Any:
+    def step(self, closure: Callable[[], Any] | None, loss: float | None, examples: float | None = None) -> Any:
         """Makes an inner step; returns what the closure returned."""
         found = step_without_hooks(self.inner, *([closure] if closure is not None else []))
-        self.count(found if closure is not None else loss)
+        self.count(found if closure is not None else loss, examples)
         return found
 
-    def count(self, loss: Any) -> None:
-        """An inner step has been made."""
+    def count(self, loss: Any, examples: float | None = None) -> None:
+        """An inner step has been made, of so many examples."""
+        self._examples += examples or 0.0
         self.inner_step += 1
         self._since += 1
         if loss is not None:
@@ -210,7 +229,17 @@ class LocalSteps:
     @property
     def is_due(self) -> bool:
         """Whether the next thing to do is an outer step."""
-        return self._since >= self.h
+        return self._since >= self._steps
+
+    @property
+    def contribution(self) -> Contribution:
+        """Returns what is given now is made of; the next one begins."""
+        steps = self.inner_step - self._given
+        if self._equal_time and self._link is not None:
+            self._pace_s = (self._link.end.clock.now() - self._began_at) / max(1, self._since)
+        weight = self._examples or (float(steps) if self._equal_time else 0.0)
+        self._given, self._examples = self.inner_step, 0.0
+        return Contribution(weight, self.inner_step, steps, self._pace_s)
 
     @property
     def loss(self) -> float | None:

@@ -19,7 +19,7 @@ from torchquorum.errors import ConfigError
 from torchquorum.rules import Rule, Sync
 from torchquorum.update.constraints import read_after_update
 from torchquorum.update.optimizers import check_groups, is_own, name_of
-from torchquorum.wire.messages import AverageSpec, OptimizerSpec
+from torchquorum.wire.messages import AverageSpec, Contribution, OptimizerSpec
 from torchquorum.wire.settings import RATE, Settings
 from torchquorum.worker.accumulation import check_accumulation
 from torchquorum.worker.attached import AttachedOptimizer, StepObserver
@@ -38,6 +38,7 @@ from torchquorum.worker.track_member import LaterLoss
 _UNTRACED: list[Any] = []
 # Those of every optimizer there is: register_optimizer_step_pre_hook and its like fill them.
 _HOOKS_OF_ALL = _global_optimizer_pre_hooks, _global_optimizer_post_hooks
+MOST_EXAMPLES = 1e12
 _NO_COPY = "a tq.Optimizer cannot be copied or pickled, as it stands for the optimizer of a run: copy or save optimizer.state_dict()"
 
 
@@ -107,7 +108,7 @@ class Optimizer(torch.optim.Optimizer):
         self._local: LocalSteps | None = None
         if self.rule.local_steps:
             outer_spec(self.rule, 1)
-            self._local = LocalSteps(optimizer, self.rule.local_steps, self.rule.mix)
+            self._local = LocalSteps(optimizer, self.rule.local_steps, self.rule.mix, equal_time=self.rule.equal_time)
         else:
             name_of(type(optimizer))
             check_groups(optimizer)
@@ -342,25 +343,27 @@ class Optimizer(torch.optim.Optimizer):
         if self._attached is not None:
             self._attached.link.say(line)
 
-    def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
+    def step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None, examples: float | None = None) -> Any:
         """Pushes the gradients and pulls the variables; what became of them is in `last`.
 
         Args:
             closure: Computes loss and gradients, as in torch.optim; not needed in an ordinary loop.
             loss: The loss, if it should appear in progress, ledger and report.
+            examples: Of how many examples, or tokens, the gradients are the mean: in a round they count by that, so batches of different
+                sizes make the update of the joined batch. All workers give it, or none.
 
         Returns:
             What the closure returned; None without one, as in torch.optim.
         """
         if "torch._dynamo" in sys.modules:
-            return _untraced()(self, closure, loss)
-        return self._step_as_watched(closure, loss)
+            return _untraced()(self, closure, loss, examples)
+        return self._step_as_watched(closure, loss, examples)
 
     # What torch.optim puts around every step, for hooks and the profiler, costs more than the rest of it: only for who looks.
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
 
-    def _step_as_watched(self, closure: Callable[[], Any] | None, loss: Any) -> Any:
-        return (self._watched_step if self._is_watched() else self._step)(closure, loss=loss)
+    def _step_as_watched(self, closure: Callable[[], Any] | None, loss: Any, examples: float | None) -> Any:
+        return (self._watched_step if self._is_watched() else self._step)(closure, loss=loss, examples=examples)
 
     def _is_watched(self) -> bool:
         hooks = self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks, *_HOOKS_OF_ALL
@@ -375,12 +378,17 @@ class Optimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 parameter.grad = None
 
-    def _step(self, closure: Callable[[], Any] | None = None, *, loss: Any = None) -> Any:
+    def _step(
+        self, closure: Callable[[], Any] | None = None, *, loss: Any = None, examples: float | None = None
+    ) -> Any:
         attached = self._ready()
+        if examples is not None:
+            self._check_examples(examples)
         if self._fragments is not None:
-            return self._fragments.step(closure, float(loss) if loss is not None else None)
+            known = loss.detach() if isinstance(loss, torch.Tensor) else loss
+            return self._fragments.step(closure, float(known) if known is not None else None, examples)
         if self._local is not None:
-            return attached.local_step(self._local, closure, loss)
+            return attached.local_step(self._local, closure, loss, examples)
         found = None
         if closure is not None:
             with torch.enable_grad():
@@ -389,8 +397,21 @@ class Optimizer(torch.optim.Optimizer):
             if loss.numel() != 1:
                 raise ConfigError(f"loss: a tensor of {loss.numel()} elements; give its mean, or leave it out")
             loss = loss.detach()
-        attached.push(float(loss) if loss is not None else None)
+        attached.push(
+            float(loss) if loss is not None else None, Contribution(float(examples)) if examples is not None else None
+        )
         return found
+
+    def _check_examples(self, examples: float) -> None:
+        """Raises ConfigError if a number of examples has no effect, or is none."""
+        if isinstance(examples, bool) or not isinstance(examples, int | float) or not 0 < examples < MOST_EXAMPLES:
+            raise ConfigError(f"examples={examples!r}: must be a number above 0, such as len(x)")
+        if self.rule.aggregate == 1 and self.rule.grace is None:
+            raise ConfigError(
+                f"examples={examples} with rule={self.rule}: each gradient is an update by itself; leave it out"
+            )
+        if self.flat is not None and self.flat.tables:
+            raise ConfigError(f"examples={examples} with tables of rows: their rows are not weighted; leave it out")
 
     _watched_step = torch.optim.Optimizer.profile_hook_step(_step)
 

@@ -114,9 +114,10 @@ class RunMember:
         allow_nonfinite: bool = False,
         track: int = 0,
         later: bool = False,
+        of: m.Contribution | None = None,
     ) -> Step:
         """Sends the gradients of one optimizer's parameters, see `TrackMember.push`."""
-        return self.tracks[track].push(loss, settings, allow_nonfinite=allow_nonfinite, later=later)
+        return self.tracks[track].push(loss, settings, allow_nonfinite=allow_nonfinite, later=later, of=of)
 
     def receive(self, track: int) -> Step:
         """Takes the answer to what was pushed of an optimizer with `later`."""

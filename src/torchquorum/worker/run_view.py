@@ -20,6 +20,7 @@ class TrackView:
         lr: The learning rate of each parameter group for the next update, as the ps tasks have it.
         used_lr: Those of the update that made `version`, as far as this worker knows.
         settings: The run's settings, as this worker knows them, at their `revision`.
+        pace_s: How long the fastest worker takes for a local step; 0 if that is not known.
     """
 
     version: int = 0
@@ -27,6 +28,7 @@ class TrackView:
     used_lr: list[float] = field(default_factory=lambda: [0.0])
     settings: Settings = field(default_factory=list)
     revision: int = -1
+    pace_s: float = 0.0
 
 
 @dataclass(eq=False, repr=False)

@@ -166,6 +166,7 @@ class TrackMember:
         *,
         allow_nonfinite: bool = False,
         later: bool = False,
+        of: m.Contribution | None = None,
     ) -> Step:
         """Sends the gradients; waits until they count and takes the version that follows (pipelined: the one before).
 
@@ -174,6 +175,7 @@ class TrackMember:
             settings: Those of the program, if they count; they go with the gradient where they differ from the run's.
             allow_nonfinite: Whether gradients with NaN or infinity are pushed as if they were whole.
             later: Whether the answer is taken by `receive`, and nothing is waited for now.
+            of: What the gradients are made of, if that is known.
         """
         view, exchange = self.view, self.exchange
         self._channels.end.check_process()
@@ -194,7 +196,8 @@ class TrackMember:
         rates = [group[RATE] for group in settings] if change and settings and only_rates(change) else None
         if settings and not change:
             view.settings = settings  # equal, and from now on the same object
-        fastpath = self.fastpath if rates is not None or not change else None  # only rates travel on the fast path
+        # Only rates travel on the fast path, where all gradients count alike.
+        fastpath = self.fastpath if (rates is not None or not change) and of is None else None
         try:
             if fastpath is not None and fastpath.direct and (step := self._push_fast(fastpath, number, loss, rates)):
                 return step
@@ -219,7 +222,7 @@ class TrackMember:
                 return step
         # By message, under the same numbers: what the fast path may have begun cannot count twice.
         push = m.Push(*self._who, number, self._run.local_step, computed_at, -1, [], loss, finite, norm=norm)
-        push.track, push.sample = self.index, sample
+        push.track, push.sample, push.of = self.index, sample, of
         self._send_push(push, absent, rows, settings if change else [], wait=not later)
         if self.plan.rule.pipeline or later:
             return self._step(previous, before)
@@ -322,7 +325,7 @@ class TrackMember:
     def took(self, answer: m.Variables) -> None:
         """The parameters hold the version of an answer, which is shard 0's."""
         view = self.view
-        view.version, view.lr = answer.version, answer.lr
+        view.version, view.lr, view.pace_s = answer.version, answer.lr, answer.pace_s
         view.used_lr = answer.used or view.used_lr
         if answer.revision >= 0:
             view.settings, view.revision = answer.settings, answer.revision

@@ -43,7 +43,7 @@ class PipeChannel:
     def may_wait_s(self) -> float:
         return FOREVER_S
 
-    def receive_into(self, choose: Choose) -> None:
+    def receive_into(self, choose: Choose, *, several: bool = False) -> None:
         pass
 
     def settled(self) -> PipeChannel:
@@ -109,6 +109,9 @@ class PipeListener:
             USED["received"] += 1
             return self.prefix + str(fd).encode(), frames
         return None
+
+    def expect(self, answers: int) -> None:
+        pass
 
     def send(self, peer: Peer, frames: Sequence[Frame]) -> None:
         pipe = self._pipes.get(int(peer.removeprefix(self.prefix)))

@@ -229,6 +229,8 @@ class SummaryHook(Hook):
         }
         if name in self._losses:
             found[f"loss{of}"] = self._losses[name]
+        if optimizer.local is not None:
+            found[f"inner_step{of}"] = optimizer.inner_step
         if name:
             found[f"updates{of}"] = optimizer.version
         return found

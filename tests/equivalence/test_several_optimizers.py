@@ -330,12 +330,12 @@ def test_large_variables_of_several_optimizers_come_over_a_socket(contiguous: bo
     def layers() -> nn.Sequential:
         with SEEDED:
             torch.manual_seed(0)
-            made = nn.Sequential(*(nn.Linear(240, 240) for _ in range(5)))
-        for layer in made if not contiguous else ():
+            linear = [nn.Linear(240, 240) for _ in range(5)]
+        for layer in linear if not contiguous else ():
             layer.weight = nn.Parameter(
                 layer.weight.detach().t().contiguous().t()
             )  # its memory is in an order of its own
-        return made
+        return nn.Sequential(*linear)
 
     def steps(model: nn.Sequential, optimizers: list[Any]) -> list[torch.Tensor]:
         for step in range(3):

@@ -80,7 +80,7 @@ def main() -> None:
     # A ps task's own deadlines, shortened like those of the session below.
     known, _ = parse().parse_known_args()
     if not known.user_deadlines:
-        serve.LEADER_SILENCE_S, ending.LATE_S, ending.IDLE_S = 5.0, 1.0, 12.0
+        serve.LEADER_SILENCE_S, ending.LATE_S, ending.IDLE_S = 10.0, 1.0, 12.0  # a ps may take 5 s to be back
         serve.WAIT_FOR_CHIEF_S, serve.SAY_EVERY_S = 20.0, 1.0
         followers.SILENCE_S = 5.0
     gate_checkpoints(known.gates, known.steps)

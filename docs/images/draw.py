@@ -20,7 +20,7 @@ from PIL import Image
 from rich.console import Console
 
 from torchquorum.cli.live_view import View
-from torchquorum.cli.train import run_job
+from torchquorum.cli.train import job_cluster, run_job
 from torchquorum.jobs.mnist_job import MnistOptions
 from torchquorum.launcher.launched import LaunchOptions
 
@@ -44,7 +44,7 @@ def draw_live_view(folder: Path) -> None:
     """Trains and exports the live part."""
     view = Kept(Console())
     options = MnistOptions(steps=1500, slow="worker1:3x", logdir=str(folder / "live"))
-    assert run_job(options, LaunchOptions(command=[], workers=3), view) == 0
+    assert run_job(job_cluster(options, LaunchOptions(command=[], workers=3), view), view) == 0
     console = Console(record=True, width=104, height=24, force_terminal=True, highlight=False, file=io.StringIO())
     console.print(f"$ {COMMAND}")
     console.print(view.kept)

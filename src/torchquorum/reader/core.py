@@ -19,6 +19,7 @@ from torchquorum.reader.source import AwayError, Source, WantedParts
 from torchquorum.wire.rpc import Patience
 
 AGAIN_S = 0.1
+KEPT_S = 1.0  # rows that are kept here are asked for again after so long, if nothing else was taken meanwhile
 
 
 class ReaderCore:
@@ -45,6 +46,7 @@ class ReaderCore:
         self._given: tuple[int, list[int]] = (0, [])  # generation and versions that were handed out last
         self._away_since: float | None = None
         self._said_at = 0.0
+        self._refreshed_at = -1e9
 
     @property
     def replica(self) -> ReadCopy:
@@ -82,6 +84,7 @@ class ReaderCore:
                 self._rest()
                 continue
             self.is_back()
+            self._refreshed_at = self.clock.now()
             if not self.all_tables or self.replica.specs.keys() <= self.replica.tables.keys():
                 return
 
@@ -99,7 +102,9 @@ class ReaderCore:
         """
         with self.lock:
             if self.all_tables or (self.kept and asked.keys() <= self.kept):
-                self.refresh(WantedParts(), wait=self.lacks(False, self.kept))
+                lacks = self.lacks(False, self.kept)
+                if lacks or self.clock.now() - self._refreshed_at > KEPT_S:
+                    self.refresh(WantedParts(), wait=lacks)
                 return self._kept_rows(asked), self.here()
             while True:
                 self.check_open()

@@ -46,7 +46,8 @@ class Reader:
         secret_file: The file with the cluster's secret, or with its read-only form; by default as the environment says.
         compress: Versions after the first are compressed differences: `int8`, `int4`, `bfloat16`, `topk:K/N`.
         shared_memory: Whether versions are read from shared memory, where all ps tasks are on this host.
-        tables: Names of tables whose rows are kept here and follow the run; then `rows` needs no question. True for all.
+        tables: Names of tables whose rows are kept here, with every version that is taken; then `rows` asks at most once a second.
+            True for all.
         name: What it is called in the run's status; by default host and process.
         patience: How long it waits for a run that is not there, and how often it says so.
         say: Prints a line for people.

@@ -97,7 +97,10 @@ class RunSource:
         if unknown:
             known = ", ".join(sorted(replica.specs)) or "none"
             raise ConfigError(f"the run has no table {', '.join(sorted(unknown))}; it has {known}")
-        if self._can_share(wanted):
+        shares = self._can_share(wanted)
+        only_asks = bool(wanted.averages or self._averages or wanted.tables or replica.tables)
+        self.way = "shared memory" if self._shared is not None and not only_asks else "messages"
+        if shares:
             self._take_shared(flat)
         else:
             self._take_asked(flat, wanted)
@@ -120,7 +123,6 @@ class RunSource:
         self._flat = FlatReplica(plan, replica)
         self._buffers, self._buffers_at = -1, -1e9
         self._shared = SharedVersions.opened(plan, welcomes) if self._who.shares_memory else None
-        self.way = "shared memory" if self._shared is not None else "messages"
 
     def lost(self) -> None:
         """The run could not be read: it is greeted anew."""

@@ -1,6 +1,6 @@
 """Everything that is measured, one part after the other: `make bench`.
 
-    python benchmarks/bench.py [--only speed,bandwidth,load,scaling,decisions,startup,memory,rows] [--tensorflow PYTHON] [--quick]
+    python benchmarks/bench.py [--only speed,bandwidth,load,scaling,decisions,startup,memory,rows,reader] [--tensorflow PYTHON] [--quick]
 
 Prints a table for each part and which floors it met, and writes a JSON file for each into benchmarks/results/. Takes about
 seven minutes on a machine that has nothing else to do. `make bench-docs` then brings docs/speed.md and its pictures up to date.
@@ -17,6 +17,7 @@ import bandwidth
 import decisions
 import load
 import memory
+import reader
 import results
 import rows
 import scaling
@@ -47,6 +48,10 @@ def parts(args: argparse.Namespace) -> dict[str, Part]:
                 1.0 if args.quick else 6.0, rounds, args.fbgemm, rows.SIZES[:2] if args.quick else rows.SIZES
             ),
             rows.show,
+        ),
+        "reader": (
+            lambda: reader.measure(seconds if args.quick else 6.0, rounds, 20 if args.quick else 200),
+            reader.show,
         ),
         "memory": (lambda: memory.measure(memory.CASES[:1] if args.quick else memory.CASES), memory.show),
     }

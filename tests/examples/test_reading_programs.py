@@ -5,6 +5,7 @@ import re
 import sys
 import time
 from pathlib import Path
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
@@ -26,17 +27,17 @@ def test_a_server_answers_with_what_the_run_has_just_learnt(tmp_path: Path) -> N
         server = Started([*command, "--every=0.1"])
         cluster.started.append(server)
         server.until("serving version", 120)
-        found, deadline = dict[str, object](), time.monotonic() + 100
+        found, clicks, deadline = dict[str, Any](), dict[str, float](), time.monotonic() + 100
         while time.monotonic() < deadline:
             with urlopen(f"http://localhost:{port}/predict?user=7&item=21&item=22", timeout=30) as answer:
                 found = json.load(answer)
             clicks = found["clicks"]
-            assert isinstance(clicks, dict) and clicks.keys() == {"21", "22"}
+            assert clicks.keys() == {"21", "22"}
             if clicks["21"] > 0.8 and clicks["22"] < 0.2:  # users like items that are odd or even as they are
                 break
             time.sleep(0.2)
         assert clicks["21"] > 0.8 and clicks["22"] < 0.2, found
-        assert found["age_s"] < 20, found  # type: ignore[operator]
+        assert found["age_s"] < 20, found
         with pytest.raises(HTTPError, match="400"):
             urlopen(f"http://localhost:{port}/predict?user=me", timeout=30)
 

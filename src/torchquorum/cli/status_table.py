@@ -292,9 +292,17 @@ def headline(status: Mapping[str, Any]) -> str:
         of = f" of {data['epochs']}" if data["epochs"] else ""
         epoch = data["epoch"] + 1 if not data["epochs"] else min(data["epoch"] + 1, data["epochs"])
         words.append(f"epoch {epoch}{of}")
+    if readers := status.get("readers"):
+        words.append(f"{readers['count']} readers{ages_of(readers)}")
     if away := refused_connections(status):
         words.append(away)
     return ", ".join(words)
+
+
+def ages_of(readers: Mapping[str, Any]) -> str:
+    """Returns how old what readers have is, as the end of a phrase: of the one that is worst off."""
+    known = "age_p50_s" in readers
+    return f" (age p50 {readers['age_p50_s']:.2f} s, p99 {readers['age_p99_s']:.2f} s)" if known else ""
 
 
 def refused_connections(status: Mapping[str, Any]) -> str:

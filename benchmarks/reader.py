@@ -2,8 +2,8 @@
 
     python benchmarks/reader.py [--seconds 6] [--rounds 5]
 
-8 processes with a `tq.Reader` each take 10 versions a second of a run of two workers on one host, from shared memory; `messages` is the same
-by message. How old what they have is, and bytes beside what has changed, are those of the readers themselves.
+8 processes with a `tq.Reader` each take 10 versions a second of a run of two workers on one host, from shared memory; `messages` is the
+same by message. How old what they have is, and bytes beside what has changed, are those of the readers themselves.
 """
 
 import json

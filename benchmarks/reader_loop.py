@@ -1,4 +1,7 @@
-"""A reader that follows a run until it is over, and says how that went. Arguments: address, `shared` or `messages`, seconds between versions."""
+"""A reader that follows a run until it is over, and says how that went.
+
+Arguments: address, `shared` or `messages`, seconds between versions.
+"""
 
 import json
 import sys

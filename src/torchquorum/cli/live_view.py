@@ -85,8 +85,8 @@ class View:
             self.console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def note(self, text: str) -> None:
-        """Prints a line of the launcher, also when quiet."""
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        """Prints a line of the launcher, also when quiet; a terminal wraps it between words."""
+        self.console.print(text, highlight=False, markup=False, soft_wrap=not self.console.is_terminal)
 
     def show(self, status: dict[str, Any]) -> None:
         """Shows the newest status."""

@@ -84,10 +84,10 @@ def show_end(
         console.print(f"run folder    {named}", soft_wrap=True, markup=False)
         console.print(f"charts        {program()} report {named}", soft_wrap=True, markup=False)
     if code not in (0, INTERRUPTED) and (cause := cluster.root_cause):
-        console.print(Text(f"torchquorum: the run failed: {cause}", "bold"), soft_wrap=True)
+        console.print(Text(f"torchquorum: the run failed: {cause}", "bold"), soft_wrap=not console.is_terminal)
     if code != 0:
         where = where_it_stopped(report, again if code == INTERRUPTED else "")
-        console.print(f"torchquorum: {where}", soft_wrap=True, markup=False)
+        console.print(f"torchquorum: {where}", soft_wrap=not console.is_terminal, markup=False)
 
 
 def where_it_stopped(report: dict[str, Any] | None, again: str) -> str:

@@ -45,7 +45,11 @@ def parts(args: argparse.Namespace) -> dict[str, Part]:
         "startup": (lambda: startup.measure(rounds), startup.show),
         "rows": (
             lambda: rows.measure(
-                1.0 if args.quick else 6.0, rounds, args.fbgemm, rows.SIZES[:2] if args.quick else rows.SIZES
+                1.0 if args.quick else 6.0,
+                rounds,
+                args.fbgemm,
+                rows.SIZES[:2] if args.quick else rows.SIZES,
+                args.tensorflow or None,
             ),
             rows.show,
         ),

@@ -1,11 +1,11 @@
 """Examples per second of a recommender with tables on a ps, beside its limit and its peers, interleaved and repeated.
 
-    python benchmarks/rows.py [--seconds 6] [--rounds 3] [--fbgemm FOLDER]
+    python benchmarks/rows.py [--seconds 6] [--rounds 3] [--fbgemm FOLDER] [--tensorflow PYTHON]
 
 `limit`: two trainers that share nothing, with the tables of fbgemm-gpu-cpu, if that is installed, in a folder of its own perhaps;
-`plain`: two with nn.EmbeddingBag(sparse=True) and torch.optim.Adagrad. torchquorum: one ps, two workers, async. What a step costs in
-CPU time, of all processes, hardly depends on what else the machine does. The curve is of one table: an update of the same number of
-rows, beside a plain gather of them, from 1e5 to 1e7 rows.
+`plain`: two with nn.EmbeddingBag(sparse=True) and torch.optim.Adagrad; TensorFlow's own ps, async, if an interpreter has it. torchquorum:
+one ps, two workers, async. What a step costs in CPU time, of all processes, hardly depends on what else the machine does. The curve is of
+one table: an update of the same number of rows, beside a plain gather of them, from 1e5 to 1e7 rows.
 """
 
 import statistics
@@ -21,14 +21,15 @@ import results
 import torch
 from results import Floor, Result
 from rows_work import BATCH
-from speed import FailedError, Sample, sample
+from speed import FailedError, Sample, free_ports, sample
 
 from torchquorum.update.row_kernels import KERNELS
 from torchquorum.update.table import RowMoment, TablePart
 from torchquorum.wire.plan import InitSpec, TableSpec
 
 HERE = Path(__file__).resolve().parent
-LIMIT, PLAIN = "two of fbgemm-gpu-cpu", "two of torch.optim.Adagrad"
+LIMIT, PLAIN, TF = "two of fbgemm-gpu-cpu", "two of torch.optim.Adagrad", "TensorFlow's ps"
+SHM, TCP = "tq.Table, shm", "tq.Table, tcp"
 SIZES = (100_000, 1_000_000, 10_000_000)
 TOUCHED, DIM, STRIDE = 23_400, 16, 7919
 
@@ -43,6 +44,15 @@ def on_ps(kind: str, transport: str, seconds: float) -> Sample:
     """Measures torchquorum with one ps and two workers."""
     run = [sys.executable, "-m", "torchquorum.cli.main", "run", "--transport", transport]
     return sample([[*run, "rows_loop.py", kind, str(seconds)]], 2, reporting=[0])
+
+
+def tensorflow(python: str, seconds: float) -> Sample:
+    """Measures TensorFlow's ps with two workers, as its chief sees it."""
+    ps, *workers = (f"localhost:{port}" for port in free_ports(3))
+    base = ["env", "TF_CPP_MIN_LOG_LEVEL=3", python, "rows_tensorflow.py", "--ps_hosts", ps]
+    base += ["--worker_hosts", ",".join(workers), "--seconds", str(seconds)]
+    tasks = [[*base, "--job_name", job, "--task_index", str(k)] for job, k in (("ps", 0), ("worker", 0), ("worker", 1))]
+    return sample(tasks, 1, reporting=[1])
 
 
 def point(size: int) -> dict[str, float]:
@@ -76,15 +86,19 @@ def _cpu_ms(work: Callable[[], object]) -> float:
     return 1000 * (time.thread_time() - before)
 
 
-def measure(seconds: float, rounds: int, folder: str = "", sizes: tuple[int, ...] = SIZES) -> Result:
+def measure(
+    seconds: float, rounds: int, folder: str = "", sizes: tuple[int, ...] = SIZES, python: str | None = None
+) -> Result:
     """Measures everything in turns, round after round."""
     ways: dict[str, Callable[[], Sample]] = {
         PLAIN: lambda: alone("sparse", seconds, folder),
-        "tq.Table, shm": lambda: on_ps("table", "shm", seconds),
-        "tq.Table, tcp": lambda: on_ps("table", "tcp", seconds),
+        SHM: lambda: on_ps("table", "shm", seconds),
+        TCP: lambda: on_ps("table", "tcp", seconds),
         "nn.EmbeddingBag, shm": lambda: on_ps("embedding", "shm", seconds),
         LIMIT: lambda: alone("fbgemm", seconds, folder),
     }
+    if python:
+        ways[TF] = lambda: tensorflow(python, seconds)
     seen: dict[str, list[Sample]] = {name: [] for name in ways}
     notes = list[str]()
     for number in range(rounds):
@@ -110,11 +124,14 @@ def measure(seconds: float, rounds: int, folder: str = "", sizes: tuple[int, ...
 def floors(rows: list[dict[str, float]], points: list[dict[str, float]]) -> list[Floor]:
     """Returns what must hold."""
     rate = {row["name"]: row["examples_per_s"] for row in rows}
-    ours, found = rate.get("tq.Table, shm", 0.0), list[Floor]()
+    ours, found = rate.get(SHM, 0.0), list[Floor]()
     if LIMIT in rate:
         found.append(Floor("tq.Table over shared memory", round(ours / rate[LIMIT], 3), 0.70, " of the limit"))
     if PLAIN in rate:
         found.append(Floor("tq.Table over shared memory", round(ours / rate[PLAIN], 3), 1.2, " of plain trainers"))
+    if TF in rate:
+        found.append(Floor("tq.Table over shared memory", round(ours / rate[TF], 2), 2.0, " x TensorFlow"))
+        found.append(Floor("tq.Table over TCP", round(rate.get(TCP, 0.0) / rate[TF], 2), 1.0, " x TensorFlow"))
     shares = [point["pull_and_update_ms"] / point["gather_ms"] for point in points]
     found.append(
         Floor("cost of a row, largest table by smallest", round(shares[-1] / shares[0], 2), 2.0, "", at_most=True)
@@ -154,8 +171,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=6.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--fbgemm", default="", metavar="FOLDER", help="where fbgemm-gpu-cpu is, if not installed here")
+    parser.add_argument("--tensorflow", metavar="PYTHON", help="an interpreter that has tensorflow")
     args = parser.parse_args()
-    results.report(lambda: measure(args.seconds, args.rounds, args.fbgemm), show, args.output)
+    results.report(lambda: measure(args.seconds, args.rounds, args.fbgemm, SIZES, args.tensorflow), show, args.output)
 
 
 if __name__ == "__main__":

@@ -86,14 +86,20 @@ def ddp(o: Options) -> Sample:
     return sample([[*run, "torch_loop.py", "ddp", str(o.seconds), str(o.warm_up)]], 2, reporting=[0])
 
 
+def free_ports(count: int) -> list[int]:
+    """Returns ports that nobody listens at now."""
+    held = [socket.socket() for _ in range(count)]
+    for each in held:
+        each.bind(("127.0.0.1", 0))
+    ports = [each.getsockname()[1] for each in held]
+    for each in held:
+        each.close()
+    return ports
+
+
 def tensorflow(o: Options, *, sync: bool) -> Sample:
     """Measures TensorFlow's ps with 2 workers, as its chief sees it; the others are ended, for one alone would stall."""
-    held = [socket.socket() for _ in range(3)]
-    for s in held:
-        s.bind(("127.0.0.1", 0))
-    ps, *workers = (f"localhost:{s.getsockname()[1]}" for s in held)
-    for s in held:
-        s.close()
+    ps, *workers = (f"localhost:{port}" for port in free_ports(3))
     base = ["env", "TF_CPP_MIN_LOG_LEVEL=3", str(o.tensorflow), "tensorflow_ps.py", f"--ps_hosts={ps}"]
     base += [f"--worker_hosts={','.join(workers)}", f"--seconds={o.seconds}", f"--warm_up={o.warm_up}"]
     base += ["--sync"] if sync else []

@@ -18,6 +18,7 @@ from torchquorum.server.shard_tables import ShardTables
 from torchquorum.wire.channel import Peer
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import flat_bytes, pack_parts, tensor_frame
+from torchquorum.wire.key_frames import unpack_keys
 from torchquorum.wire.messages import PullRows, Rows, RowsOut
 
 AHEAD = 2  # requests of one table: for the batch that is about to be computed, and the one after
@@ -92,6 +93,8 @@ class RowRequests:
                 raise ValueError(f"worker {asked.worker} has no memory for rows here")
             keys = tensor_frame(memory.bytes(asked.at, 8 * asked.count))
             room = memory.bytes(*rows_behind(asked.at, asked.count, tables.row_bytes(asked.table)))
+        elif asked.since < 0:
+            keys = unpack_keys(keys, asked.count).tobytes()
         tables.check(asked.table, keys := bytes(keys))
         request = RowRequest(peer, asked, keys, tables, room)
         if asked.ahead:

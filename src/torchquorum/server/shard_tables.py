@@ -24,7 +24,8 @@ from torchquorum.update.table import RowMoment, TablePart, mean_rows
 from torchquorum.update.table_keys import shard_of
 from torchquorum.update.table_snapshot import TableSnapshot
 from torchquorum.wire.codec import Frame
-from torchquorum.wire.frames import cut_parts, flat_bytes, frame_tensor, parts_bytes
+from torchquorum.wire.frames import cut_parts, flat_bytes, frame_tensor, parts_bytes, tensor_frame
+from torchquorum.wire.key_frames import unpack_keys
 from torchquorum.wire.messages import RowPart
 from torchquorum.wire.plan import Plan, TableSpec
 from torchquorum.wire.settings import Settings, decode
@@ -94,7 +95,7 @@ class ShardTables:
         found: dict[int, RowGradient] = {}
         pieces = cut_parts(frames[0], self._sizes(parts)) if parts else []
         for part, own, rows in zip(parts, pieces[::2], pieces[1::2], strict=True):
-            table, keys = self.tables[part.table], own.view(torch.int64).numpy()
+            table, keys = self.tables[part.table], _keys(own, part)
             if part.table in found or bool((keys[1:] <= keys[:-1]).any()):
                 raise ValueError(f"keys of table {table.spec.name} are not in order, each once")
             table.keys.check(keys)
@@ -109,9 +110,9 @@ class ShardTables:
         """
         sizes = list[int]()
         for part in parts:
-            if not 0 <= part.table < len(self.tables) or part.count < 0:
+            if not 0 <= part.table < len(self.tables) or part.count < 0 or part.packed < 0:
                 raise ValueError(f"rows of table {part.table}, which is not there")
-            sizes += [part.count * 8, _row_bytes(self.tables[part.table].spec, part.count)]
+            sizes += [part.packed or part.count * 8, _row_bytes(self.tables[part.table].spec, part.count)]
         return sizes
 
     def size_bytes(self, parts: Sequence[RowPart]) -> int:
@@ -231,7 +232,7 @@ class ShardTables:
         """Returns the keys of a table that went last, as a frame."""
         if not 0 <= table < len(self.tables):
             raise ValueError(f"keys of table {table}, which is not there")
-        return np.array(self.tables[table].age.told, np.int64).tobytes()
+        return self.tables[table].age.told.tobytes()
 
     def check(self, table: int, frame: Frame) -> None:
         """Raises ValueError if there is no such table, or it has no such keys."""
@@ -287,6 +288,10 @@ def read_keys(frame: Frame, count: int) -> Keys:
         ValueError: There are not so many.
     """
     return frame_tensor(frame, count * 8).view(torch.int64).numpy()
+
+
+def _keys(data: torch.Tensor, part: RowPart) -> Keys:
+    return unpack_keys(tensor_frame(data), part.count) if part.packed else data.view(torch.int64).numpy()
 
 
 def _take(table: TablePart, chunk: dict[str, torch.Tensor], *, is_last: bool) -> None:

@@ -89,7 +89,7 @@ class TablePart:
         self.dtype: torch.dtype = getattr(torch, spec.dtype)
         self.count = self.pulled = self.found = 0
         self.keys, self.age = TableKeys(spec, shard, num_shards), TableAge(spec, num_shards)
-        self.sightings = Sightings(spec.admit)
+        self.sightings = Sightings(spec, shard, num_shards)
         dtype, most = NUMPY[spec.dtype], self.keys.most
         self.values = RowColumn(dtype, spec.dim, most)
         self.states = {
@@ -112,7 +112,7 @@ class TablePart:
         """Returns how much memory the rows take, with all that belongs to them."""
         per_row = self.spec.dim * self.values.array.itemsize + 4
         per_row += sum(c.array.itemsize * (1 if c.array.ndim == 1 else self.spec.dim) for c in self.states.values())
-        return self.keys.end * per_row + self.keys.size_bytes
+        return self.keys.end * per_row + self.keys.size_bytes + self.sightings.size_bytes
 
     def begin(self, options: Mapping[str, Any]) -> None:
         """Says what the optimizer's options are, before the first update: some states begin with one of them."""
@@ -214,7 +214,7 @@ class TablePart:
         positions, pulled = self._find_again(keys)
         if self.keys.grows and len(new := np.flatnonzero(positions < 0)):
             if self.sightings.counts:
-                new = new[self.sightings.admit(keys[new], None if seen is None else seen[new])]
+                new = new[self.sightings.admit(keys[new], None if seen is None else seen[new], moment.version)]
             if len(new):
                 initial = pulled.first_rows(new) if pulled is not None else self._initial(keys[new])
                 positions[new] = self._make(keys[new], initial)
@@ -255,8 +255,10 @@ class TablePart:
         if not self.keys.grows or not self.age.is_bounded:
             return 0
         before = self.age.evicted
-        self._remove(self.age.outdated(version, time, self.keys, self.stamps.array))
+        last = self.age.look(version, time)
+        self._remove(self.age.outdated(last, self.keys, self.stamps.array))
         self._remove(self.age.surplus(self.keys, self.stamps.array))
+        self.sightings.forget(self.age, last)
         return self.age.evicted - before
 
     def _remove(self, positions: Positions) -> None:
@@ -363,7 +365,7 @@ class TablePart:
         if scalars:
             self.count = max(int(part["count"]) for part in scalars)
             evicted = sum(int(part["evicted"]) for part in scalars) if self.shard == 0 else 0
-            self.age.restore(evicted, scalars[0]["marks"])
+            self.age.restore(evicted, scalars[0])
 
 
 def mean_rows(

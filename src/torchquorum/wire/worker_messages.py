@@ -66,10 +66,14 @@ class Join(Message):
 
 
 class RowPart(msgspec.Struct, array_like=True):
-    """Rows of a table, by its number with its optimizer, in the last frame: their keys in order, each once, and their gradients."""
+    """Rows of a table, by its number with its optimizer, in the last frame: their keys in order, each once, and their gradients.
+
+    In a frame the keys are `packed` into so many bytes; in shared memory they are as they are, and it is 0.
+    """
 
     table: int
     count: int
+    packed: int = 0
 
 
 class Contribution(msgspec.Struct, array_like=True):
@@ -118,9 +122,9 @@ class Push(Message):
 
 
 class PullRows(Message):
-    """The worker asks for rows of a table, whose keys are in frame 0. Answered by Rows.
+    """The worker asks for so many rows of a table (`count`), whose keys are in frame 0, packed. Answered by Rows.
 
-    Or so many keys (`count`) lie in its memory for rows, at `at`; the rows then go there, too, behind them, at a multiple of 64 bytes.
+    Or the keys lie in its memory for rows, at `at`; the rows then go there, too, behind them, at a multiple of 64 bytes.
 
     It goes to every ps task with the keys that are there; all answer at one place of the log. `track` is the optimizer whose table it
     is. With `ahead` they are for a later batch, and kept on the ps until the second one after; with `since`, the number of such a

@@ -22,19 +22,13 @@ from torchquorum.memory.shared_pool import SharedPool, rows_behind
 from torchquorum.update.gradient_norm import norm_of
 from torchquorum.update.table_keys import shard_of
 from torchquorum.wire.codec import Frame
-from torchquorum.wire.frames import (
-    cut_parts,
-    flat_bytes,
-    frame_tensor,
-    pack_parts,
-    parts_bytes,
-    tensor_frame,
-    write_parts,
-)
+from torchquorum.wire.frames import cut_parts, frame_tensor, pack_parts, parts_bytes, write_parts
+from torchquorum.wire.key_frames import pack_keys
 from torchquorum.wire.rpc import error_of
 from torchquorum.worker.ps_channels import PsChannels
 from torchquorum.worker.row_reading import KeptRows
 from torchquorum.worker.row_tables import RowTables
+from torchquorum.worker.row_transfer import on_host
 
 PushedRows = list[tuple[list[m.RowPart], list[torch.Tensor]]]
 POOL_BYTES = 256 << 20  # of address space; what does not fit travels in frames
@@ -203,10 +197,13 @@ class RowExchange:
             shards = shard_of(keys, self._num_shards)
             places = [np.flatnonzero(shards == k) for k in range(self._num_shards)]
             packed = [keys] if self._num_shards == 1 else [keys[those] for those in places]
-            frames = [[tensor_frame(flat_bytes(torch.from_numpy(own)))] for own in packed]
+            frames = [[] for _ in packed]
             for k, own in enumerate(packed):
+                messages[k].count = len(own)
                 if self._in_pool(messages[k], k, own):
-                    pools[k], frames[k] = self.pools[k], []
+                    pools[k] = self.pools[k]
+                else:
+                    frames[k] = [pack_keys(own)]
         for k in range(self._num_shards):
             channels.post(k, messages[k], frames[k])
         return RowPull(messages, keys, places, frames, pools)
@@ -224,7 +221,7 @@ class RowExchange:
         at = pool.take(begin + size_bytes)
         if at is None:
             return False
-        message.at, message.count = at, len(keys)
+        message.at = at
         pool.bytes(at, 8 * len(keys)).view(torch.int64).copy_(torch.from_numpy(keys))
         return True
 
@@ -354,7 +351,7 @@ class RowExchange:
         size_bytes = parts_bytes([tensor.numel() * tensor.element_size() for tensor in tensors])
         at = pool.take(size_bytes) if pool is not None else None
         if pool is None or at is None:
-            return [pack_parts(tensors)]
+            return [_packed(parts, tensors)]
         self._pushed[-1].append((pool, at))
         write_parts(tensors, pool.bytes(at, size_bytes))
         push.rows_at = at
@@ -368,11 +365,10 @@ class RowExchange:
                 pool.give(at)
         found: PushedRows = [([], []) for _ in range(self._num_shards)]
         norms = list[float]()
-        for number, each in enumerate(self._tables.all):
-            gradient = each.take_gradient()
-            if gradient is None:
-                continue
-            keys, rows = gradient[0], gradient[1].cpu()
+        taken = [(number, each.take_gradient()) for number, each in enumerate(self._tables.all)]
+        given = [(number, *found) for number, found in taken if found is not None]
+        every = on_host([rows for _, _, rows, _ in given], [early for *_, early in given])
+        for (number, keys, *_), rows in zip(given, every, strict=True):
             norms.append(norm_of([rows]))
             shards = shard_of(keys, self._num_shards)
             for k, (parts, tensors) in enumerate(found):
@@ -383,6 +379,16 @@ class RowExchange:
                 tensors += [torch.from_numpy(own), values]
         self.norm = math.hypot(*norms)
         return found
+
+
+def _packed(parts: list[m.RowPart], tensors: list[torch.Tensor]) -> Frame:
+    """Returns keys and rows as a frame; says in the parts how many bytes the keys of each take."""
+    found = list[torch.Tensor]()
+    for part, keys, rows in zip(parts, tensors[::2], tensors[1::2], strict=True):
+        packed = pack_keys(keys.numpy())
+        part.packed = len(packed)
+        found += [frame_tensor(packed, len(packed)), rows]
+    return pack_parts(found)
 
 
 def _places(there: Keys, keys: Keys) -> np.ndarray | None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from torchquorum.errors import ConfigError
 from torchquorum.memory.key_index import Keys
+from torchquorum.worker.row_transfer import to_device
 
 PullRows = Callable[[Keys], torch.Tensor]
 _ATTRIBUTES = [
@@ -159,7 +160,7 @@ def _embed(weight: RowParameter, func: Any, ids: torch.Tensor, given: dict[str, 
             f"index out of range in self: {weight._name} has rows 0 to {count - 1}, and {wrong} was asked for"
         )
     device = weight._anchor.device
-    rows, local = weight._pull(keys.numpy()).to(device), inverse.view(ids.shape).to(device)
+    rows, local = to_device(weight._pull(keys.numpy()), device), to_device(inverse.view(ids.shape), device)
     padding = _padding(given.get("padding_idx"), keys, count)
     if padding == len(keys) or not len(
         keys

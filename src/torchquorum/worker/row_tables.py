@@ -25,6 +25,7 @@ from torchquorum.wire.frames import pack_parts
 from torchquorum.wire.plan import InitSpec, TableSpec
 from torchquorum.worker.row_parameter import RowParameter
 from torchquorum.worker.row_reading import Reading
+from torchquorum.worker.row_transfer import HostCopy
 from torchquorum.worker.table_module import Table
 from torchquorum.worker.variable_names import plain_names
 
@@ -53,17 +54,18 @@ class RowsOf:
         else:
             RowParameter.begin(self.parameter, self.spec.name, pull)
 
-    def take_gradient(self) -> tuple[Keys, torch.Tensor] | None:
-        """Returns the gradient that has gathered, keys in order, each once; None if there is none."""
+    def take_gradient(self) -> tuple[Keys, torch.Tensor, HostCopy | None] | None:
+        """Returns the gradient that has gathered, keys in order, each once, and its copy if that was begun; None if there is none."""
         if self.module is not None:
-            found = self.module.merged() if self.module.gathered else None
+            found = (*self.module.merged(), self.module.early) if self.module.gathered else None
             self.module.gathered.clear()
+            self.module.early = None
             return found
         gradient = self.parameter.grad
         if gradient is None:
             return None
         merged = gradient.coalesce()
-        return merged.indices()[0].cpu().numpy(), merged.values()
+        return merged.indices()[0].cpu().numpy(), merged.values(), None
 
 
 class RowTables:

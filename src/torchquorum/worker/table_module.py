@@ -21,6 +21,7 @@ from torchquorum.placement.layout import CONSTANT
 from torchquorum.update.row_optimizers import Normal, RowOptimizer
 from torchquorum.update.row_optimizers import RowwiseAdagrad as _default_optimizer
 from torchquorum.wire.plan import InitSpec, TableSpec
+from torchquorum.worker.row_transfer import HostCopy, to_device
 
 MODES = ("sum", "mean", "max")
 AVERAGES = ("all", "touching")
@@ -37,7 +38,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, None, None, None]:
-        ctx.table.gathered.append((ctx.keys, gradients[0].detach()))
+        ctx.table._gather(ctx.keys, gradients[0].detach())
         return None, None, None, None
 
 
@@ -138,6 +139,7 @@ class Table(nn.Module):
             capacity=capacity or 0,
         )
         self.gathered: list[tuple[Keys, torch.Tensor]] = []
+        self.early: HostCopy | None = None  # of the only gradient that has gathered, from a GPU
         self.pull: PullRows = _no_session
         self.ask_evicted: Callable[[], Keys] = lambda: _no_session(np.empty(0, np.int64)).numpy()
         self.anchor = Anchor(torch.empty(0, dim, dtype=dtype))
@@ -162,7 +164,7 @@ class Table(nn.Module):
         numbers = found.numpy()
         if len(numbers) and int(numbers[0]) == RESERVED_KEY:
             raise ConfigError(f"tq.Table: the key {RESERVED_KEY} is reserved")
-        rows, places = self.pull(numbers).to(keys.device), places.to(keys.device)
+        rows, places = to_device(self.pull(numbers), keys.device), to_device(places, keys.device)
         if torch.is_grad_enabled() and self.anchor.requires_grad:
             rows = _Rows.apply(self.anchor, rows, self, numbers)
         if self.mode is None:
@@ -176,6 +178,11 @@ class Table(nn.Module):
             mode=self.mode,
             per_sample_weights=weights,
         )
+
+    def _gather(self, keys: Keys, gradient: torch.Tensor) -> None:
+        """Keeps a gradient of rows; the first one from a GPU begins its way to the CPU."""
+        self.early = HostCopy.begin(gradient) if gradient.is_cuda and not self.gathered else None
+        self.gathered.append((keys, gradient))
 
     def merged(self) -> tuple[Keys, torch.Tensor]:
         """Returns the gradients that have gathered: keys in order, each once, and their rows."""

@@ -100,7 +100,7 @@ def test_rows_go_when_they_have_not_been_updated_for_so_many_steps() -> None:
         touch(table, version, 100, version)
     assert table.evict(4, 0.0) == 0
     touch(table, 5, 100)
-    assert table.evict(5, 0.0) == 1 and table.age.told == [1]
+    assert table.evict(5, 0.0) == 1 and table.age.told.tolist() == [1]
     assert sorted(rows_of(table)[0].tolist()) == [2, 3, 4, 100]
     assert torch.equal(table.gather(keys(1)), make().gather(keys(1)))
 
@@ -111,8 +111,8 @@ def test_rows_go_when_they_have_not_been_updated_for_so_many_seconds() -> None:
     table.evict(1, 100.0)
     touch(table, 2, 2)
     assert table.evict(2, 109.0) == 0
-    assert table.evict(2, 110.0) == 1 and table.age.told == [1]
-    assert table.evict(2, 119.5) == 1 and table.age.told == [1, 2]
+    assert table.evict(2, 110.0) == 1 and table.age.told.tolist() == [1]
+    assert table.evict(2, 119.5) == 1 and table.age.told.tolist() == [1, 2]
 
 
 def test_the_least_recently_updated_go_when_there_are_too_many() -> None:
@@ -120,9 +120,42 @@ def test_the_least_recently_updated_go_when_there_are_too_many() -> None:
     for version, key in enumerate((5, 6, 7, 8, 5, 9), 1):
         touch(table, version, key)
         table.evict(version, 0.0)
-    assert table.age.told == [6] and table.size == 4
+    assert table.age.told.tolist() == [6] and table.size == 4
     touch(table, 7, 1, 2, 3)
-    assert table.evict(7, 0.0) == 3 and table.age.told == [6, 7, 8, 5]
+    assert table.evict(7, 0.0) == 3 and table.age.told.tolist() == [6, 7, 8, 5]
+
+
+def test_ages_are_looked_at_sixteen_times_in_a_life_also_where_every_update_asks() -> None:
+    table = make(ttl_s=16.0, capacity=1000)
+    for version in range(1, 400):
+        touch(table, version, version % 7 + 10 * (version > 200))
+        table.evict(version, version / 10)
+    assert len(table.age.scalars()["marks"]) < 20
+    assert table.size == 7 and sorted(table.age.told.tolist()) == list(range(7))
+
+
+def test_the_keys_that_went_last_are_told() -> None:
+    table = make(capacity=64)
+    for version in range(1, 3000):
+        touch(table, version, *range(100 * version, 100 * version + 100))
+        table.evict(version, 0.0)
+    told = table.age.told
+    assert len(told) == 100_000 and (np.diff(told[:-64]) > 0).mean() > 0.9 and told[-1] > 100 * 2990
+
+
+def test_keys_without_a_row_are_forgotten_like_rows() -> None:
+    table = make(admit=3, ttl_steps=32)
+    touch(table, 1, 5, 6)
+    touch(table, 2, 5)
+    table.evict(40, 0.0)
+    assert len(table.sightings) == 0
+    touch(table, 41, 5)
+    assert table.size == 0, "its sightings began anew"
+    crowded = make(admit=2, capacity=200)
+    for version in range(1, 100):
+        touch(crowded, version, *range(100 * version, 100 * version + 100))
+        crowded.evict(version, 0.0)
+    assert crowded.size == 0 and 100 <= len(crowded.sightings) <= 200
 
 
 def test_the_place_of_a_row_that_went_is_used_again() -> None:

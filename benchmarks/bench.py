@@ -1,9 +1,10 @@
 """Everything that is measured, one part after the other: `make bench`.
 
-    python benchmarks/bench.py [--only speed,bandwidth,load,scaling,decisions,startup,memory,rows,reader] [--tensorflow PYTHON] [--quick]
+    python benchmarks/bench.py [--only speed,optimizers,wire,bandwidth,load,scaling,decisions,startup,memory,rows,reader]
+                               [--tensorflow PYTHON] [--quick]
 
 Prints a table for each part and which floors it met, and writes a JSON file for each into benchmarks/results/. Takes about
-seven minutes on a machine that has nothing else to do. `make bench-docs` then brings docs/speed.md and its pictures up to date.
+fifteen minutes on a machine that has nothing else to do. `make bench-docs` then brings docs/speed.md and its pictures up to date.
 """
 
 import argparse
@@ -17,12 +18,14 @@ import bandwidth
 import decisions
 import load
 import memory
+import optimizers
 import reader
 import results
 import rows
 import scaling
 import speed
 import startup
+import wire
 from results import KINDS, Floor, Result
 
 Part = tuple[Callable[[], Result], Callable[[Result], None]]
@@ -38,6 +41,8 @@ def parts(args: argparse.Namespace) -> dict[str, Part]:
     only = [name.strip() for name in args.speed_only.split(",") if name.strip()]
     return {
         "speed": (lambda: speed.measure(options, rounds, only), speed.show),
+        "optimizers": (lambda: optimizers.measure(options, rounds), optimizers.show),
+        "wire": (lambda: wire.measure(options, rounds), wire.show),
         "bandwidth": (lambda: bandwidth.measure(numel, 3 * rounds), bandwidth.show),
         "load": (lambda: load.measure(short, workers, huge=numel, rounds=rounds), load.show),
         "scaling": (lambda: scaling.measure(short), scaling.show),
@@ -64,7 +69,9 @@ def parts(args: argparse.Namespace) -> dict[str, Part]:
 def main() -> int:
     """Measures what was asked for; 1 if a part could not be measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join((*KINDS, "rows")), help="comma-separated parts")
+    parser.add_argument(
+        "--only", default=",".join((*KINDS, "optimizers", "wire", "rows")), help="comma-separated parts"
+    )
     parser.add_argument("--seconds", type=float, default=2.5, help="of one measurement of speed")
     parser.add_argument("--rounds", type=int, default=3, help="how often each is measured, in turns")
     parser.add_argument("--speed-only", default="", help="comma-separated rows of the table of speed")

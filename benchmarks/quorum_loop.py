@@ -1,13 +1,13 @@
 """The same trainer as a task of torchquorum: prints the worker's batches per second.
 
-Arguments: rule, seconds, batches before the clock starts.
+Arguments: rule, seconds, batches before the clock starts; then perhaps the optimizer (sgd), a folder for the run, how it is durable.
 """
 
 import sys
 
 import torch
 from family import Window
-from work import load, loss_of, make_model
+from work import OPTIMIZERS, load, loss_of, make_model
 
 import torchquorum as tq
 from torchquorum.rules import parse_rule
@@ -17,8 +17,9 @@ rule, seconds, warm_up = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)
 images, labels = load()
 model = make_model()
-optimizer = tq.Optimizer(torch.optim.SGD(model.parameters(), lr=0.01), rule=parse_rule(rule))
-with tq.Session(task, model, optimizer):
+name, logdir, durable = sys.argv[4:7] if len(sys.argv) > 4 else ("sgd", "", "")
+optimizer = tq.Optimizer(OPTIMIZERS[name](model.parameters()), rule=parse_rule(rule))
+with tq.Session(task, model, optimizer, logdir=logdir or None, durable=durable or None):
     step, window = 0, Window()
     while True:
         if step == warm_up:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,18 @@ class Sample:
 
 @dataclass(frozen=True)
 class Options:
-    """How long, and on what: passed to every loop."""
+    """How long, and on what: passed to every loop.
+
+    `environment` has further variables of a cluster's tasks; `logdir` is its folder, which it needs to be `durable`.
+    """
 
     seconds: float
     warm_up: int
     tensorflow: str | None
+    optimizer: str = "sgd"
+    logdir: str = ""
+    durable: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 def sample(commands: list[list[str]], expected: int, *, reporting: Sequence[int]) -> Sample:
@@ -70,20 +77,22 @@ def sample(commands: list[list[str]], expected: int, *, reporting: Sequence[int]
 
 def quorum(rule: str, transport: str, o: Options) -> Sample:
     """Measures torchquorum with 1 ps and 2 workers."""
-    run = [sys.executable, "-m", "torchquorum.cli.main", "run", "--transport", transport]
-    return sample([[*run, "quorum_loop.py", rule, str(o.seconds), str(o.warm_up)]], 2, reporting=[0])
+    run = ["env", *(f"{name}={value}" for name, value in o.environment.items())]
+    run += [sys.executable, "-m", "torchquorum.cli.main", "run", "--transport", transport]
+    work = [rule, str(o.seconds), str(o.warm_up), o.optimizer, o.logdir, o.durable]
+    return sample([[*run, "quorum_loop.py", *work]], 2, reporting=[0])
 
 
 def independent(o: Options) -> Sample:
     """Measures two trainers that share nothing."""
-    one = [sys.executable, "torch_loop.py", "alone", str(o.seconds), str(o.warm_up)]
+    one = [sys.executable, "torch_loop.py", "alone", str(o.seconds), str(o.warm_up), o.optimizer]
     return sample([one, one], 2, reporting=[0, 1])
 
 
 def ddp(o: Options) -> Sample:
     """Measures PyTorch's DistributedDataParallel over gloo with 2 ranks."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return sample([[*run, "torch_loop.py", "ddp", str(o.seconds), str(o.warm_up)]], 2, reporting=[0])
+    return sample([[*run, "torch_loop.py", "ddp", str(o.seconds), str(o.warm_up), o.optimizer]], 2, reporting=[0])
 
 
 def free_ports(count: int) -> list[int]:

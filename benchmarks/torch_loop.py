@@ -1,6 +1,6 @@
 """A plain PyTorch trainer, alone or under DDP (torchrun --nproc-per-node 2): prints its batches per second.
 
-Arguments: `alone` or `ddp`, seconds, batches before the clock starts.
+Arguments: `alone` or `ddp`, seconds, batches before the clock starts, the optimizer (sgd).
 """
 
 import sys
@@ -8,7 +8,7 @@ import sys
 import torch
 import torch.distributed as dist
 from family import Window
-from work import load, loss_of, make_model
+from work import OPTIMIZERS, load, loss_of, make_model
 
 mode, seconds, warm_up = sys.argv[1], float(sys.argv[2]), int(sys.argv[3])
 torch.set_num_threads(1)
@@ -17,7 +17,7 @@ model = make_model()
 if mode == "ddp":
     dist.init_process_group("gloo")
     model = torch.nn.parallel.DistributedDataParallel(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+optimizer = OPTIMIZERS[sys.argv[4] if len(sys.argv) > 4 else "sgd"](model.parameters())
 step, window = 0, Window()
 while True:
     if step == warm_up:

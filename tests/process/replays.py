@@ -11,6 +11,7 @@ from tests.process.zygote import Forked, the_zygote
 from torchquorum.replay.replay import ReplayOptions, make_again
 
 PROGRAM = Path(__file__).parent / "replayed_program.py"
+EPOCHS_PROGRAM = Path(__file__).parent / "replayed_epochs_program.py"
 ROWS_PROGRAM = Path(__file__).parent / "replayed_rows_program.py"
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.process.replays import PROGRAM, ROWS_PROGRAM, record, replay, spawn
+from tests.process.replays import EPOCHS_PROGRAM, PROGRAM, ROWS_PROGRAM, record, replay, spawn
 from tests.process.tasks import Started, by_hand
 from torchquorum.formats.record_file import MAGIC, RecordFile, RunRecordError, read_record
 from torchquorum.replay.replay import ReplayOptions, make_again
@@ -26,6 +26,13 @@ def test_a_recorded_run_is_made_again_bit_for_bit(rule: str, tmp_path: Path) -> 
 def test_several_optimizers_and_rows_that_are_asked_for_ahead_are_made_again(rule: str, tmp_path: Path) -> None:
     record(tmp_path, f"--rule={rule}", "--ahead", ps=2, program=ROWS_PROGRAM)
     assert replay(tmp_path)
+
+
+@pytest.mark.parametrize("rule", ["async", "sync"])
+def test_epochs_and_barriers_are_made_again(rule: str, tmp_path: Path) -> None:
+    record(tmp_path, f"--rule={rule}", program=EPOCHS_PROGRAM)
+    said = replay(tmp_path)
+    assert sum(line.endswith("] done") for line in said) == 2, said
 
 
 def test_rows_may_be_as_old_as_they_were(tmp_path: Path) -> None:

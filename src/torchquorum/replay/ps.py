@@ -16,6 +16,7 @@ import torchquorum.wire.messages as m
 from torchquorum.clock import Clock
 from torchquorum.cluster import TaskId
 from torchquorum.errors import LostPlaceError, TorchQuorumError
+from torchquorum.replay.barriers_again import BarriersAgain
 from torchquorum.replay.handed_again import HandedAgain
 from torchquorum.replay.progress import ReplayProgress
 from torchquorum.replay.recreation import Recreation
@@ -84,6 +85,7 @@ class ReplayService(Service):
         self._peers: dict[Peer, LifeKey] = {}
         self._joined: dict[LifeKey, int] = {}  # how many creations of the variables a life has joined
         self._creation, self._handed, self._rows = Recreation(me.index, progress), HandedAgain(), RowsAgain()
+        self._barriers = BarriersAgain(self._script)
         self._next_answers = {key: self._script.answers_of(life) for key, life in self._script.lives.items()}
         self._handlers_of: dict[type[m.Message], Callable[[Asked], list[Reply]]] = {
             m.Hello: self._greet,
@@ -107,6 +109,7 @@ class ReplayService(Service):
             m.Buffers: lambda _: [],
             m.TakeBuffers: lambda got: self._handed.buffers(self._script.life_of(got.message), got),
             m.TakeBatches: self._hand,
+            m.AtBarrier: self._take_barrier,
             m.UseBatches: lambda got: [got.reply(m.BatchesUsed(got.message.request, ok=True))],
             m.StatusRequest: lambda got: [got.reply(m.Status(self.status(), got.message.request))],
             m.Stay: lambda _: [],
@@ -206,6 +209,12 @@ class ReplayService(Service):
         if self.run is None or not self.run.shard.workers.knows(message.worker, message.incarnation):
             raise LostPlaceError(LOST)
         return self._rows.ask(self.run, got)
+
+    def _take_barrier(self, got: Incoming[m.AtBarrier]) -> list[Reply]:
+        message = got.message
+        if self.run is None or not self.run.shard.workers.knows(message.worker, message.incarnation):
+            raise LostPlaceError(LOST)
+        return [got.reply(self._barriers.ask(message, self.at))]
 
     def _tell(self, got: Incoming[m.Probe]) -> list[Reply]:
         probe = got.message
@@ -382,13 +391,17 @@ class ReplayService(Service):
     def _ahead(self, key: LifeKey) -> list[int]:
         return [number for number in self._next_answers.get(key, []) if number >= self.at]
 
+    def _waits(self, key: LifeKey) -> bool:
+        """Whether a worker waits for something that the log does not answer."""
+        return self._rows.waits(key) or self._barriers.waits(key)
+
     # -- creation -----------------------------------------------------------------------------------------------------
 
     def _begin(self, item: Began, replies: list[Reply]) -> bool:
         """The variables are created, once the chief has said so; whoever still asks for those before hears that they are lost."""
         run, create = self.run, self._creation.asked
         if run is not None and run.generation != item.generation:
-            if not self._creation.all_have_lost(run, self._asked, self.at, self._rows.waits):
+            if not self._creation.all_have_lost(run, self._asked, self.at, self._waits):
                 return False
             replies += self._rows.lose(LOST)
             for key, asked in list(self._asked.items()):

@@ -151,7 +151,10 @@ class Leading(Run):
         """A worker has come to the end of an epoch, or to a barrier."""
         asked = got.message
         replies = self.look_at_fastpath(close=asked.wait)
-        return [*replies, got.reply(self.leader.barrier_waits.wait(asked, got.now, got.wall))]
+        status = self.leader.barrier_waits.wait(asked, got.now, got.wall)
+        if self.recorder is not None:
+            self.recorder.opened(asked, status)
+        return [*replies, got.reply(status)]
 
     def take_batches(self, got: Incoming[m.TakeBatches]) -> list[Reply]:
         """A joined worker asks for its share of the data."""

@@ -107,6 +107,12 @@ class Recorder:
         share, numbers = take.share.name, answer.numbers
         self._items.append(r.Handed(take.worker, take.incarnation, share, numbers, answer.over, answer.void))
 
+    def opened(self, asked: m.AtBarrier, status: m.BarrierStatus) -> None:
+        """A worker at the end of an epoch or at a barrier may go on, or is told in which epoch the run is."""
+        if status.opened or status.stopped:
+            what = asked.epoch, asked.stage, asked.barrier, asked.wait
+            self._items.append(r.Opened(asked.worker, asked.incarnation, what, status))
+
     def gave_buffers(self, take: m.TakeBuffers, whose: Sequence[int], values: torch.Tensor) -> None:
         """A worker is given the run's buffers."""
         self._items.append(r.GaveBuffers(take.worker, take.incarnation, list(whose), values.numpy().tobytes()))

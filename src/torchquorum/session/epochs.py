@@ -114,8 +114,6 @@ class EpochLoop(Hook):
         """See `tq.Session.epochs`."""
         if count is not None and (isinstance(count, bool) or not isinstance(count, int) or count < 0):
             raise ConfigError(f"session.epochs({count!r}): must be a whole number, such as 10; None for no end")
-        if self._session.task.replay is not None:
-            raise ConfigError("session.epochs(): a run with epochs cannot be replayed")
         if self.running:
             raise ConfigError("session.epochs() inside a loop over session.epochs(): a run has one sequence of epochs")
         return self._run(count)

@@ -219,6 +219,11 @@ class Initializer:
         plan.last_step = self._stop.last_step
         generation = self._setup.task.random_bits(62)
         begins = [optimizer.begun_state() for optimizer in self._setup.optimizers]
+        if found.path is None and any(optimizer.left_its_state for optimizer in self._setup.optimizers):
+            self._setup.say(
+                "the optimizer begins without the state that it had in the session before, which stayed with that run. To go on with it, "
+                "take optimizer.state_dict() at the end of that session, and give it to optimizer.load_state_dict() before this one"
+            )
         for state, flat, of in zip(begins, self.flats, plan.tracks(), strict=True):
             if state is None:
                 continue

@@ -319,6 +319,12 @@ class Optimizer(torch.optim.Optimizer):
         """Returns what it does in the session that runs."""
         return self._attached
 
+    @property
+    def left_its_state(self) -> bool:
+        """Whether a run begins without the state that this optimizer had in a session before."""
+        keeps = type(self.inner) is not torch.optim.SGD or any(group.get("momentum") for group in self.param_groups)
+        return self._had_session and self._attached is None and self._local is None and self._begins is None and keeps
+
     def begun_state(self) -> LoadedState | None:
         """Returns the state that a run begins with, if steps were made or a state was loaded before the session."""
         return self._begins

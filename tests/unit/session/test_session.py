@@ -1,5 +1,6 @@
 """A session begins and ends by itself too, and leaves the model's parameters as ordinary tensors."""
 
+import contextlib
 import io
 import subprocess
 import sys
@@ -136,3 +137,31 @@ def test_a_program_alone_whose_session_failed_begins_another(where: str) -> None
     with session:
         train(model, optimizer, session)
     assert session.global_step == 4
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_second_session_goes_on_with_the_optimizers_state_if_that_is_loaded_and_says_so_if_not(
+    kept: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def trained(sessions: bool) -> list[torch.Tensor]:
+        model, x = nn.Linear(3, 1), torch.arange(3.0)
+        with torch.no_grad():
+            model.weight.fill_(0.1)
+            model.bias.zero_()
+        inner = torch.optim.Adam(model.parameters(), lr=0.1)
+        task, optimizer, state = tq.join([]), tq.Optimizer(inner) if sessions else inner, None
+        for _ in range(2):
+            if state is not None and kept and sessions:
+                optimizer.load_state_dict(state)
+            with tq.Session(task, model, optimizer) if sessions else contextlib.nullcontext():  # type: ignore[arg-type]
+                for _ in range(3):
+                    optimizer.zero_grad()
+                    model(x).square().sum().backward()
+                    optimizer.step()
+                state = optimizer.state_dict()
+        return [p.detach().clone() for p in model.parameters()]
+
+    ours, plain = trained(True), trained(False)
+    assert all(map(torch.equal, ours, plain)) == kept
+    said = "the optimizer begins without the state that it had in the session before" in capfd.readouterr().err
+    assert said == (not kept)

@@ -95,11 +95,14 @@ class Follow:
             replica = core.replica
             if self._rows is None:
                 self._rows = replica.follow_rows()
+            was_over = (
+                core.source.over
+            )  # heard after the question, it does not mean that the answer has the last version
             core.refresh(self._wanted(), wait=False)
             if replica.is_empty or not core.all_here(self._tables):
                 return None
             if replica.tick <= self._tick:
-                if core.source.over:
+                if was_over:
                     self.close()
                 return None
             return self._take()

@@ -26,6 +26,7 @@ from torchquorum.reader.source import AwayError, WantedParts
 from torchquorum.update.table_keys import shard_of
 from torchquorum.wire.codec import Frame
 from torchquorum.wire.frames import cut_parts, pack_parts
+from torchquorum.wire.reader_messages import SHARED_MEMORY
 
 BEAT_S = 1.0
 BUFFERS_S = 1.0
@@ -99,7 +100,7 @@ class RunSource:
             raise ConfigError(f"the run has no table {', '.join(sorted(unknown))}; it has {known}")
         shares = self._can_share(wanted)
         only_asks = bool(wanted.averages or self._averages or wanted.tables or replica.tables)
-        self.way = "shared memory" if self._shared is not None and not only_asks else "messages"
+        self.way = SHARED_MEMORY if self._shared is not None and not only_asks else "messages"
         if shares:
             self._take_shared(flat)
         else:

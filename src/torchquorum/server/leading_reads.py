@@ -16,6 +16,7 @@ from torchquorum.server.reads import MOST_READERS, OpenRead, Reads
 from torchquorum.server.reply import Incoming, Reply
 from torchquorum.server.shard import Shard
 from torchquorum.wire.codec import Frame
+from torchquorum.wire.reader_messages import SHARED_MEMORY
 
 BUFFERS_EVERY_S = 1.0
 BUFFERS_WAIT_S = 2.0
@@ -85,8 +86,9 @@ class LeadingReads(Reads):
         if beat.leaves:
             self.leave(beat.reader)
             return []
-        if over:
-            self._told_over.add(beat.reader)
+        here = [track.version for track in self.shard.tracks]
+        if over and (beat.way == SHARED_MEMORY or (beat.generation == self._generation and beat.versions == here)):
+            self._told_over.add(beat.reader)  # it has the last version, or can take it without this task
         self._most_at_once = max(self._most_at_once, sum(not s.has_left for s in self._states.values()))
         return [got.reply(m.ReaderAlive(self._generation, over))]
 

@@ -56,7 +56,13 @@ class _NoLink:
         return False
 
     def push(
-        self, loss: float | None, settings: object = None, *, allow_nonfinite: bool = False, track: int = 0
+        self,
+        loss: float | None,
+        settings: object = None,
+        *,
+        allow_nonfinite: bool = False,
+        track: int = 0,
+        of: object = None,
     ) -> Step:
         """Returns that the run is over and nothing was taken."""
         lr = self.tracks[track].lr

@@ -127,6 +127,9 @@ class RowsRead(Message):
     age_s: float
 
 
+SHARED_MEMORY = "shared memory"  # how a reader of this host reads
+
+
 class ReaderBeat(Message):
     """A reader says every second which versions it has, how old they were, how it reads, and how many bytes came. Not repeated."""
 

@@ -95,6 +95,7 @@ class SummaryHook(Hook):
         self._clock: Clock = SYSTEM
         self.noted = (0.0, 0)
         self._histograms_at = self._asked_at = 0.0
+        self._histograms_of = -1  # the version whose histograms were noted last
         self._losses: dict[str, float] = {}  # by optimizer
         self._told_no_folder = False
         self._seen: SeenInput | None = None
@@ -213,8 +214,9 @@ class SummaryHook(Hook):
             scalars |= self._of(optimizer)
         arrays: dict[str, np.ndarray] = {}
         rested = now - self._histograms_at >= self._thread.histogram_s / HISTOGRAM_SHARE
-        if self._histograms and (self._histograms == ALWAYS or (histograms and (rested or last))):
-            self._histograms_at = now
+        due = self._histograms == ALWAYS or (histograms and (rested or last))
+        if self._histograms and due and version != self._histograms_of:
+            self._histograms_at, self._histograms_of = now, version
             arrays = take_variables(session.model, self._variable_tag)
         ask = last or now - self._asked_at >= STATUS_EVERY_S
         self._asked_at = now if ask else self._asked_at

@@ -159,7 +159,7 @@ class Ps:
         run = self.service.run
         shard, leader = (run.shard, run.leader) if isinstance(run, Leading) else (run.shard if run else None, None)
         return (
-            self.service.status(),
+            {name: value for name, value in self.service.status().items() if name != "memory_bytes"},
             dict(self.service.pids),
             None if shard is None else (shard.version, shard.followed, self.values().tolist(), repr(shard.gradients)),
             None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -22,8 +22,17 @@ from torchquorum.worker.attached import AttachedOptimizer
 from torchquorum.worker.local_steps import LocalSteps
 from torchquorum.worker.step import Step
 
-if TYPE_CHECKING:
-    from torchquorum.worker.optimizer import Optimizer
+
+class FragmentPart(Protocol):
+    """What a fragment is to the run: an optimizer of its own."""
+
+    @property
+    def attached(self) -> AttachedOptimizer | None: ...  # noqa: D102
+    @property
+    def local(self) -> LocalSteps | None: ...  # noqa: D102
+
+
+_Part = TypeVar("_Part", bound=FragmentPart)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +44,7 @@ class _OnItsWay:
     loss: float | None
 
 
-class Fragments:
+class Fragments(Generic[_Part]):
     """The fragments of one optimizer's parameters.
 
     Args:
@@ -48,7 +57,7 @@ class Fragments:
         last: What became of the last inner step, or of the fragment that it pushed or mixed in.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, parts: Sequence[Optimizer], rule: Rule) -> None:
+    def __init__(self, inner: torch.optim.Optimizer, parts: Sequence[_Part], rule: Rule) -> None:
         self.parts, self.last = list(parts), None
         self.last: Step | None
         self._inner, self._overlap = inner, rule.overlap

@@ -113,7 +113,7 @@ class Optimizer(torch.optim.Optimizer):
             name_of(type(optimizer))
             check_groups(optimizer)
         self.called = ""
-        self._fragments: Fragments | None = None
+        self._fragments: Fragments[Optimizer] | None = None
         self._whole: Optimizer | None = None
         self._attached: AttachedOptimizer | None = None
         with warnings.catch_warnings():
